@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/parallel/averager.h"
+#include "hasten/local_sgd/averager.h"
 
 namespace hasten {
 

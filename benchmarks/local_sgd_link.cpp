@@ -15,7 +15,7 @@
 #include <string>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/accelerator/local_sgd.h"
+#include "hasten/local_sgd/local_sgd.h"
 #include "hasten/models/bert.h"
 #include "hasten/optim/adamw.h"
 

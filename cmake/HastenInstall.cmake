@@ -1,10 +1,4 @@
-# hasten::hasten, the one target others link, and the rules of `cmake --install`.
-get_property(_parts GLOBAL PROPERTY HASTEN_PARTS)
-add_library(hasten_all INTERFACE)
-add_library(hasten::hasten ALIAS hasten_all)
-set_target_properties(hasten_all PROPERTIES EXPORT_NAME hasten)
-target_link_libraries(hasten_all INTERFACE ${_parts})
-
+# The rules of `cmake --install`, but those of the libraries.
 if(HASTEN_INSTALL)
   include(CMakePackageConfigHelpers)
   set(_folder "${CMAKE_INSTALL_LIBDIR}/cmake/hasten")
@@ -25,7 +19,6 @@ if(HASTEN_INSTALL)
     "${_package}/hastenConfigVersion.cmake"
     "${CMAKE_CURRENT_LIST_DIR}/FindLibTorch.cmake"
     DESTINATION "${_folder}")
-  install(TARGETS hasten_all EXPORT hastenTargets)
   install(EXPORT hastenTargets NAMESPACE hasten:: DESTINATION "${_folder}")
   install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/hasten"
     DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")

@@ -1,38 +1,82 @@
-# One static library per folder of src/, one test binary per group of layers.
+# The folders of src/ are object libraries. They make three products: libhasten, libhasten_text
+# and the programs. One test binary per group of layers.
 
-# hasten_part(NAME SOURCES a.cpp… [OMP kernel.cpp…] [DEPENDS lower parts and libraries…]
-#             [NO_TORCH])
+# hasten_part(NAME SOURCES a.cpp… [OMP kernel.cpp…] [LIBRARIES third-party libraries…]
+#             [NO_TORCH] [PRODUCT hasten_text|program])
 # OMP files use at::parallel_for: they need -fopenmp, hence no precompiled header.
-# NO_TORCH parts neither see nor link LibTorch.
+# NO_TORCH parts do not see LibTorch. PRODUCT: what the part belongs to; default hasten.
 function(hasten_part name)
-  cmake_parse_arguments(PART "NO_TORCH" "" "SOURCES;OMP;DEPENDS" ${ARGN})
+  cmake_parse_arguments(PART "NO_TORCH" "PRODUCT" "SOURCES;OMP;LIBRARIES" ${ARGN})
   set(target hasten_${name})
-  add_library(${target} STATIC ${PART_SOURCES} ${PART_OMP})
-  add_library(hasten::${name} ALIAS ${target})
-  set_target_properties(${target} PROPERTIES EXPORT_NAME ${name})
-  target_include_directories(${target} PUBLIC
-    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
-    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-  target_link_libraries(${target} PRIVATE $<BUILD_INTERFACE:hasten_flags>)
+  add_library(${target} OBJECT ${PART_SOURCES} ${PART_OMP})
+  target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/include")
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src")
+  target_link_libraries(${target} PRIVATE hasten_flags)
   target_compile_features(${target} PUBLIC cxx_std_20)
   hasten_warnings(${target})
   if(NOT PART_NO_TORCH)
     target_link_libraries(${target} PUBLIC LibTorch::cpu)
     hasten_use_pch(${target} hasten_src_pch)
   endif()
-  target_link_libraries(${target} PUBLIC ${PART_DEPENDS})
+  target_link_libraries(${target} PUBLIC nlohmann_json::nlohmann_json ${PART_LIBRARIES})
   if(PART_OMP)
     set_source_files_properties(${PART_OMP} PROPERTIES
       COMPILE_OPTIONS "-fopenmp"
       SKIP_PRECOMPILE_HEADERS ON
       SKIP_UNITY_BUILD_INCLUSION ON)
   endif()
-  if(HASTEN_INSTALL)
-    install(TARGETS ${target} EXPORT hastenTargets)
+  set(product hasten)
+  if(PART_PRODUCT)
+    set(product ${PART_PRODUCT})
   endif()
-  set_property(GLOBAL APPEND PROPERTY HASTEN_PARTS ${target})
+  set_property(GLOBAL APPEND PROPERTY HASTEN_PARTS_${product} ${target})
+  set_property(GLOBAL APPEND PROPERTY HASTEN_LIBRARIES_${product} ${PART_LIBRARIES})
   if(PART_NO_TORCH)
     set_property(GLOBAL APPEND PROPERTY HASTEN_PLAIN_PARTS ${target})
+  endif()
+endfunction()
+
+# hasten_library(NAME [public libraries…]): libNAME.so and libNAME.a out of the parts of this
+# product, both from the same object files; hasten::NAME and hasten::NAME_static.
+function(hasten_library name)
+  get_property(parts GLOBAL PROPERTY HASTEN_PARTS_${name})
+  get_property(libraries GLOBAL PROPERTY HASTEN_LIBRARIES_${name})
+  list(REMOVE_DUPLICATES libraries)
+  set(objects "")
+  foreach(part ${parts})
+    list(APPEND objects $<TARGET_OBJECTS:${part}>)
+  endforeach()
+  foreach(kind SHARED STATIC)
+    set(suffix "")
+    set(export ${name})
+    if(kind STREQUAL "STATIC")
+      set(suffix _static)
+      set(export ${name}_static)
+    endif()
+    set(target lib${name}${suffix})
+    add_library(${target} ${kind} ${objects})
+    add_library(hasten::${export} ALIAS ${target})
+    set_target_properties(${target} PROPERTIES
+      OUTPUT_NAME ${name} EXPORT_NAME ${export} LINKER_LANGUAGE CXX
+      VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+    target_include_directories(${target} PUBLIC
+      $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+      $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+    target_compile_features(${target} PUBLIC cxx_std_20)
+    target_link_libraries(${target}
+      PUBLIC nlohmann_json::nlohmann_json PRIVATE $<BUILD_INTERFACE:hasten_flags> ${libraries})
+    foreach(library ${ARGN})
+      if(TARGET ${library}${suffix})
+        set(library ${library}${suffix})
+      endif()
+      target_link_libraries(${target} PUBLIC ${library})
+    endforeach()
+    if(HASTEN_INSTALL)
+      install(TARGETS ${target} EXPORT hastenTargets)
+    endif()
+  endforeach()
+  if(NOT HASTEN_INSTALL)
+    set_target_properties(lib${name}_static PROPERTIES EXCLUDE_FROM_ALL ON)
   endif()
 endfunction()
 

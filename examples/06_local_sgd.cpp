@@ -10,7 +10,7 @@
 #include <tuple>
 
 #include "hasten/accelerator/accelerator.h" // 03
-#include "hasten/accelerator/local_sgd.h" // 06
+#include "hasten/local_sgd/local_sgd.h" // 06
 #include "hasten/optim/schedule.h"
 #include "reviews.h"
 

@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "hasten/accelerator/accelerator.h" // 03
-#include "hasten/accelerator/local_sgd.h" // 07
+#include "hasten/local_sgd/local_sgd.h" // 07
 #include "hasten/optim/schedule.h"
 #include "reviews.h"
 

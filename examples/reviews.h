@@ -12,9 +12,9 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/core/block_call.h"
 #include "hasten/data/loader.h"
-#include "hasten/data/token_cache.h"
-#include "hasten/data/tokenized_dataset.h"
 #include "hasten/io/safetensors.h"
+#include "hasten/text/token_cache.h"
+#include "hasten/text/tokenized_dataset.h"
 
 namespace examples {
 

@@ -5,7 +5,7 @@
 #include <torch/torch.h>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/accelerator/local_sgd.h"
+#include "hasten/local_sgd/local_sgd.h"
 #include "side_by_side.h"
 
 namespace side_by_side {

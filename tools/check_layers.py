@@ -11,7 +11,8 @@ import tree
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]')
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
-WITHOUT_TORCH = ("base", "launch")
+PRIVATE = re.compile(r"(\w+)/\w+\.h$")  # "state/state_parts.h": a header in src/
+WITHOUT_TORCH = ("base", "config", "launch")
 
 
 def read_layers(root):
@@ -58,6 +59,8 @@ def check(root):
             if own in WITHOUT_TORCH and TORCH.match(included):
                 problems.append(tree.Problem(str(path), number, f"{own} must not see LibTorch: {included}"))
             target = re.match(r"hasten/(\w+)/", included)
+            if not target and path.parts[0] == "src" and '"' in line:
+                target = PRIVATE.match(included)
             if not target or target[1] == own:
                 continue
             if target[1] not in layers:

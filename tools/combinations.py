@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/combinations.md: every pair of features on 1, 2 and 4 ranks, against its reference.
 
-Through the Accelerator by the cases of tests/accelerator/combinations_test.cpp, through
+Through the Accelerator by the cases of tests/local_sgd/combinations_test.cpp, through
 `hasten train` where a feature has a flag: its last evaluation's loss against that of whole
 copies (ddp) with the features that make other numbers, on as many processes.
 Takes about ten minutes: tools/combinations.py BIN_FOLDER

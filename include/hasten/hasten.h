@@ -3,7 +3,6 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/accelerator/find_batch_size.h"
-#include "hasten/accelerator/local_sgd.h"
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/amp/grad_scaler.h"
@@ -12,6 +11,7 @@
 #include "hasten/core/block_call.h"
 #include "hasten/data/loader.h"
 #include "hasten/launch/launch.h"
+#include "hasten/local_sgd/local_sgd.h"
 #include "hasten/metrics/classification.h"
 #include "hasten/metrics/regression.h"
 #include "hasten/optim/adamw.h"

@@ -67,23 +67,6 @@ at::Tensor stack_ranks(const AcceleratorCore& core, const at::Tensor& own, const
   return all;
 }
 
-at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
-                           const char* name) {
-  const bool mine = communicator.rank() == from;
-  const at::Tensor size = at::tensor({mine ? bytes.numel() : 0}, at::kLong);
-  communicator.broadcast(size, from, name);
-  const int64_t count = size.item<int64_t>();
-  if (!mine || bytes.numel() != few_sizes(count)) {
-    const at::Tensor padded = at::empty({few_sizes(count)}, at::kByte);
-    if (mine) {
-      padded.narrow(0, 0, count).copy_(bytes);
-    }
-    bytes = padded;
-  }
-  communicator.broadcast(bytes, from, name);
-  return bytes.narrow(0, 0, count);
-}
-
 // Compares what the ranks read in the caller's loop. Collective if it is due, on which ranks agree.
 void compare_reading(const AcceleratorCore& core, const LoaderState& loader) {
   const uint64_t now = loader.last ? loader.read : loader.first_read;

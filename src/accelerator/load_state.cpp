@@ -7,123 +7,17 @@
 #include <algorithm>
 #include <set>
 
-#include "accelerator_state.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "state_load.h"
+#include "state/state_load.h"
+#include "state/state_parts.h"
 #include "training_state.h"
 
 namespace hasten::detail {
-
-constexpr const char* kLoadWhere = "accelerator::load_state";
-
-void refuse_state(const std::filesystem::path& file, const std::string& what,
-                  const std::string& expected, const std::string& fix) {
-  throw InputError(kLoadWhere, file.string() + ": " + what, expected, fix);
-}
-
-// Tensors of files that are not read whole are mapped: no copy.
-NamedTensors map_tensors(const SafetensorsReader& reader) {
-  NamedTensors tensors;
-  for (const std::string& name : reader.names()) {
-    tensors.emplace(name, reader.tensor(name));
-  }
-  for (const auto& [name, stored] : reader.metadata()) {
-    if (reader.contains(name) && tensors.count(stored) > 0) {
-      tensors.emplace(name, tensors.at(stored)); // tied
-    }
-  }
-  return tensors;
-}
-
-void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
-  std::error_code error;
-  if (!std::filesystem::is_directory(load.folder, error)) {
-    throw InputError(kLoadWhere, load.folder.string() + " is not a folder", "a saved state");
-  }
-  if (verify && rank == 0) {
-    verify_manifest(load.folder);
-  } else {
-    read_manifest(load.folder);
-  }
-  if (!std::filesystem::exists(load.state_file(), error)) {
-    refuse_state(load.state_file(),
-                 "the file is missing: the folder holds a model without its training state",
-                 "a folder that save_state() wrote");
-  }
-  load.shared = read_json_file(kLoadWhere, load.state_file());
-  if (load.shared.at("format") != 1) {
-    refuse_state(load.state_file(), "format=" + load.shared.at("format").dump(), "1",
-                 "load it with the version that saved it");
-  }
-  load.same_world = load.shared.at("world_size") == world_size;
-  load.shared_tensors = map_tensors(SafetensorsReader(load.folder / kStateTensorsFile));
-  load.rank_file = load.folder / rank_file_name(load.same_world ? rank : 0);
-  const SafetensorsReader reader(load.rank_file);
-  load.own_tensors = map_tensors(reader);
-  const auto values = reader.metadata().find("values");
-  if (values == reader.metadata().end()) {
-    refuse_state(load.rank_file, "it lacks its values", "a file of a state");
-  }
-  load.own = parse_json(kLoadWhere, load.rank_file.string() + ": its values", values->second);
-}
-
-// Throws for state that has no meaning with another number of ranks.
-void check_other_world(const StateLoad& load, int world_size) {
-  if (load.same_world) {
-    return;
-  }
-  const std::string then = load.shared.at("world_size").dump();
-  const std::string fix = "resume with " + then + " processes";
-  if (load.shared.at("open_window").get<bool>()) {
-    refuse_state(load.state_file(),
-                 "it was saved in the middle of an accumulation window by " + then +
-                     " processes, here there are " + std::to_string(world_size),
-                 "the same number of processes: partial gradients belong to ranks",
-                 fix + ", or save where sync_gradients() is true");
-  }
-  if (load.shared.at("comm_hooks").get<bool>()) {
-    refuse_state(load.state_file(),
-                 "it was saved with a communication hook by " + then +
-                     " processes, here there are " + std::to_string(world_size),
-                 "the same number of processes: a hook's state belongs to ranks", fix);
-  }
-  if (load.shared.value("local", false)) {
-    refuse_state(load.state_file(),
-                 "it was saved inside a LocalSGD scope by " + then + " processes, here there are " +
-                     std::to_string(world_size),
-                 "the same number of processes: each has its own parameters",
-                 fix + ", or save after finish()");
-  }
-  for (const auto& [name, object] : load.shared.at("objects").items()) {
-    if (object.at("scope") == "per_rank") {
-      refuse_state(load.state_file(),
-                   "\"" + name + "\" has a state per rank, of " + then +
-                       " processes, here there are " + std::to_string(world_size),
-                   "the same number of processes", fix);
-    }
-  }
-  for (const auto& loader : load.own.at("loaders")) {
-    if (!loader.is_null() && loader.at("position").at("cursor") != 0 &&
-        loader.at("position").at("unit") == "rank batches") {
-      refuse_state(load.rank_file,
-                   "the position of a range with its own shard() is known for " + then +
-                       " processes only, here there are " + std::to_string(world_size),
-                   "the same number of processes, or a range with set_cursor()", fix);
-    }
-  }
-}
-
-void check_count(const StateLoad& load, const char* what, size_t saved, size_t mine) {
-  if (saved != mine) {
-    refuse_state(load.state_file(), std::string(what) + "=" + std::to_string(saved),
-                 "the " + std::to_string(mine) + " that are prepared here");
-  }
-}
 
 void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
                 const HeldRowsByName& held) {
@@ -298,40 +192,6 @@ void TrainingState::plan(StateLoad& load) {
   plan_objects(load);
   plan_random(load);
   local_.plan(load);
-}
-
-void load_objects(StateLoad& load) {
-  for (StatefulLoad& object : load.objects) {
-    object.object->save_state(object.old_tensors, object.old_values);
-    for (auto& [name, tensor] : object.old_tensors) {
-      tensor = tensor.clone();
-    }
-  }
-  size_t done = 0;
-  try {
-    for (; done < load.objects.size(); ++done) {
-      StatefulLoad& object = load.objects[done];
-      try {
-        object.object->load_state(object.tensors, object.values);
-      } catch (const nlohmann::json::exception& error) {
-        refuse_state(object.file, error.what());
-      } catch (const InputError& error) {
-        refuse_state(object.file, error.what());
-      }
-    }
-  } catch (...) {
-    while (done-- > 0) {
-      const StatefulLoad& object = load.objects[done];
-      object.object->load_state(object.old_tensors, object.old_values);
-    }
-    throw;
-  }
-}
-
-void undo_objects(StateLoad& load) {
-  for (auto object = load.objects.rbegin(); object != load.objects.rend(); ++object) {
-    object->object->load_state(object->old_tensors, object->old_values);
-  }
 }
 
 LoadedState TrainingState::load(const std::filesystem::path& folder,

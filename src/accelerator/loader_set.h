@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "accelerator_state.h"
-#include "hasten/accelerator/loader_state.h"
+#include "hasten/loader/loader_state.h"
+#include "state/state_parts.h"
 
 namespace hasten::detail {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
-#include "state_load.h"
+#include "state/state_load.h"
 
 namespace hasten::detail {
 

@@ -7,7 +7,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/core/precision_probe.h"
-#include "state_load.h"
+#include "state/state_load.h"
 
 namespace hasten::detail {
 

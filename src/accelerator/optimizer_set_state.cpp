@@ -7,17 +7,35 @@
 #include "hasten/base/error.h"
 #include "hasten/optim/optimizer_state.h"
 #include "optimizer_set.h"
-#include "state_load.h"
+#include "state/state_load.h"
 
 namespace hasten::detail {
 
 // hasten's optimizers save themselves. The state of torch's is known.
-static void save_moments(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
-                         NamedTensors& moments, nlohmann::json& values) {
+static nlohmann::json save_moments(const torch::optim::Optimizer& optimizer,
+                                   const ParameterNames& names, const std::string& prefix,
+                                   NamedTensors& tensors) {
   if (const auto* own = dynamic_cast<const Stateful*>(&optimizer)) {
-    own->save_state(moments, values);
-  } else {
-    save_optimizer_state(optimizer, names, moments, values);
+    return save_stateful(*own, prefix, tensors, prefix);
+  }
+  NamedTensors moments;
+  nlohmann::json values;
+  save_optimizer_state(optimizer, names, moments, values);
+  put_below(tensors, prefix, moments);
+  return values;
+}
+
+static void plan_moments(StateLoad& load, const std::filesystem::path& file,
+                         OptimizerState& optimizer, const ParameterNames& names,
+                         NamedTensors moments, const nlohmann::json& values) {
+  if (auto* own = dynamic_cast<Stateful*>(optimizer.optimizer.get())) {
+    load.add(file, own, std::move(moments), values);
+    return;
+  }
+  try {
+    load.apply.push_back(prepare_optimizer_load(*optimizer.optimizer, names, moments, values));
+  } catch (const InputError& error) {
+    refuse_state(file, "optimizer " + std::to_string(optimizer.index) + ": " + error.what());
   }
 }
 
@@ -27,16 +45,9 @@ void OptimizerSet::collect(StateParts& parts) const {
   values["optimizers"] = nlohmann::json::array();
   for (size_t i = 0; i < optimizers_.size(); ++i) {
     const std::string prefix = "optimizer." + std::to_string(i) + ".";
-    const auto& optimizer = *optimizers_[i]->optimizer;
-    nlohmann::json saved = {{"stepped", optimizers_[i]->stepped}};
-    if (const auto* own = dynamic_cast<const Stateful*>(&optimizer)) {
-      saved["values"] = save_stateful(*own, prefix, parts.shared, prefix);
-    } else {
-      NamedTensors moments;
-      save_optimizer_state(optimizer, names, moments, saved["values"]);
-      put_below(parts.shared, prefix, moments);
-    }
-    values["optimizers"].push_back(std::move(saved));
+    values["optimizers"].push_back(
+        {{"stepped", optimizers_[i]->stepped},
+         {"values", save_moments(*optimizers_[i]->optimizer, names, prefix, parts.shared)}});
   }
   values["schedulers"] = nlohmann::json::array();
   for (size_t i = 0; i < schedulers_.size(); ++i) {
@@ -61,19 +72,9 @@ void OptimizerSet::plan(StateLoad& load) {
   check_count(load, "schedulers", schedulers.size(), schedulers_.size());
   const auto tensors_file = load.folder / kStateTensorsFile;
   for (size_t i = 0; i < optimizers_.size(); ++i) {
-    torch::optim::Optimizer& optimizer = *optimizers_[i]->optimizer;
-    const auto& values = optimizers[i].at("values");
-    NamedTensors tensors =
-        tensors_below(load.shared_tensors, "optimizer." + std::to_string(i) + ".");
-    if (auto* own = dynamic_cast<Stateful*>(&optimizer)) {
-      load.add(tensors_file, own, std::move(tensors), values);
-    } else {
-      try {
-        load.apply.push_back(prepare_optimizer_load(optimizer, names, tensors, values));
-      } catch (const InputError& error) {
-        refuse_state(tensors_file, "optimizer " + std::to_string(i) + ": " + error.what());
-      }
-    }
+    plan_moments(load, tensors_file, *optimizers_[i], names,
+                 tensors_below(load.shared_tensors, "optimizer." + std::to_string(i) + "."),
+                 optimizers[i].at("values"));
     const auto stepped = optimizers[i].at("stepped").get<uint64_t>();
     load.apply.push_back([state = optimizers_[i], stepped] { state->stepped = stepped; });
   }
@@ -96,23 +97,17 @@ void OptimizerSet::collect_local(size_t model, StateParts& parts) const {
   auto& saved = parts.own_values["local"]["optimizers"] = nlohmann::json::object();
   for (const auto& state : of_model(model)) {
     const std::string index = std::to_string(state->index);
-    NamedTensors moments;
-    save_moments(*state->optimizer, names, moments, saved[index]);
-    put_below(parts.own, "local.optimizer." + index + ".", moments);
+    saved[index] =
+        save_moments(*state->optimizer, names, "local.optimizer." + index + ".", parts.own);
   }
 }
 
 void OptimizerSet::plan_local(size_t model, StateLoad& load) {
   for (const auto& state : of_model(model)) {
     const std::string index = std::to_string(state->index);
-    const auto& own = load.own.at("local").at("optimizers").at(index);
-    NamedTensors moments = tensors_below(load.own_tensors, "local.optimizer." + index + ".");
-    if (auto* stateful = dynamic_cast<Stateful*>(state->optimizer.get())) {
-      load.add(load.rank_file, stateful, std::move(moments), own);
-    } else {
-      load.apply.push_back(
-          prepare_optimizer_load(*state->optimizer, models_.parameter_names(), moments, own));
-    }
+    plan_moments(load, load.rank_file, *state, models_.parameter_names(),
+                 tensors_below(load.own_tensors, "local.optimizer." + index + "."),
+                 load.own.at("local").at("optimizers").at(index));
   }
 }
 
@@ -120,14 +115,13 @@ void OptimizerSet::collect_trained(NamedTensors& tensors, nlohmann::json& values
   const ParameterNames names = models_.parameter_names();
   auto& optimizers = values["optimizers"] = nlohmann::json::array();
   for (const auto& state : optimizers_) {
-    nlohmann::json saved;
-    NamedTensors moments;
-    if (is_shared(*state)) {
-      saved = {{"stepped", state->stepped}, {"skipped", state->skipped}};
-      save_moments(*state->optimizer, names, moments, saved["values"]);
-    }
-    put_below(tensors, "optimizer." + std::to_string(state->index) + ".", moments);
-    optimizers.push_back(std::move(saved));
+    const std::string prefix = "optimizer." + std::to_string(state->index) + ".";
+    optimizers.push_back(
+        !is_shared(*state)
+            ? nlohmann::json()
+            : nlohmann::json{{"stepped", state->stepped},
+                             {"skipped", state->skipped},
+                             {"values", save_moments(*state->optimizer, names, prefix, tensors)}});
   }
   auto& ticks = values["ticks"] = nlohmann::json::array();
   for (const auto& scheduler : schedulers_) {

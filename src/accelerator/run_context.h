@@ -15,11 +15,6 @@
 
 namespace hasten::detail {
 
-/// Returns rank `from`'s bytes (1-d, uint8) on every rank, of any number. The others' argument is
-/// ignored. Collective: a size, then the bytes.
-at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
-                           const char* name);
-
 /// Throws InputError for options out of range.
 const AcceleratorOptions& checked_options(const AcceleratorOptions& options);
 

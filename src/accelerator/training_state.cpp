@@ -14,43 +14,6 @@
 
 namespace hasten::detail {
 
-std::string model_file_name(size_t model) {
-  return model == 0 ? "model.safetensors" : "model_" + std::to_string(model) + ".safetensors";
-}
-
-std::string rank_file_name(int rank) {
-  return "state_rank_" + std::to_string(rank) + ".safetensors";
-}
-
-void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more) {
-  for (const auto& [name, tensor] : more) {
-    tensors.emplace(prefix + name, tensor);
-  }
-}
-
-// JSON writes null for NaN and infinity, so the state would not be exact.
-void require_finite_values(const nlohmann::json& values, const std::string& whose) {
-  if (values.is_number_float() && !std::isfinite(values.get<double>())) {
-    throw InputError(kSaveWhere, "the JSON values of " + whose + " have a value that is not finite",
-                     "finite values", "keep it in a tensor");
-  }
-  if (values.is_structured()) {
-    for (const auto& value : values) {
-      require_finite_values(value, whose);
-    }
-  }
-}
-
-nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
-                             const std::string& prefix) {
-  NamedTensors own;
-  nlohmann::json values = nlohmann::json::object();
-  object.save_state(own, values);
-  require_finite_values(values, name);
-  put_below(tensors, prefix, own);
-  return values;
-}
-
 void TrainingState::collect_models(StateParts& parts) const {
   auto& own = parts.own_values;
   auto& shared = parts.shared_values;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "hasten/accelerator/state.h"
+#include "hasten/state/saved_state.h"
 #include "uneven_inputs.h"
 
 namespace hasten {

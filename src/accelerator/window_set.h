@@ -6,10 +6,10 @@
 #include <memory>
 #include <vector>
 
-#include "accelerator_state.h"
-#include "hasten/accelerator/loader_state.h"
 #include "hasten/accumulation/gradient_window.h"
+#include "hasten/loader/loader_state.h"
 #include "model_set.h"
+#include "state/state_parts.h"
 
 namespace hasten::detail {
 

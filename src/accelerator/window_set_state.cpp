@@ -1,7 +1,7 @@
 // The accumulation windows' part of a state.
 #include <algorithm>
 
-#include "state_load.h"
+#include "state/state_load.h"
 #include "window_set.h"
 
 namespace hasten::detail {

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "commands.h"
-#include "hasten/data/text_table.h"
-#include "hasten/data/tokenized_dataset.h"
-#include "hasten/data/tokenizer.h"
 #include "hasten/models/bert_pretrained.h"
+#include "hasten/text/text_table.h"
+#include "hasten/text/tokenized_dataset.h"
+#include "hasten/text/tokenizer.h"
 #include "hasten/trainer/trainer.h"
 
 namespace hasten::detail {

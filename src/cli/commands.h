@@ -10,9 +10,9 @@
 #include <variant>
 #include <vector>
 
-#include "hasten/data/problem_type.h"
+#include "hasten/config/training_arguments.h"
 #include "hasten/launch/launch.h"
-#include "hasten/trainer/training_arguments.h"
+#include "hasten/text/problem_type.h"
 
 namespace hasten {
 
@@ -45,7 +45,7 @@ struct TrainCommand {
   /// Keep upper case and accents in a learned vocabulary.
   bool cased = false;
 
-  /// Empty: synthetic reviews (hasten/data/synthetic_reviews.h).
+  /// Empty: synthetic reviews (hasten/text/synthetic_reviews.h).
   std::string train_file{};
   std::string eval_file{};
   /// Fraction of train_file's samples used for evaluation, [0, 1); 0: no evaluation.

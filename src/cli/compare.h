@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "commands.h"
-#include "hasten/parallel/strategy.h"
+#include "hasten/config/strategy.h"
 
 namespace hasten {
 

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "hasten/activation_checkpoint/checkpoint_spec.h"
+#include "hasten/config/checkpoint_spec.h"
 
 namespace hasten::detail {
 

@@ -10,7 +10,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
-#include "hasten/data/token_cache.h"
+#include "hasten/text/token_cache.h"
 #include "hasten/trainer/progress_callback.h"
 #include "head.h"
 #include "run.h"

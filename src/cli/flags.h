@@ -19,8 +19,8 @@
 #include "config_file.h"
 #include "hasten/base/error.h"
 #include "hasten/base/limits.h"
-#include "hasten/base/spelling.h"
-#include "hasten/trainer/training_arguments.h"
+#include "hasten/config/spelling.h"
+#include "hasten/config/training_arguments.h"
 
 namespace hasten::detail {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "classifier.h"
-#include "hasten/data/text_table.h"
+#include "hasten/text/text_table.h"
 
 namespace hasten::detail {
 

@@ -13,7 +13,7 @@
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
-#include "hasten/data/csv.h"
+#include "hasten/text/csv.h"
 #include "hasten/trainer/progress_callback.h"
 #include "head.h"
 #include "run.h"

@@ -1,4 +1,4 @@
-#include "hasten/accelerator/state.h"
+#include "hasten/state/saved_state.h"
 
 #include <algorithm>
 #include <iostream>

@@ -6,7 +6,7 @@
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
-#include "hasten/data/synthetic_reviews.h"
+#include "hasten/text/synthetic_reviews.h"
 #include "run.h"
 
 namespace hasten {

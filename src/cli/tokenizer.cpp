@@ -1,4 +1,4 @@
-#include "hasten/data/tokenizer.h"
+#include "hasten/text/tokenizer.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -14,10 +14,10 @@
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/text.h"
-#include "hasten/data/text_table.h"
-#include "hasten/data/utf8.h"
 #include "hasten/io/commit.h"
 #include "hasten/models/bert.h"
+#include "hasten/text/text_table.h"
+#include "hasten/text/utf8.h"
 #include "run.h"
 
 namespace hasten {

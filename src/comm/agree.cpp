@@ -1,6 +1,7 @@
 #include "hasten/comm/agree.h"
 
 #include "hasten/base/error.h"
+#include "hasten/comm/few_sizes.h"
 
 namespace hasten::detail {
 
@@ -50,6 +51,23 @@ std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std:
     all[rank] = nlohmann::json(std::move(all[rank]["value"]));
   }
   return all;
+}
+
+at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
+                           const char* name) {
+  const bool mine = communicator.rank() == from;
+  const at::Tensor size = at::tensor({mine ? bytes.numel() : 0}, at::kLong);
+  communicator.broadcast(size, from, name);
+  const int64_t count = size.item<int64_t>();
+  if (!mine || bytes.numel() != few_sizes(count)) {
+    const at::Tensor padded = at::empty({few_sizes(count)}, at::kByte);
+    if (mine) {
+      padded.narrow(0, 0, count).copy_(bytes);
+    }
+    bytes = padded;
+  }
+  communicator.broadcast(bytes, from, name);
+  return bytes.narrow(0, 0, count);
 }
 
 } // namespace hasten::detail

@@ -10,6 +10,7 @@
 
 #include "hasten/base/error.h"
 #include "module_buffers.h"
+#include "verify.h"
 
 namespace hasten {
 

@@ -6,13 +6,13 @@
 #include <vector>
 
 #include "hasten/accelerator/find_batch_size.h"
-#include "hasten/accelerator/loader_state.h"
-#include "hasten/activation_checkpoint/checkpoint_spec.h"
 #include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/config/checkpoint_spec.h"
 #include "hasten/core/memory.h"
+#include "hasten/loader/loader_state.h"
 #include "training_run.h"
 
 namespace hasten::detail {

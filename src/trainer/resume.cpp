@@ -5,12 +5,12 @@
 #include <sstream>
 #include <system_error>
 
-#include "hasten/accelerator/state.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/io/commit.h"
+#include "hasten/state/saved_state.h"
 #include "hasten/trainer/output_folder.h"
 
 namespace hasten {

@@ -3,8 +3,9 @@
 
 #include <optional>
 
-#include "hasten/accelerator/local_sgd.h"
 #include "hasten/data/loader.h"
+#include "hasten/local_sgd/local_sgd.h"
+#include "hasten/optim/schedule.h"
 #include "run_control.h"
 #include "trainer_parts.h"
 

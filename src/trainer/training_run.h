@@ -6,8 +6,8 @@
 #include <map>
 #include <string>
 
-#include "hasten/accelerator/local_sgd.h"
 #include "hasten/data/loader.h"
+#include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"

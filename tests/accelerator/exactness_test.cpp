@@ -19,8 +19,8 @@
 #include "accelerator/plain_steps.h"
 #include "adopt/disc_nets.h"
 #include "hasten/data/loader.h"
-#include "hasten/data/tokenized_dataset.h"
 #include "hasten/models/bert.h"
+#include "hasten/text/tokenized_dataset.h"
 
 namespace hasten::exactness_test {
 

@@ -10,7 +10,7 @@
 #include "hasten/base/files.h"
 #include "hasten/base/limits.h"
 #include "hasten/base/world.h"
-#include "hasten/trainer/training_plan.h"
+#include "hasten/config/training_plan.h"
 #include "support/environment.h"
 #include "support/temporary_folder.h"
 

@@ -6,9 +6,9 @@
 #include <filesystem>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/accelerator/loader_state.h"
 #include "hasten/base/error.h"
 #include "hasten/core/memory.h"
+#include "hasten/loader/loader_state.h"
 #include "hasten/trainer/trainer.h"
 #include "support/communicator.h"
 #include "support/temporary_folder.h"

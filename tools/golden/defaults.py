@@ -26,9 +26,9 @@ SAME = {
 SAME_NAMES = {"dataloader_prefetch_factor"}
 # Where a default stands in a header, and in which class there.
 OURS = {
-    "TrainingArguments": ("include/hasten/trainer/training_arguments.h", "TrainingArguments"),
+    "TrainingArguments": ("include/hasten/config/training_arguments.h", "TrainingArguments"),
     "DataLoaderConfiguration": (
-        "include/hasten/accelerator/loader_state.h", "DataLoaderConfiguration",
+        "include/hasten/loader/loader_state.h", "DataLoaderConfiguration",
     ),
 }
 BEHAVIOUR = [

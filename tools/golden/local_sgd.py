@@ -1,6 +1,6 @@
 """Trajectories of Local SGD, made with torch's own modules and optimizers.
 
-    python tools/golden/local_sgd.py > tests/accelerator/local_sgd_golden.h
+    python tools/golden/local_sgd.py > tests/local_sgd/local_sgd_golden.h
 
 Two replicas in one process. Replica r's batch of step t has 1 + (t + r) % 3 rows,
 whose numbers are sines; everything is fp64. Accumulation: gradients of the rows of

@@ -1,6 +1,6 @@
-"""Prints tests/data/wordpiece_golden.h: texts and the ids transformers gives them.
+"""Prints tests/text/wordpiece_golden.h: texts and the ids transformers gives them.
 
-Run: python tools/golden/wordpiece_golden.py > tests/data/wordpiece_golden.h
+Run: python tools/golden/wordpiece_golden.py > tests/text/wordpiece_golden.h
 
 The vocabulary is made here: special tokens, some English pieces, and the characters of
 the texts themselves as the reference normalises them, but for one in seven, so that

@@ -43,11 +43,11 @@
 #include "hasten/accelerator/gradients.h"
 #include "hasten/accelerator/prepare.h"
 #include "hasten/accelerator/prepared.h"
-#include "hasten/accelerator/state.h"
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/base/world.h"
 #include "hasten/comm/communicator.h"
 #include "hasten/core/stateful.h"
+#include "hasten/state/saved_state.h"
 
 namespace hasten {
 
@@ -134,7 +134,8 @@ class Accelerator : public Gradients {
     auto state = std::make_shared<detail::LoaderState>();
     state->config = configuration;
     using Held = typename detail::Lent<Range>::Object;
-    return PreparedLoader<Held>(core_, detail::Lent<Range>::share(std::forward<Range>(range)),
+    return PreparedLoader<Held>(detail::loader_link(core_),
+                                detail::Lent<Range>::share(std::forward<Range>(range)),
                                 std::move(state));
   }
   /// Returns the loader itself. Its next loop skips this rank's first `batches` batches:
@@ -158,14 +159,14 @@ class Accelerator : public Gradients {
   }
   template <typename Range, detail::ModelHolder... Models>
   AccumulateGuard accumulate(const PreparedLoader<Range>& loader, const Models&... models) {
-    return open(loader.shared_->state, std::nullopt, models...);
+    return open(loader.state(), std::nullopt, models...);
   }
   /// `weight` ≥ 0: the number that the mean loss was divided by, if it is not the number of
   /// samples. 0: the loss is ignored and may be NaN.
   template <typename Range, detail::ModelHolder... Models>
   AccumulateGuard accumulate(const PreparedLoader<Range>& loader, double weight,
                              const Models&... models) {
-    return open(loader.shared_->state, weight, models...);
+    return open(loader.state(), weight, models...);
   }
 
   /// Backward of a scalar loss that is the mean over the batch's samples (or over the weight passed
@@ -297,7 +298,7 @@ class Accelerator : public Gradients {
   /// optimizers, schedulers, positions of loaders, windows (also an incomplete one), torch's
   /// generators of every rank, registered objects. Call it between batches or at the end of the
   /// loop's body. After `break`, the loop counts as still in its epoch. Files and sizes:
-  /// hasten/accelerator/state.h. Collective, blocking; ranks in join_uneven_inputs() take part from
+  /// hasten/state/saved_state.h. Collective, blocking; ranks in join_uneven_inputs() take part from
   /// there.
   /// Throws InputError on every rank for a batch without its backward, an optimizer or scheduler
   /// whose state is unknown (derive it from Stateful), or a folder that holds something else.

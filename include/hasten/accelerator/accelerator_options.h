@@ -11,10 +11,10 @@
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/amp/loss_scale.h"
 #include "hasten/base/timeouts.h"
+#include "hasten/config/precision.h"
+#include "hasten/config/strategy.h"
 #include "hasten/core/autocast.h"
-#include "hasten/core/precision.h"
 #include "hasten/parallel/fully_shard.h"
-#include "hasten/parallel/strategy.h"
 
 namespace hasten {
 
@@ -107,7 +107,7 @@ struct AcceleratorOptions {
   /// needs one, at least a stand-in; otherwise all ranks throw. Not inside LocalSGD. No effect with
   /// one rank.
   bool sync_batchnorm = false;
-  /// How loaders distribute batches over ranks (hasten/accelerator/prepared_loader.h).
+  /// How loaders distribute batches over ranks (hasten/loader/prepared_loader.h).
   DataLoaderConfiguration dataloader_config{};
   /// `timeout`: longest wait for a rank that is alive but late. `heartbeat_timeout`: longest time
   /// until a rank that died or froze is named. See CommunicatorOptions. No effect on a group that

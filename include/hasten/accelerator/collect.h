@@ -7,7 +7,7 @@
 // difference names two ranks. Without it, Gloo's own message may end ranks whose shapes differ.
 // Functions marked "agreed" always compare.
 // Functions that take a Value look for tensors inside, in order: pair, tuple, vector, map by name,
-// hasten::Batch, structs of tensors and structs with flatten (hasten/accelerator/batch.h). Other
+// hasten::Batch, structs of tensors and structs with flatten (hasten/loader/batch.h). Other
 // members stay unchanged.
 // In a loop over a range that was not prepared, ranks may have different numbers of batches: call
 // no collectives in its body except those of the windows.
@@ -28,8 +28,8 @@
 #include <utility>
 #include <vector>
 
-#include "hasten/accelerator/batch.h"
 #include "hasten/comm/communicator.h"
+#include "hasten/loader/batch.h"
 #include "hasten/metrics/metric.h"
 
 namespace hasten {

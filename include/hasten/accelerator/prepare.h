@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "hasten/accelerator/prepared.h"
-#include "hasten/accelerator/prepared_loader.h"
+#include "hasten/loader/prepared_loader.h"
 
 namespace torch::nn {
 class Module;
@@ -31,6 +31,8 @@ namespace detail {
 // The number of steps of one of torch's schedulers.
 std::shared_ptr<Stateful> torch_scheduler_state(
     std::shared_ptr<torch::optim::LRScheduler> scheduler);
+
+std::shared_ptr<const LoaderLink> loader_link(std::shared_ptr<AcceleratorCore> core);
 
 // One prepare() call.
 class PrepareCall {
@@ -147,7 +149,7 @@ auto prepare_object(Object&& object, PrepareCall& call) {
     if constexpr (OptimizerLike<Object>) {
       return PreparedOptimizer<Held>(call.core(), shared, call.next_optimizer());
     } else if constexpr (LoaderLike<Object>) {
-      return PreparedLoader<Held>(call.core(), std::move(shared), call.next_loader());
+      return PreparedLoader<Held>(loader_link(call.core()), std::move(shared), call.next_loader());
     } else {
       auto state = call.scheduler([shared] { shared->step(); });
       if constexpr (std::derived_from<Held, Stateful>) {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
-#include "hasten/activation_checkpoint/checkpoint_spec.h"
+#include "hasten/config/checkpoint_spec.h"
 
 namespace torch::nn {
 class Module;

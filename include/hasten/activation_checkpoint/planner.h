@@ -25,7 +25,7 @@
 #include <string>
 #include <vector>
 
-#include "hasten/activation_checkpoint/checkpoint_spec.h"
+#include "hasten/config/checkpoint_spec.h"
 
 namespace torch::nn {
 class Module;

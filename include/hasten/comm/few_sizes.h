@@ -1,9 +1,15 @@
-// Rounds message sizes up to a small set of sizes.
+// Messages of any length: their sizes are rounded up to a small set of sizes.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
-namespace hasten::detail {
+namespace hasten {
+
+class Communicator;
+
+namespace detail {
 
 /// Returns `count` or up to an eighth more, so that messages of any length have few different
 /// sizes. Each size that is new to a group costs one shape check through the store.
@@ -15,4 +21,11 @@ constexpr int64_t few_sizes(int64_t count) {
   return (count + step - 1) / step * step;
 }
 
-} // namespace hasten::detail
+/// Returns rank `from`'s bytes (1-d, uint8) on every rank, of any number. The others' argument is
+/// ignored. Collective: a size, then the bytes.
+at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
+                           const char* name);
+
+} // namespace detail
+
+} // namespace hasten

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "hasten/core/precision.h"
+#include "hasten/config/precision.h"
 
 namespace hasten {
 

@@ -1,5 +1,5 @@
 // Loads and saves BERT classifiers in Hugging Face's layout: config.json and model.safetensors.
-// hasten/data/tokenizer.h handles the tokenizer's files.
+// hasten/text/tokenizer.h handles the tokenizer's files.
 #pragma once
 
 #include <cstdint>

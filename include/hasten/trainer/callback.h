@@ -28,7 +28,7 @@
 #include <string>
 #include <vector>
 
-#include "hasten/trainer/training_plan.h"
+#include "hasten/config/training_plan.h"
 
 namespace hasten {
 

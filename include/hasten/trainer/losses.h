@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "hasten/config/training_arguments.h"
 #include "hasten/trainer/trainer.h"
-#include "hasten/trainer/training_arguments.h"
 
 namespace hasten {
 

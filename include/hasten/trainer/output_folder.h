@@ -6,7 +6,7 @@
 //     checkpoint-N/          the training state after update N; complete or absent.
 //                            Also a model folder: model, trainer_state.json,
 //                            training_args.json and hasten_state.json, in addition
-//                            to the files of hasten/accelerator/state.h
+//                            to the files of hasten/state/saved_state.h
 //     run_config.json        (hasten train) all flags of the run: hasten train
 //                            --config run_config.json repeats it; in checkpoints, too
 //     …                      the final model's files, trainer_state.json,
@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "hasten/trainer/training_arguments.h"
+#include "hasten/config/training_arguments.h"
 
 namespace hasten {
 

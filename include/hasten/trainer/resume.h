@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "hasten/trainer/training_arguments.h"
+#include "hasten/config/training_arguments.h"
 
 namespace hasten {
 

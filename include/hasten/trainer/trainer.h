@@ -18,11 +18,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "hasten/config/training_arguments.h"
 #include "hasten/data/dataset.h"
 #include "hasten/trainer/callback.h"
 #include "hasten/trainer/evaluation_metrics.h"
 #include "hasten/trainer/trainer_state.h"
-#include "hasten/trainer/training_arguments.h"
 
 namespace hasten {
 

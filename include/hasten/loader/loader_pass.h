@@ -1,0 +1,343 @@
+// One pass over a range of batches on one rank: reads, distributes over ranks, prefetches, sends
+// from rank 0. Users call nothing here; DataLoaderConfiguration (hasten/loader/loader_state.h)
+// documents the behaviour.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hasten/data/prefetch.h"
+#include "hasten/loader/batch.h"
+#include "hasten/loader/loader_state.h"
+#include "hasten/loader/range_reader.h"
+
+namespace hasten::detail {
+
+struct DealOptions {
+  int rank = 0;
+  int world_size = 1;
+  bool split = false;
+  bool even = false;
+  bool all_ranks = false; // also makes the others' parts, and knows the last round
+};
+
+// Makes rounds of batches, one for each rank, from the batches that it reads.
+template <typename Value>
+class BatchDealer {
+ public:
+  using Item = LoaderItem<Value>;
+  struct Round {
+    std::vector<Item> parts{}; // this rank's only, or [rank] with all_ranks
+    bool last = false; // known only with all_ranks or even
+  };
+
+  BatchDealer(std::function<std::optional<Item>()> read, const DealOptions& options)
+      : read_(std::move(read)), options_(options) {}
+
+  static PackedBatch packed(const Value& batch) {
+    PackedBatch packed = pack_batch(batch);
+    if (packed.tensors.empty() && !(packed.lists_rows && packed.rows == 0)) {
+      throw_no_tensor_inside();
+    }
+    return packed;
+  }
+
+  std::optional<Round> next() {
+    std::vector<Item> taken = take_round();
+    if (taken.empty()) {
+      return std::nullopt;
+    }
+    ++rounds_;
+    Round round;
+    if (options_.all_ranks || options_.even) {
+      ahead_ = read_();
+      round.last = !ahead_;
+    }
+    if (options_.split || (round.last && is_short(taken))) {
+      cut(taken, round);
+      return round;
+    }
+    const int64_t position = taken.back().position;
+    const std::optional<Value> lent = lend(taken);
+    for (int rank = 0; rank < options_.world_size; ++rank) {
+      if (!options_.all_ranks && rank != options_.rank) {
+        continue;
+      }
+      const auto at = static_cast<size_t>(rank);
+      Item part;
+      if (at < taken.size()) {
+        part = std::move(taken[at]);
+      } else {
+        part.batch = form_;
+      }
+      part.position = position;
+      part.checksum = taken.back().checksum;
+      add(round, std::move(part), lent);
+    }
+    return round;
+  }
+
+ private:
+  static bool has_rows(const std::optional<Value>& batch) {
+    return batch && batch_rows(*batch) != 0;
+  }
+  // Once: the first batch with samples, for ranks that have none in its round.
+  std::optional<Value> lend(const std::vector<Item>& taken) {
+    for (size_t i = 0; !lent_ && i < taken.size(); ++i) {
+      if (has_rows(taken[i].batch)) {
+        lent_ = true;
+        return taken[i].batch;
+      }
+    }
+    return std::nullopt;
+  }
+  void add(Round& round, Item part, const std::optional<Value>& lent) {
+    if (!has_rows(part.batch)) {
+      part.lent = lent;
+    }
+    round.parts.push_back(std::move(part));
+  }
+  std::vector<Item> take_round() {
+    std::vector<Item> taken;
+    const int wanted = options_.split ? 1 : options_.world_size;
+    const bool keep_all = options_.all_ranks || options_.even || options_.split;
+    while (static_cast<int>(taken.size()) < wanted) {
+      auto item = ahead_ ? std::exchange(ahead_, std::nullopt) : read_();
+      if (!item) {
+        break;
+      }
+      if (!form_ && options_.world_size > 1) {
+        form_ = batch_without_rows(*item->batch);
+      }
+      if (!keep_all && lent_ && static_cast<int>(taken.size()) != options_.rank) {
+        item->batch.reset(); // another rank's
+      }
+      taken.push_back(std::move(*item));
+    }
+    if (options_.even && first_.empty() && !taken.empty()) {
+      for (const Item& item : taken) {
+        first_.push_back(packed(*item.batch));
+      }
+    }
+    return taken;
+  }
+
+  // True if the round has less for some rank than the first round had.
+  bool is_short(const std::vector<Item>& taken) const {
+    if (!options_.even) {
+      return false;
+    }
+    int64_t rows = 0;
+    for (const Item& item : taken) {
+      rows += batch_rows(*item.batch).value_or(0);
+    }
+    return static_cast<int>(taken.size()) < options_.world_size ||
+           rows < even_rows(first_, false, options_.world_size, false);
+  }
+
+  // Splits the batches into blocks, one for each rank; fills them up if the tail is to be even.
+  void cut(const std::vector<Item>& taken, Round& round) {
+    std::vector<PackedBatch> batches;
+    for (const Item& item : taken) {
+      batches.push_back(packed(*item.batch));
+    }
+    PackedBatch joined = batches.size() == 1 ? batches.front() : packed_concat(batches);
+    const int64_t real = joined.rows;
+    const int64_t world = options_.world_size;
+    if (options_.even) {
+      const int64_t full = even_rows(first_, options_.split, world, round.last && rounds_ == 1);
+      if (round.last) {
+        joined = packed_filled(std::move(joined), first_, full);
+      }
+    }
+    const std::optional<Value> lent = lend(taken);
+    for (int64_t rank = 0; rank < world; ++rank) {
+      if (!options_.all_ranks && rank != options_.rank) {
+        continue;
+      }
+      const int64_t each = joined.rows / world, more = joined.rows % world;
+      const int64_t begin = rank * each + std::min(rank, more);
+      const int64_t count = each + (rank < more ? 1 : 0);
+      Item part;
+      part.batch = unpack_batch(packed_rows(joined, begin, count), Value(*taken.front().batch));
+      part.repeated = count - std::clamp<int64_t>(real - begin, 0, count);
+      part.position = taken.back().position;
+      part.checksum = taken.back().checksum;
+      add(round, std::move(part), lent);
+    }
+  }
+
+  std::function<std::optional<Item>()> read_;
+  DealOptions options_;
+  std::optional<Item> ahead_{};
+  std::optional<Value> form_{}; // a batch without samples
+  bool lent_ = false;
+  int64_t rounds_ = 0;
+  std::vector<PackedBatch> first_{}; // the first round, if tails are filled
+};
+
+// What rank 0 sends for one round.
+struct DispatchedRound {
+  std::vector<PackedBatch> parts{}; // [rank], then the lent batch, if any; empty: the end
+  std::vector<int64_t> repeated{}; // [rank]
+  int64_t position = 0;
+  bool last = false;
+  std::string error{}; // the message of an exception in reading; empty: none
+  bool is_input_error = false;
+};
+[[noreturn]] void throw_not_sendable();
+void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
+
+struct PassOptions {
+  DealOptions deal{};
+  bool dispatch = false;
+  bool pin = false;
+  int64_t prefetch = 0;
+  int64_t skip = 0; // batches of the range to read and skip first
+  int64_t own = 0; // index of this rank's first batch in the range, if not split
+  bool compare = false; // keeps checksums
+  at::Tensor random{}; // the range's generator; undefined: torch's own
+};
+
+template <typename Range>
+class LoaderPass {
+ public:
+  using Value = RangeValue<Range>;
+  using Item = LoaderItem<Value>;
+  using Round = typename BatchDealer<Value>::Round;
+
+  LoaderPass(Range& range, std::shared_ptr<const LoaderLink> link, const PassOptions& options)
+      : link_(std::move(link)),
+        options_(options),
+        dealer_([this] { return reader_->read(); }, options.deal) {
+    if (options.dispatch && options.deal.rank != 0) {
+      return; // the range is not touched
+    }
+    reader_.emplace(range, options.random, options.compare);
+    for (int64_t i = 0; i < options.skip; ++i) {
+      auto item = reader_->read();
+      if (!item) {
+        break;
+      }
+      if (i == options.own && !options.deal.split && !options.dispatch) {
+        left_out_ = std::move(item->batch);
+      }
+    }
+    reader_->read_in_thread(options.prefetch > 0);
+  }
+  // This rank's first batch, if it was skipped.
+  const std::optional<Value>& left_out() const { return left_out_; }
+  LoaderPass(const LoaderPass&) = delete;
+  LoaderPass& operator=(const LoaderPass&) = delete;
+
+  // This rank's next batch, on the host. Collective if rank 0 dispatches.
+  std::optional<Item> next() {
+    if (options_.dispatch) {
+      return dispatched();
+    }
+    std::optional<Round> round = read();
+    return round ? std::optional<Item>(std::move(round->parts.front())) : std::nullopt;
+  }
+
+ private:
+  std::optional<Round> read() {
+    if (options_.prefetch > 0 && !ahead_) {
+      ahead_.emplace([this] { return make(); }, options_.prefetch);
+    }
+    return ahead_ ? ahead_->next() : make();
+  }
+
+  std::optional<Round> make() {
+    std::optional<Round> round = dealer_.next();
+    if (round && options_.pin) {
+      for (Item& part : round->parts) {
+        if (part.batch) {
+          change_tensors(*part.batch, pinned);
+        }
+      }
+    }
+    return round;
+  }
+
+  std::optional<Item> dispatched() {
+    if (std::exchange(ended_, true)) {
+      return std::nullopt;
+    }
+    std::optional<Item> mine;
+    DispatchedRound sent;
+    if (options_.deal.rank == 0) {
+      std::exception_ptr error;
+      try {
+        mine = pack_round(sent);
+      } catch (...) {
+        error = std::current_exception();
+        describe_failure(sent, error);
+      }
+      link_->dispatch(&sent);
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } else {
+      sent = link_->dispatch(nullptr);
+      if (!sent.parts.empty()) {
+        mine.emplace();
+        if constexpr (std::default_initializable<Value>) {
+          mine->batch = unpack_batch(std::move(sent.parts.front()), Value());
+          if (sent.parts.size() > 1) {
+            mine->lent = unpack_batch(std::move(sent.parts.back()), Value());
+          }
+        }
+        mine->repeated = sent.repeated.front();
+        mine->position = sent.position;
+      }
+    }
+    ended_ = sent.last;
+    return mine;
+  }
+
+  std::optional<Item> pack_round(DispatchedRound& sent) {
+    if constexpr (!std::default_initializable<Value>) {
+      throw_not_sendable();
+    }
+    std::optional<Round> round = read();
+    sent.last = !round || round->last;
+    if (!round) {
+      return std::nullopt;
+    }
+    for (const Item& part : round->parts) {
+      if (!part.batch) {
+        throw_no_tensor_inside();
+      }
+      sent.parts.push_back(BatchDealer<Value>::packed(*part.batch));
+      sent.repeated.push_back(part.repeated);
+    }
+    const auto lends = [](const Item& part) { return part.lent.has_value(); };
+    if (const auto part = std::ranges::find_if(round->parts, lends); part != round->parts.end()) {
+      sent.parts.push_back(BatchDealer<Value>::packed(*part->lent));
+      sent.repeated.push_back(0);
+    }
+    sent.position = round->parts.front().position;
+    return std::move(round->parts.front());
+  }
+
+  std::shared_ptr<const LoaderLink> link_;
+  PassOptions options_;
+  std::optional<RangeReader<Range>> reader_{};
+  BatchDealer<Value> dealer_;
+  std::optional<Value> left_out_{};
+  bool ended_ = false; // nothing more is sent
+  std::optional<Prefetcher<Round>> ahead_{}; // last: its thread uses the others
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,154 @@
+// Configuration of prepared loaders, and their state in the accelerator.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+#include "hasten/core/stateful.h"
+
+namespace hasten {
+
+class Communicator;
+
+/// How prepared loaders distribute batches over ranks. The names are Accelerate's.
+struct DataLoaderConfiguration {
+  /// False: each rank gets a whole batch of the loader, so an optimizer step has world_size times
+  /// as many samples. True: each batch is split evenly over ranks, so a step has the same samples
+  /// for any world size. If the number of samples is not divisible, the first ranks get one more.
+  bool split_batches = false;
+  /// Only rank 0 reads, and it sends every rank its batches: for streams that only one process can
+  /// read. The other ranks pass a range of the same type, which is not read. Costs world_size times
+  /// the bandwidth, and rank 0 reads one batch per rank ahead. All ranks must leave the loop in the
+  /// same iteration.
+  bool dispatch_batches = false;
+  /// Fills the last batches with samples from the beginning of the data, so that every rank gets
+  /// equally many batches of equal size. gather_for_metrics drops the repeated samples; training
+  /// counts them twice. False: each sample occurs once, and at the end some ranks have smaller
+  /// batches or no samples. Ranges without shard() keep one batch per rank in memory.
+  bool even_batches = false;
+  /// Copies to a GPU are asynchronous and from pinned memory. No effect on the CPU.
+  bool non_blocking = false;
+  /// Number of batches that a background thread prefetches (hasten/data/prefetch.h), in addition to
+  /// the one that is always read ahead. 0: no thread.
+  int64_t prefetch = 0;
+  /// If every rank reads the whole range, the ranks compare a checksum of some of its elements.
+  /// They do so in windows and in gather_for_metrics, after the first round of batches and at the
+  /// end of the pass. A difference is an error that names the range. Set it to false for data sets
+  /// that draw random values in threads or from their own generators.
+  bool compare_batches = true;
+};
+
+namespace detail {
+
+// The accelerator's state of a prepared loader.
+struct LoaderState {
+  DataLoaderConfiguration config{};
+  bool training = false; // accumulate() opens windows on its batches
+  bool open = false; // from begin() to the end that all ranks agree on
+  bool last = false; // the current batch is this rank's last
+  std::optional<int64_t> rows{}; // samples of the current batch
+  bool even = false; // the last batches repeat samples of the first
+  int64_t repeated = 0; // repeated samples at the end of the current batch
+  bool stand_in = false; // the current batch is a stand-in of weight 0
+  std::vector<at::Tensor> random{}; // torch's generators before a stand-in
+  bool handed_out = false; // there is a current batch
+  std::string range{}; // its name in messages
+  // Checksums of this pass: the first round, all so far, and what was compared last. 0: none.
+  uint64_t first_read = 0;
+  uint64_t read = 0;
+  mutable uint64_t compared = 0;
+  uint64_t index = 0; // in order of preparation, the same on every rank
+  std::weak_ptr<void> loop{}; // the loop's iterators hold it
+  std::weak_ptr<Stateful> position{}; // expired: no handle is left
+};
+
+// Position of a pass over a loader. `cursor` counts samples or batches of all ranks, or this rank's
+// batches.
+struct LoaderPosition {
+  const char* unit = "rows";
+  bool active = false; // from begin() to the end that all ranks agree on
+  uint64_t epoch = 0; // of the next begin()
+  int64_t start = 0; // the next begin() skips as many
+  int64_t cursor = 0; // returned in this pass
+  int64_t read = 0; // `cursor` after the batch that is read ahead
+  at::Tensor random{}; // the generator from which the range drew at begin()
+  at::Tensor start_random{}; // for the next begin()
+};
+void save_position(const LoaderPosition& position, const Stateful* range, NamedTensors& tensors,
+                   nlohmann::json& values);
+void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
+                   const nlohmann::json& values);
+// "loader 1 (std::vector)"; index 0: a loader without a number.
+std::string range_name(const std::type_info& type, uint64_t index);
+// The generator from which a range draws in an epoch; equal on every rank.
+at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch);
+// Torch's default generator of the CPU.
+at::Tensor random_state();
+void set_random_state(const at::Tensor& state);
+// While it lives, torch's default CPU generator draws from `state`, which advances. Afterwards the
+// generator is as before. No effect if `state` is undefined.
+class RangeRandom {
+ public:
+  explicit RangeRandom(at::Tensor& state) : state_(state) {
+    if (state_.defined()) {
+      before_ = random_state();
+      set_random_state(state_);
+    }
+  }
+  ~RangeRandom() {
+    if (state_.defined()) {
+      state_ = random_state();
+      set_random_state(before_);
+    }
+  }
+  RangeRandom(const RangeRandom&) = delete;
+  RangeRandom& operator=(const RangeRandom&) = delete;
+
+ private:
+  at::Tensor& state_;
+  at::Tensor before_{};
+};
+// The CPU's generator and, if `device` is another, that of `device`.
+std::vector<at::Tensor> random_states(const at::Device& device);
+void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states);
+
+struct DispatchedRound;
+
+// What a prepared loader needs of the accelerator that prepared it.
+class LoaderLink {
+ public:
+  virtual ~LoaderLink() = default;
+
+  virtual Communicator& communicator() const = 0;
+  virtual const at::Device& device() const = 0;
+  // The seed of ranges that draw from torch's generator. None: they draw as they are.
+  virtual std::optional<uint64_t> order_seed() const = 0;
+  // A pass begins, and ends on all ranks. Collective for training loaders.
+  virtual void begin(LoaderState& loader) const = 0;
+  virtual void end(LoaderState& loader) const = 0;
+  // Until its loop ends, `loader` is the innermost.
+  virtual void enter_loop(const std::shared_ptr<LoaderState>& loader) const = 0;
+  // Ends the other ranks, which wait for this one.
+  virtual void fail_peers(const std::string& why) const = 0;
+
+  int rank() const;
+  int world_size() const;
+  // Rank 0 sends each rank its batches; the others give null. Collective.
+  DispatchedRound dispatch(DispatchedRound* round) const;
+  // This rank has no sample of `range` to train on: ends the others, too.
+  [[noreturn]] void refuse_no_row(const std::string& range) const;
+};
+[[noreturn]] void throw_no_empty_batch();
+[[noreturn]] void throw_cannot_deal(const char* option);
+void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
+
+} // namespace detail
+
+} // namespace hasten

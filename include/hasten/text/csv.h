@@ -1,0 +1,105 @@
+// Streaming reader of delimited text: CSV as in RFC 4180, and TSV.
+//
+// A record ends with LF or CRLF, or with CR if the file has no LF. The reader skips a byte-order
+// mark and empty lines. A field that starts with a quote ends at the next quote that is not
+// doubled. It may contain delimiters and line breaks. A quote anywhere else in a field is an
+// ordinary character. Tab-separated files are mostly written without quoting. There a leading quote
+// counts only if a quote on the same line, just before a tab or the line's end, closes it.
+// Otherwise it is text. Every record must have as many fields as the first one.
+//
+// Threading: one reader per thread.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hasten/text/text_file.h"
+
+namespace hasten {
+
+struct CsvOptions {
+  /// '\0' chooses by the file name: tab for .tsv and .tab, comma for all others.
+  char delimiter = '\0';
+  /// The first record has the names of the columns. If false, the columns are named by their
+  /// number: "0", "1", ….
+  bool has_header = true;
+};
+
+class CsvReader {
+ public:
+  /// Opens the file and reads the header.
+  /// Throws InputError if the file is missing, a folder, empty or UTF-16, or if the delimiter is a
+  /// quote or a line break.
+  explicit CsvReader(const std::filesystem::path& path, CsvOptions options = {});
+  /// Reads an open file. Several readers may read the same TextFile.
+  explicit CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options = {});
+  CsvReader(CsvReader&&) noexcept = default;
+  CsvReader& operator=(CsvReader&&) noexcept = default;
+
+  /// Names of the columns, in order. [column]
+  const std::vector<std::string>& columns() const { return columns_; }
+
+  /// Index of the column `name`. Throws InputError if no column or two columns have this name. If
+  /// none has it, the message lists the columns with their values in the next record, and the most
+  /// similar name. The message also contains `flag`: the option by which the user gave the name.
+  size_t column(std::string_view name, std::string_view flag = "column") const;
+
+  /// Moves to the next record. Returns false at the end of the file.
+  /// Throws InputError with path:line and the column (in characters) if the record has another
+  /// number of fields than the first, an unterminated quote, text after a closing quote, invalid
+  /// UTF-8 or a NUL byte.
+  bool next();
+
+  /// Fields of the current record without their quotes, by column index. The views are valid until
+  /// the next call of next().
+  const std::vector<std::string_view>& fields() const { return fields_; }
+
+  /// Physical line at which the current record starts, counted from 1.
+  int64_t line() const { return line_; }
+  /// "path:line" of the current record.
+  std::string position() const;
+  /// Bytes of the file up to the end of the current record.
+  size_t bytes_read() const { return window_.begin() + next_; }
+
+  char delimiter() const { return delimiter_; }
+  const std::filesystem::path& path() const { return file_->path(); }
+
+ private:
+  CsvReader(const CsvReader&) = default; // to look ahead
+  bool read_record();
+  bool read_record_in_window();
+  bool is_whole(size_t end) const;
+  bool read_quoted(size_t& at);
+  bool closes_on_its_line(size_t at) const;
+  size_t line_break(size_t at) const;
+  int64_t count_lines(size_t begin, size_t end, size_t& last) const;
+  bool at_field_end(size_t at) const;
+  void check_text(size_t begin, size_t end) const;
+  void check_width() const;
+  [[noreturn]] void fail(size_t at, std::string_view what, std::string_view expected,
+                         std::string_view fix) const;
+
+  std::shared_ptr<const TextFile> file_;
+  char delimiter_ = ',';
+  bool cr_ends_lines_ = false;
+  TextWindow window_;
+  std::string_view text_{}; // the window's text; the offsets below refer to it
+  size_t next_ = 0; // where the next record starts, in bytes
+  int64_t next_line_ = 1;
+  size_t start_ = 0; // where the current record starts, in bytes
+  int64_t line_ = 0;
+  std::vector<std::string> columns_{};
+  std::vector<std::string_view> fields_{};
+  std::vector<std::string> unescaped_{}; // fields that held doubled quotes
+  size_t unescaped_used_ = 0;
+  bool pending_ = false; // next() must return the record that the constructor has read
+};
+
+/// `value` as a field of a CSV file, with quotes if it needs them.
+std::string csv_field(std::string_view value, char delimiter = ',');
+
+} // namespace hasten

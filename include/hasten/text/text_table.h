@@ -1,0 +1,105 @@
+// Reads the samples of a file with a text column and optional labels: CSV and TSV
+// (hasten/text/csv.h), or JSON Lines if the file ends in .jsonl, .ndjson or .json
+// (hasten/text/jsonl.h). Applies filters, counts skipped records and numbers the labels. Nothing
+// here logs. Threading: one reader per thread; free functions.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "hasten/text/problem_type.h"
+#include "hasten/text/text_file.h"
+
+namespace hasten {
+
+struct TextTableOptions {
+  std::string text_column = "text";
+  /// Empty: samples have no labels (prediction).
+  std::string label_column = "label";
+  /// A multi_label sample may have no label. For the other types, a sample without a label is
+  /// skipped.
+  ProblemType problem_type = ProblemType::single_label;
+  /// For multi_label, instead of label_column: one column per label with 0 and 1 (or false and
+  /// true). Its name is the label's name.
+  std::vector<std::string> label_columns{};
+  /// For multi_label without label_columns: the separator between a sample's labels.
+  std::string label_separator{};
+  /// '\0' selects tab for .tsv and .tab, else comma. Must be '\0' for JSON Lines.
+  char delimiter = '\0';
+  /// If false, columns are named by number: "0", "1", …. Must be true for JSON Lines, which have
+  /// the names in each line.
+  bool has_header = true;
+  /// "column=value" keeps only samples whose field equals the value. Several filters must all hold.
+  std::vector<std::string> filters{};
+  /// Stops after this many samples that passed, in file order; 0 reads all.
+  int64_t max_rows = 0;
+  /// Keeps samples with empty text, so that every sample gets an answer (prediction).
+  bool keep_empty_text = false;
+};
+
+/// What a reader has counted so far.
+struct TextRowCounts {
+  int64_t rows_read = 0; // records seen, without the header
+  int64_t filtered_out = 0; // records that a filter left out
+  int64_t empty_text = 0; // records skipped for an empty or blank text
+  int64_t empty_label = 0; // records skipped for an empty or blank label
+};
+
+/// Reads the samples of one file that pass the filters, one by one. Memory: that of TextWindow, so
+/// a regular file may be larger than memory.
+class TextRowReader {
+ public:
+  /// Throws InputError as CsvReader or JsonlReader do, and for an unknown column (the message lists
+  /// the columns with one value each), a filter without "=", or a delimiter or has_header=false
+  /// with JSON Lines.
+  TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options);
+  ~TextRowReader();
+  TextRowReader(TextRowReader&&) noexcept;
+
+  /// Moves to the next sample that passes. Returns false if there is none. Throws InputError as the
+  /// readers do.
+  bool next();
+  /// Text of the current sample. The views of text() and label() are valid until next().
+  std::string_view text() const { return text_; }
+  /// Value of label_column, or of label_columns[column], without surrounding white space. Empty if
+  /// there is no label column.
+  std::string_view label(size_t column = 0) const;
+  /// Line at which the sample starts, from 1.
+  int64_t line() const;
+  /// "path:line".
+  std::string position() const;
+  const TextRowCounts& counts() const { return counts_; }
+  /// Bytes of the file up to the end of the current sample, for progress.
+  int64_t bytes_read() const;
+
+  /// Call it at the end of the file. Throws InputError if no sample passed. The message says how
+  /// many samples each rule left out.
+  void require_rows() const;
+
+ private:
+  struct Format;
+  TextTableOptions options_;
+  std::unique_ptr<Format> format_;
+  size_t text_column_ = 0;
+  std::vector<size_t> label_columns_{};
+  std::vector<std::pair<size_t, std::string>> filters_{}; // column, value
+  int64_t passed_ = 0;
+  TextRowCounts counts_{};
+  std::string_view text_{};
+};
+
+/// Distinct labels, sorted as numbers if all are integers, else by bytes. The index of a name is
+/// its label number.
+std::vector<std::string> distinct_labels(const std::vector<std::string>& labels);
+
+/// Label number of each of `labels`; -1 if `names` lacks the label. If `names` are the placeholders
+/// "LABEL_0", "LABEL_1", … of a model without names, label "1" has number 1.
+std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
+                                   const std::vector<std::string>& names);
+
+} // namespace hasten

@@ -1,0 +1,360 @@
+#include "hasten/config/training_arguments.h"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "hasten/base/error.h"
+#include "hasten/base/json.h"
+#include "objective_arguments.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kArgumentsPlace = "trainer::training_arguments";
+
+/// Calls visit("name", field) for each field. This is the only list of the fields.
+template <typename Arguments, typename Visit>
+void visit_arguments(Arguments& a, Visit&& visit) {
+  visit("output_dir", a.output_dir);
+  visit("overwrite_output_dir", a.overwrite_output_dir);
+  visit("resume_from_checkpoint", a.resume_from_checkpoint);
+  visit("allow_changed_arguments", a.allow_changed_arguments);
+  visit("num_train_epochs", a.num_train_epochs);
+  visit("max_steps", a.max_steps);
+  visit("per_device_train_batch_size", a.per_device_train_batch_size);
+  visit("per_device_eval_batch_size", a.per_device_eval_batch_size);
+  visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
+  visit("auto_find_batch_size", a.auto_find_batch_size);
+  visit("memory_limit", a.memory_limit);
+  visit("bf16", a.bf16);
+  visit("fp16", a.fp16);
+  visit("precision", a.precision);
+  visit("strategy", a.strategy);
+  visit("shard_size", a.shard_size);
+  visit("local_sgd_steps", a.local_sgd_steps);
+  visit("ddp_timeout", a.ddp_timeout);
+  visit("heartbeat_timeout", a.heartbeat_timeout);
+  visit("label_smoothing_factor", a.label_smoothing_factor);
+  visit("class_weights", a.class_weights);
+  visit("gradient_checkpointing", a.gradient_checkpointing);
+  visit("optim", a.optim);
+  visit("optim_args", a.optim_args);
+  visit("learning_rate", a.learning_rate);
+  visit("weight_decay", a.weight_decay);
+  visit("adam_beta1", a.adam_beta1);
+  visit("adam_beta2", a.adam_beta2);
+  visit("adam_epsilon", a.adam_epsilon);
+  visit("max_grad_norm", a.max_grad_norm);
+  visit("grad_norm_type", a.grad_norm_type);
+  visit("max_grad_value", a.max_grad_value);
+  visit("lr_scheduler_type", a.lr_scheduler_type);
+  visit("lr_scheduler_kwargs", a.lr_scheduler_kwargs);
+  visit("warmup_steps", a.warmup_steps);
+  visit("warmup_ratio", a.warmup_ratio);
+  visit("logging_steps", a.logging_steps);
+  visit("log_gradient_norms", a.log_gradient_norms);
+  visit("eval_strategy", a.eval_strategy);
+  visit("eval_steps", a.eval_steps);
+  visit("save_strategy", a.save_strategy);
+  visit("save_steps", a.save_steps);
+  visit("save_total_limit", a.save_total_limit);
+  visit("save_only_model", a.save_only_model);
+  visit("load_best_model_at_end", a.load_best_model_at_end);
+  visit("metric_for_best_model", a.metric_for_best_model);
+  visit("greater_is_better", a.greater_is_better);
+  visit("early_stopping_patience", a.early_stopping_patience);
+  visit("early_stopping_threshold", a.early_stopping_threshold);
+  visit("disable_tqdm", a.disable_tqdm);
+  visit("seed", a.seed);
+  visit("data_seed", a.data_seed);
+  visit("train_sampling_strategy", a.train_sampling_strategy);
+  visit("dataloader_drop_last", a.dataloader_drop_last);
+  visit("dataloader_num_workers", a.dataloader_num_workers);
+  visit("dataloader_prefetch_factor", a.dataloader_prefetch_factor);
+  visit("max_length", a.max_length);
+}
+
+template <typename T>
+nlohmann::json argument_json(const T& value) {
+  if constexpr (std::is_enum_v<T>) {
+    return spelling(value);
+  } else {
+    return value;
+  }
+}
+nlohmann::json argument_json(const GradientCheckpointing& value) { return value.text(); }
+template <typename T>
+nlohmann::json argument_json(const std::optional<T>& value) {
+  return value ? nlohmann::json(*value) : nlohmann::json(nullptr);
+}
+
+/// The JSON that is expected for a T.
+template <typename T>
+std::string expected_json() {
+  if constexpr (std::is_enum_v<T>) {
+    return any_spelling<T>();
+  } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
+    return "true, false, or a mode, e.g. full, every:2, budget:50%";
+  } else {
+    return std::is_same_v<T, bool>          ? "true or false"
+           : std::is_same_v<T, std::string> ? "a string"
+           : std::is_same_v<T, double>      ? "a number"
+           : std::is_same_v<T, uint64_t>    ? "a whole number, 0 or more"
+                                            : "a whole number";
+  }
+}
+
+/// The T in the JSON; empty if it is of another type.
+template <typename T>
+std::optional<T> read_json(const nlohmann::json& json) {
+  if constexpr (std::is_enum_v<T>) {
+    return json.is_string() ? spelled<T>(json.get<std::string>()) : std::nullopt;
+  } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
+    return json.is_boolean()  ? std::optional<T>(json.get<bool>())
+           : json.is_string() ? std::optional<T>(json.get<std::string>())
+                              : std::nullopt;
+  } else {
+    const bool good = std::is_same_v<T, bool>          ? json.is_boolean()
+                      : std::is_same_v<T, std::string> ? json.is_string()
+                      : std::is_same_v<T, double>      ? json.is_number()
+                      : std::is_same_v<T, uint64_t>    ? json.is_number_unsigned()
+                                                       : json.is_number_integer();
+    return good ? std::optional<T>(json.get<T>()) : std::nullopt;
+  }
+}
+
+template <typename T>
+void read_argument(const char* name, const nlohmann::json& json, T& field) {
+  const std::optional<T> value = read_json<T>(json);
+  if (!value) {
+    std::string fix;
+    if constexpr (std::is_enum_v<T>) {
+      fix = json.is_string() ? write_nearest(json.get<std::string>(), spelling_names<T>()) : fix;
+    }
+    throw InputError(kArgumentsPlace, std::string(name) + "=" + json.dump(), expected_json<T>(),
+                     fix);
+  }
+  field = *value;
+}
+template <typename T>
+void read_argument(const char* name, const nlohmann::json& json, std::optional<T>& field) {
+  field.reset();
+  if (!json.is_null()) {
+    read_argument(name, json, field.emplace());
+  }
+}
+
+/// Throws unless `good`: "field=value. Expected expected."
+template <typename T>
+void require_argument(bool good, const char* name, const T& value, const char* expected) {
+  if (!good) {
+    throw InputError(kArgumentsPlace, std::string(name) + "=" + argument_json(value).dump(),
+                     expected);
+  }
+}
+
+/// Updates, or a fraction of all updates.
+void require_interval(const char* name, double value) {
+  require_argument(value > 0 && std::isfinite(value) && (value < 1 || value == std::floor(value)),
+                   name, value,
+                   "a whole number of updates, or a fraction of all updates above 0 and below 1");
+}
+
+void validate_precision(const TrainingArguments& a) {
+  const auto contradicts = [&](bool set, Precision meant) {
+    return set && a.precision != Precision::no && a.precision != meant;
+  };
+  const std::string precision = std::string("precision=") + precision_name(a.precision);
+  if (a.bf16 && a.fp16) {
+    throw InputError(kArgumentsPlace, "bf16=true and fp16=true exclude each other", "one of them",
+                     "leave fp16 out, because bf16 needs no loss scale");
+  }
+  if (contradicts(a.bf16, Precision::bf16) || contradicts(a.fp16, Precision::fp16)) {
+    throw InputError(kArgumentsPlace,
+                     std::string(a.bf16 ? "bf16" : "fp16") + "=true with " + precision,
+                     "one precision", "leave one of them out");
+  }
+}
+
+void validate_strategy(const TrainingArguments& a) {
+  require_argument(
+      a.strategy == Strategy::ddp || a.strategy == Strategy::hsdp || a.local_sgd_steps == 0,
+      "local_sgd_steps", a.local_sgd_steps,
+      "0 unless strategy=ddp or hsdp, because Local SGD averages replicas of a model");
+  require_argument(a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
+                   "shard_size", a.shard_size,
+                   "0, or with strategy=hsdp the number of ranks that share a replica");
+}
+
+void validate_schedule(const TrainingArguments& a) {
+  require_argument(a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
+                   "warmup_steps", a.warmup_steps,
+                   "a whole number of updates, or a fraction below 1");
+  require_argument(a.warmup_ratio >= 0 && a.warmup_ratio <= 1, "warmup_ratio", a.warmup_ratio,
+                   "a fraction of all updates, 0 to 1");
+  if (!a.lr_scheduler_kwargs.empty()) {
+    require_argument(try_parse_json(a.lr_scheduler_kwargs).value.is_object(), "lr_scheduler_kwargs",
+                     a.lr_scheduler_kwargs, "a JSON object, e.g. {\"num_cycles\": 2}");
+  }
+  if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau &&
+      a.eval_strategy == IntervalStrategy::no) {
+    throw InputError(kArgumentsPlace,
+                     "lr_scheduler_type=reduce_lr_on_plateau without evaluation: eval_strategy=no",
+                     {}, "set eval_strategy to epoch or steps");
+  }
+}
+
+void validate_memory(const TrainingArguments& a) {
+  if (!a.memory_limit.empty()) {
+    int64_t bytes = 0;
+    try {
+      bytes = parse_bytes(a.memory_limit);
+    } catch (const InputError&) {
+      // below
+    }
+    require_argument(bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, e.g. 2GB");
+    if (!a.auto_find_batch_size) {
+      throw InputError(kArgumentsPlace,
+                       "memory_limit=" + a.memory_limit + " without auto_find_batch_size",
+                       "both or neither");
+    }
+  }
+  if (a.auto_find_batch_size &&
+      a.gradient_checkpointing.mode() == GradientCheckpointing::Mode::budget) {
+    throw InputError(
+        kArgumentsPlace,
+        "auto_find_batch_size=true with gradient_checkpointing=" + a.gradient_checkpointing.text(),
+        "one of them, because a budget needs a known batch size",
+        "set gradient_checkpointing to full, every:K or ops");
+  }
+}
+
+void validate_best_model(const TrainingArguments& a) {
+  const auto contradiction = [](const std::string& what, const char* fix) {
+    throw InputError(kArgumentsPlace, "load_best_model_at_end=true " + what, {}, fix);
+  };
+  if (a.eval_strategy == IntervalStrategy::no) {
+    contradiction("without evaluation: eval_strategy=no", "set eval_strategy to epoch or steps");
+  }
+  if (a.eval_strategy != a.save_strategy) {
+    contradiction("needs a save for each evaluation: eval_strategy=" + spelling(a.eval_strategy) +
+                      ", save_strategy=" + spelling(a.save_strategy),
+                  "make the two strategies equal");
+  }
+  if (a.eval_strategy != IntervalStrategy::steps) {
+    return;
+  }
+  const double ratio = a.save_steps / a.eval_steps;
+  const bool mixed = (a.save_steps < 1) != (a.eval_steps < 1);
+  if (mixed || ratio < 1 || std::abs(ratio - std::round(ratio)) > 1e-9) {
+    contradiction("needs save_steps to be a multiple of eval_steps: save_steps=" +
+                      argument_json(a.save_steps).dump() +
+                      ", eval_steps=" + argument_json(a.eval_steps).dump(),
+                  "make save_steps a multiple of eval_steps");
+  }
+}
+
+} // namespace detail
+
+void TrainingArguments::validate() const {
+  using detail::require_argument;
+  const auto not_negative = [](const char* name, double value) {
+    require_argument(value >= 0 && std::isfinite(value), name, value, "0 or more");
+  };
+  require_argument(max_steps > 0 || (num_train_epochs > 0 && std::isfinite(num_train_epochs)),
+                   "num_train_epochs", num_train_epochs, "a number above 0");
+  require_argument(max_steps > 0 || max_steps == -1, "max_steps", max_steps,
+                   "1 or more, or -1 to count epochs");
+  detail::validate_ranges(*this);
+  check_timeout(detail::kArgumentsPlace, "ddp_timeout", ddp_timeout);
+  check_timeout(detail::kArgumentsPlace, "heartbeat_timeout", heartbeat_timeout);
+  not_negative("learning_rate", learning_rate);
+  not_negative("weight_decay", weight_decay);
+  not_negative("adam_epsilon", adam_epsilon);
+  not_negative("max_grad_norm", max_grad_norm);
+  not_negative("max_grad_value", max_grad_value);
+  const auto beta = [](const char* name, double value) {
+    require_argument(value >= 0 && value < 1, name, value, "0 or more, below 1");
+  };
+  beta("adam_beta1", adam_beta1);
+  beta("adam_beta2", adam_beta2);
+  detail::require_interval("logging_steps", logging_steps);
+  detail::require_interval("eval_steps", eval_steps);
+  detail::require_interval("save_steps", save_steps);
+  require_argument(!output_dir.empty() || save_strategy == IntervalStrategy::no, "output_dir",
+                   output_dir, "a folder, or save_strategy=no");
+  require_argument(
+      resume_from_checkpoint.empty() || !overwrite_output_dir, "resume_from_checkpoint",
+      resume_from_checkpoint,
+      "overwrite_output_dir=false, because one resumes the run in the folder and the other "
+      "removes it");
+  require_argument(resume_from_checkpoint.empty() || !output_dir.empty(), "resume_from_checkpoint",
+                   resume_from_checkpoint, "an output_dir");
+  require_argument(!metric_for_best_model.empty(), "metric_for_best_model", metric_for_best_model,
+                   "the name of a value in the evaluation record");
+  require_utf8(detail::kArgumentsPlace, nlohmann::json(*this));
+  detail::validate_precision(*this);
+  detail::validate_strategy(*this);
+  detail::validate_schedule(*this);
+  detail::validate_memory(*this);
+  detail::validate_objective(*this);
+  if (load_best_model_at_end) {
+    detail::validate_best_model(*this);
+  }
+}
+
+Precision TrainingArguments::effective_precision() const {
+  return bf16 ? Precision::bf16 : fp16 ? Precision::fp16 : precision;
+}
+
+std::string TrainingArguments::best_metric_name() const {
+  return metric_for_best_model.rfind("eval_", 0) == 0 ? metric_for_best_model
+                                                      : "eval_" + metric_for_best_model;
+}
+
+bool TrainingArguments::best_is_greater() const {
+  const std::string& name = metric_for_best_model;
+  const bool is_loss = name.size() >= 4 && name.compare(name.size() - 4, 4, "loss") == 0;
+  return greater_is_better.value_or(!is_loss);
+}
+
+void to_json(nlohmann::json& json, const TrainingArguments& arguments) {
+  json = nlohmann::json::object();
+  detail::visit_arguments(arguments, [&](const char* name, const auto& field) {
+    json[name] = detail::argument_json(field);
+  });
+}
+
+void from_json(const nlohmann::json& given, TrainingArguments& arguments) {
+  nlohmann::json json = given;
+  if (json.is_object() && json.contains("activation_checkpointing") &&
+      !json.contains("gradient_checkpointing")) {
+    json["gradient_checkpointing"] = json["activation_checkpointing"];
+    json.erase("activation_checkpointing");
+  }
+  if (!json.is_object()) {
+    throw InputError(detail::kArgumentsPlace,
+                     std::string("the arguments are a JSON ") + json.type_name(),
+                     "a JSON object of names and values");
+  }
+  std::vector<std::string> names;
+  TrainingArguments read = arguments;
+  detail::visit_arguments(read, [&](const char* name, auto& field) {
+    names.emplace_back(name);
+    if (const auto entry = json.find(name); entry != json.end()) {
+      detail::read_argument(name, *entry, field);
+    }
+  });
+  for (const auto& [name, value] : json.items()) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
+      throw InputError(detail::kArgumentsPlace, "unknown name: " + name + "=" + value.dump(), {},
+                       write_nearest(name, names, "leave it out"));
+    }
+  }
+  arguments = read;
+}
+
+} // namespace hasten

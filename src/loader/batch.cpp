@@ -1,0 +1,177 @@
+#include "hasten/loader/batch.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
+  const auto mix = [&sum](uint64_t value) {
+    sum = (sum ^ value) * 0x9e3779b97f4a7c15ull;
+    sum ^= sum >> 32;
+  };
+  if (tensor.layout() != at::kStrided) {
+    return sum;
+  }
+  for (const int64_t size : tensor.sizes()) {
+    mix(static_cast<uint64_t>(size));
+  }
+  if (!tensor.is_cpu()) {
+    return sum;
+  }
+  const at::Tensor own = tensor.contiguous();
+  const auto* bytes = static_cast<const char*>(own.const_data_ptr());
+  const auto each = own.element_size();
+  const int64_t step = own.numel() / 1024 | 1; // odd: otherwise it might read only one column
+  for (int64_t i = 0; i < own.numel(); i += step) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, bytes + i * each, std::min<size_t>(each, sizeof bits));
+    mix(bits);
+  }
+  return sum;
+}
+
+at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device) {
+  // The caching allocator keeps pinned memory until its copy is complete.
+  const bool waits_not = device.is_cuda() && tensor.device().is_cpu() && tensor.is_pinned();
+  return tensor.to(device, tensor.scalar_type(), waits_not);
+}
+
+at::Tensor pinned(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() ? tensor.pin_memory() : tensor;
+}
+
+[[noreturn]] void throw_not_rows(const PackedBatch& batch, size_t index,
+                                 const std::string& expected) {
+  std::ostringstream what;
+  what << "tensor " << index;
+  if (index < batch.names.size()) {
+    what << " \"" << batch.names[index] << "\"";
+  }
+  what << " has sizes " << batch.tensors[index].sizes() << " in a batch of " << batch.rows
+       << " rows";
+  throw InputError(
+      "accelerator::PreparedLoader", what.str(), expected,
+      "make all batches alike, or set split_batches, even_batches and dispatch_batches to false");
+}
+
+size_t tensors_of_a_row(const PackedBatch& batch) {
+  return batch.rows > 0 ? batch.tensors.size() / static_cast<size_t>(batch.rows) : 0;
+}
+
+PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count) {
+  PackedBatch part;
+  part.lists_rows = batch.lists_rows;
+  part.rows = count;
+  part.names = batch.names;
+  if (!batch.indices.empty()) {
+    part.indices.assign(batch.indices.begin() + begin, batch.indices.begin() + begin + count);
+  }
+  if (batch.lists_rows) {
+    const auto each = static_cast<int64_t>(tensors_of_a_row(batch));
+    part.tensors.assign(batch.tensors.begin() + begin * each,
+                        batch.tensors.begin() + (begin + count) * each);
+    return part;
+  }
+  for (size_t i = 0; i < batch.tensors.size(); ++i) {
+    const at::Tensor& tensor = batch.tensors[i];
+    if (!tensor.defined() || tensor.dim() == 0) {
+      part.tensors.push_back(tensor);
+      continue;
+    }
+    if (tensor.size(0) != batch.rows) {
+      throw_not_rows(batch, i, "samples along dimension 0 of every tensor");
+    }
+    part.tensors.push_back(tensor.narrow(0, begin, count));
+  }
+  return part;
+}
+
+PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
+  PackedBatch joined = batches.front();
+  for (size_t b = 1; b < batches.size(); ++b) {
+    joined.rows += batches[b].rows;
+    joined.indices.insert(joined.indices.end(), batches[b].indices.begin(),
+                          batches[b].indices.end());
+    if (joined.lists_rows) {
+      joined.tensors.insert(joined.tensors.end(), batches[b].tensors.begin(),
+                            batches[b].tensors.end());
+    } else if (batches[b].names != joined.names ||
+               batches[b].tensors.size() != joined.tensors.size()) {
+      throw InputError("accelerator::PreparedLoader",
+                       "batches have other tensors than the first one",
+                       "the same tensors in every batch");
+    }
+  }
+  for (size_t i = 0; !joined.lists_rows && i < joined.tensors.size(); ++i) {
+    const at::Tensor& first = batches.front().tensors[i];
+    if (!first.defined() || first.dim() == 0) {
+      continue;
+    }
+    std::vector<at::Tensor> parts;
+    for (const PackedBatch& batch : batches) {
+      const at::Tensor& tensor = batch.tensors[i];
+      if (!tensor.defined() || tensor.dim() != first.dim() ||
+          tensor.sizes().slice(1) != first.sizes().slice(1)) {
+        std::ostringstream expected;
+        expected << "sizes [rows" << (first.dim() > 1 ? ", " : "");
+        for (int64_t d = 1; d < first.dim(); ++d) {
+          expected << first.size(d) << (d + 1 < first.dim() ? ", " : "");
+        }
+        expected << "], as in the batch it is joined with";
+        throw_not_rows(batch, i, expected.str());
+      }
+      parts.push_back(tensor);
+    }
+    joined.tensors[i] = at::cat(parts);
+  }
+  return joined;
+}
+
+PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows) {
+  const int64_t missing = rows - batch.rows;
+  if (missing <= 0) {
+    return batch;
+  }
+  std::vector<PackedBatch> parts{std::move(batch)};
+  for (int64_t filled = 0; filled < missing;) {
+    const int64_t before = filled;
+    for (const PackedBatch& source : first) {
+      const int64_t count = std::min(source.rows, missing - filled);
+      if (count > 0) {
+        parts.push_back(packed_rows(source, 0, count));
+        filled += count;
+      }
+    }
+    if (filled == before) {
+      break; // the first round has no samples
+    }
+  }
+  return packed_concat(parts);
+}
+
+int64_t even_rows(const std::vector<PackedBatch>& first, bool split, int64_t world_size,
+                  bool only) {
+  const int64_t rows = first.front().rows;
+  if (!split) {
+    return rows * world_size;
+  }
+  if (only) {
+    return (rows + world_size - 1) / world_size * world_size;
+  }
+  if (rows % world_size != 0) {
+    throw InputError("accelerator::PreparedLoader",
+                     "batches of " + std::to_string(rows) + " samples on " +
+                         std::to_string(world_size) + " ranks",
+                     "with split_batches and even_batches: a multiple of the number of ranks",
+                     "change the batch size, or set even_batches=false");
+  }
+  return rows;
+}
+
+} // namespace hasten::detail

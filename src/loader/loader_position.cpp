@@ -1,0 +1,98 @@
+// The position of a prepared loader, and the states of other types.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <mutex>
+#include <nlohmann/json.hpp>
+
+#include "hasten/base/error.h"
+#include "hasten/core/random.h"
+#include "hasten/loader/loader_state.h"
+
+namespace hasten::detail {
+
+std::string range_name(const std::type_info& type, uint64_t index) {
+  const std::string text = c10::demangle(type.name());
+  return (index > 0 ? "loader " + std::to_string(index) : "a loader") + " (" +
+         text.substr(0, std::min<size_t>(text.find('<'), 80)) + ")";
+}
+
+at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch) {
+  return at::make_generator<at::CPUGeneratorImpl>(stream_seed("loader", seed, index, epoch))
+      .get_state();
+}
+
+at::Tensor random_state() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_random_state(const at::Tensor& state) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+std::vector<at::Tensor> random_states(const at::Device& device) {
+  std::vector<at::Tensor> states{random_state()};
+  if (!device.is_cpu()) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    states.push_back(generator.get_state());
+  }
+  return states;
+}
+
+void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states) {
+  set_random_state(states.at(0));
+  if (!device.is_cpu()) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_state(states.at(1));
+  }
+}
+
+void save_position(const LoaderPosition& position, const Stateful* range, NamedTensors& tensors,
+                   nlohmann::json& values) {
+  const uint64_t epoch = position.active ? position.epoch - 1 : position.epoch;
+  const int64_t cursor = position.active ? position.cursor : position.start;
+  values["unit"] = position.unit;
+  values["epoch"] = epoch;
+  values["cursor"] = cursor;
+  const at::Tensor& random = position.active ? position.random : position.start_random;
+  if (random.defined() && cursor > 0) {
+    tensors["random"] = random;
+  }
+  if (range != nullptr) {
+    NamedTensors none;
+    nlohmann::json inner;
+    range->save_state(none, inner);
+    inner["epoch"] = epoch; // without the batch that is read ahead
+    inner["cursor"] = cursor;
+    values["range"] = std::move(inner);
+  }
+}
+
+void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
+                   const nlohmann::json& values) {
+  const auto unit = values.at("unit").get<std::string>();
+  const auto cursor = values.at("cursor").get<int64_t>();
+  if (unit != position.unit && cursor > 0) {
+    throw InputError(
+        "accelerator::load_state", "the position in the data counts " + unit,
+        std::string("a loader of the same kind, whose position counts ") + position.unit);
+  }
+  if (range != nullptr && values.contains("range")) {
+    range->load_state({}, values.at("range")); // throws before anything changed
+  }
+  const auto random = tensors.find("random");
+  position.active = false;
+  position.epoch = values.at("epoch").get<uint64_t>();
+  position.start = cursor;
+  position.cursor = position.read = 0;
+  position.start_random = random == tensors.end() ? at::Tensor() : random->second.clone();
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,345 @@
+// A scope from its beginning to its end, and its state.
+#include "hasten/local_sgd/local_sgd.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <sstream>
+
+#include "hasten/base/error.h"
+#include "hasten/base/log.h"
+#include "local_sgd_scope.h"
+
+namespace hasten {
+
+namespace detail {
+
+static void check_options(const LocalSGDOptions& options) {
+  const auto refuse = [](const char* name, int64_t value, std::string what) {
+    throw InputError(kLocalSGDWhere, std::string(name) + "=" + std::to_string(value),
+                     std::move(what));
+  };
+  const int64_t fragments = options.average.fragments;
+  if (options.local_sgd_steps < 1) {
+    refuse("local_sgd_steps", options.local_sgd_steps,
+           "1 or more optimizer steps between two averages");
+  }
+  if (options.post_local_start < 0) {
+    refuse("post_local_start", options.post_local_start, "0 or more");
+  }
+  if (fragments > 1 && (fragments > options.local_sgd_steps || options.schedule)) {
+    refuse("fragments", fragments,
+           "at most local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
+               ", and no schedule: each fragment has its own step");
+  }
+  if (options.delay < 0 ||
+      (!options.schedule && fragments > 0 && options.delay > options.local_sgd_steps / fragments)) {
+    refuse("delay", options.delay,
+           "from 0 to steps / fragments=" +
+               std::to_string(options.local_sgd_steps / std::max<int64_t>(1, fragments)));
+  }
+  if (options.inner_steps < 0 ||
+      (options.inner_steps > 0 &&
+       (options.schedule || options.local_sgd_steps % options.inner_steps != 0))) {
+    refuse("inner_steps", options.inner_steps,
+           "0, or a divisor of local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
+               " without a schedule");
+  }
+  if (options.delay > 0 && !options.average.transactional) {
+    refuse("delay", options.delay, "0 with transactional=false");
+  }
+  if (options.average.alpha && options.delay == 0) {
+    throw InputError(kLocalSGDWhere,
+                     "average.alpha=" + std::to_string(*options.average.alpha) + " with delay=0",
+                     "delay > 0: without a delay no step lies between snapshot and average");
+  }
+  if (options.on_peer_failure == PeerFailure::survivors && !options.average.transactional) {
+    throw InputError(
+        kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
+        "transactional=true: otherwise an interrupted synchronisation leaves partial sums");
+  }
+}
+
+static void check_shards(const RunContext& run, const LocalSGDOptions& options, bool replicas) {
+  if (!replicas) {
+    throw InputError(kLocalSGDWhere,
+                     std::string("a model with strategy=") + strategy_name(run.options().strategy) +
+                         ": all " + std::to_string(run.world().world_size) +
+                         " ranks hold shards of one replica",
+                     "several replicas, which are averaged",
+                     "use strategy=ddp, or hsdp with a shard_size below the number of ranks");
+  }
+  if (options.on_peer_failure == PeerFailure::survivors) {
+    throw InputError(kLocalSGDWhere,
+                     std::string("on_peer_failure=survivors with strategy=") +
+                         strategy_name(run.options().strategy),
+                     "stop: the shards of a lost rank are lost",
+                     "save states, and resume from the last one");
+  }
+}
+
+static void compare_scopes(Communicator& communicator, const LocalSGDOptions& options,
+                           size_t index) {
+  const nlohmann::json mine = {{"local_sgd_steps", options.local_sgd_steps},
+                               {"enabled", options.enabled},
+                               {"model", index},
+                               {"post_local_start", options.post_local_start},
+                               {"delay", options.delay},
+                               {"inner_steps", options.inner_steps},
+                               {"delay_only_if_it_pays", options.delay_only_if_it_pays},
+                               {"moments", static_cast<int>(options.moments)},
+                               {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
+  const auto all = communicator.all_gather_object(mine, "LocalSGD scope");
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank] != all[0]) {
+      throw InputError(kLocalSGDWhere,
+                       "rank " + std::to_string(rank) + " opens a scope with " + all[rank].dump() +
+                           ", rank 0 with " + all[0].dump(),
+                       "the same scope on every rank");
+    }
+  }
+}
+
+static Averager::NamedTensorList trainable(const DataParallel& model) {
+  Averager::NamedTensorList list;
+  for (const auto& [name, parameter] : model.parameters()) {
+    if (parameter.requires_grad()) {
+      list.emplace_back(name, parameter);
+    }
+  }
+  return list;
+}
+
+} // namespace detail
+
+LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
+                     torch::nn::Module& module, LocalSGDOptions settings)
+    : core(std::move(accelerator)),
+      options(std::move(settings)),
+      schedule(options),
+      trial(options.delay > 0, options.delay_only_if_it_pays) {
+  detail::check_options(options);
+  index = core->models.index(&module, detail::kLocalSGDWhere);
+  copies = core->models.replicas_of(index);
+  if (options.enabled && core->models.sharded(&module) != nullptr) {
+    detail::check_shards(core->run, options, copies != nullptr);
+  }
+  detail::compare_scopes(*core->run.communicator(), options, index);
+  if (options.enabled && core->run.world().world_size > 1) {
+    open();
+  }
+}
+
+void LocalSGD::Impl::open() {
+  optimizers = core->optimizers.of_model(index);
+  if (optimizers.empty()) {
+    throw InputError(detail::kLocalSGDWhere, "no prepared optimizer has parameters of the model",
+                     "the optimizer whose steps are counted",
+                     "pass model and optimizer to accelerator.prepare() before the scope");
+  }
+  core->local.open(*this);
+  try {
+    averager = std::make_unique<Averager>(copies, detail::trainable(*core->models[index].parallel),
+                                          options.average);
+    open_parts();
+    own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
+    taken_weight = own_weight;
+    if (options.post_local_start == 0) {
+      begin_local();
+    }
+  } catch (...) {
+    core->local.close();
+    throw;
+  }
+  counted = core->windows.attempted(index);
+  opened = Clock::now();
+  active = true;
+}
+
+// Makes the parts for one set of ranks, except the averager. Collective.
+void LocalSGD::Impl::open_parts() {
+  if (options.inner_steps > 0) {
+    open_group(detail::trainable(*core->models[index].parallel));
+  }
+  buffers =
+      std::make_unique<detail::AveragedBuffers>(copies, *core->models[index].parallel->module());
+  moments =
+      std::make_unique<detail::AveragedMoments>(copies, optimizers, core->models.parameter_names());
+}
+
+// Every rank gets all ranks' group names, and makes a group with the ranks of its own name.
+void LocalSGD::Impl::open_group(const Averager::NamedTensorList& tensors) {
+  static std::atomic<int> opened_groups{0};
+  std::string name = options.group;
+  if (name.empty()) {
+    name.resize(256);
+    ::gethostname(name.data(), name.size() - 1);
+    name.resize(std::strlen(name.c_str()));
+  }
+  const auto names = copies->all_gather_object(name, "groups of ranks");
+  std::vector<int> members;
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    if (names[rank] == name) {
+      members.push_back(static_cast<int>(rank));
+    }
+  }
+  if (group_label.empty()) {
+    group_label = "local sgd group " + std::to_string(opened_groups++);
+  }
+  group = nullptr;
+  group_averager = nullptr;
+  if (members.size() > 1) {
+    CommunicatorOptions like = copies->options();
+    like.name = group_label + " of " + std::to_string(names.size()) + " ranks";
+    group = copies->new_group(members, like);
+    group_averager =
+        std::make_unique<Averager>(group, tensors,
+                                   AveragerOptions{.transactional = options.average.transactional,
+                                                   .slice_mb = options.average.slice_mb,
+                                                   .measure_spread = false});
+  }
+}
+
+double LocalSGD::Impl::learning_rate() const {
+  const auto& groups = optimizers.front()->optimizer->param_groups();
+  return groups.empty() ? 0 : groups.front().options().get_lr();
+}
+
+void LocalSGD::Impl::log_summary() const {
+  std::ostringstream line;
+  line.precision(3);
+  line << "local sgd: " << steps << " steps, " << report.rounds << " averages, "
+       << static_cast<double>(report.bytes) / 1e6 << " MB sent by each rank, " << report.seconds
+       << " s in them ("
+       << 100 * report.seconds / std::chrono::duration<double>(Clock::now() - opened).count()
+       << " % of the time)";
+  if (!std::isnan(report.last.spread)) {
+    line << ", last spread " << report.last.spread;
+  }
+  log_info(line.str());
+}
+
+void LocalSGD::Impl::loaded() { counted = core->windows.attempted(index); }
+
+void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) const {
+  if (active && core->windows.attempted(index) != counted) {
+    throw InputError(
+        detail::kLocalSGDWhere,
+        "a state between the optimizer's step() and the scope's, which has not counted the step",
+        "a state after the scope's step()", "save at the end of the loop's body");
+  }
+  values = {{"steps", steps},
+            {"averaged_at", averaged_at},
+            {"finish_at", finish_at},
+            {"own_weight", own_weight},
+            {"taken_weight", taken_weight},
+            {"group_weight", group_weight},
+            {"inner_rounds", report.inner_rounds},
+            {"rounds", report.rounds},
+            {"learning_rate", round_learning_rate},
+            {"trial", trial.state()},
+            {"average", nlohmann::json::object()}};
+  NamedTensors own;
+  averager->save_state(own, values["average"]);
+  detail::put_below(tensors, "average.", own);
+}
+
+void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
+  const auto number = [&](const char* name) { return values.at(name).get<int64_t>(); };
+  const int64_t loaded_steps = number("steps");
+  const int64_t loaded_at = number("averaged_at");
+  const int64_t loaded_finish = number("finish_at");
+  const int64_t loaded_rounds = number("rounds");
+  const auto weights = values.at("own_weight").get<std::vector<double>>();
+  const auto rate = values.at("learning_rate").get<double>();
+  const auto in_group = values.at("group_weight").get<double>();
+  const int64_t inner_rounds = number("inner_rounds");
+  const auto taken = values.at("taken_weight").get<std::vector<double>>();
+  detail::DelayTrial loaded_trial = trial;
+  loaded_trial.restore(values.at("trial"));
+  if (weights.size() != own_weight.size() || taken.size() != weights.size()) {
+    throw InputError(detail::kLocalSGDWhere,
+                     "the state has fragments=" + std::to_string(weights.size()),
+                     std::to_string(own_weight.size()) + ", as here");
+  }
+  averager->load_state(detail::tensors_below(tensors, "average."), values.at("average"));
+  if (local != (loaded_steps >= options.post_local_start)) {
+    local = !local;
+    core->local.set_local(local);
+  }
+  steps = loaded_steps;
+  averaged_at = loaded_at;
+  finish_at = loaded_finish;
+  own_weight = weights;
+  taken_weight = taken;
+  group_weight = in_group;
+  report.inner_rounds = inner_rounds;
+  report.rounds = loaded_rounds;
+  round_learning_rate = rate;
+  trial = loaded_trial;
+  unread = false;
+}
+
+LocalSGD::LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDOptions options)
+    : impl_(std::make_unique<Impl>(accelerator.core_, model, std::move(options))) {}
+
+void LocalSGD::Impl::leave(bool unwinding) noexcept {
+  if (!is_active()) {
+    return;
+  }
+  finished = true;
+  if (unwinding) {
+    core->run.communicator()->abort("an exception left the scope of LocalSGD");
+  }
+  core->local.close();
+}
+
+LocalSGDReport LocalSGD::Impl::current_report() {
+  try {
+    report_round();
+  } catch (const CommunicationError&) { // the next synchronisation throws it
+    if (options.on_peer_failure == PeerFailure::stop) {
+      throw;
+    }
+  }
+  LocalSGDReport now = report;
+  if (copies) {
+    now.ranks_per_copy = core->run.world().world_size / copies->world_size();
+  }
+  now.steps = steps;
+  const double seconds = std::chrono::duration<double>(Clock::now() - opened).count();
+  now.communication_share = seconds > 0 ? now.seconds / seconds : 0;
+  return now;
+}
+
+LocalSGD::~LocalSGD() {
+  const bool unwinding = std::uncaught_exceptions() > exceptions_at_entry_;
+  if (active() && !unwinding) {
+    log_error(
+        "[accelerator::LocalSGD] destroyed without finish(): every rank keeps "
+        "its own parameters");
+  }
+  impl_->leave(unwinding);
+}
+
+bool LocalSGD::step() { return impl_->step(); }
+
+void LocalSGD::synchronize() { impl_->synchronize(); }
+
+void LocalSGD::finish() { impl_->finish(); }
+
+void LocalSGD::abort() noexcept { impl_->leave(false); }
+
+bool LocalSGD::active() const { return impl_->is_active(); }
+
+int64_t LocalSGD::steps() const { return impl_->count(); }
+
+LocalSGDReport LocalSGD::report() const { return impl_->current_report(); }
+
+} // namespace hasten

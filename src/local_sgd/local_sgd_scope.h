@@ -1,0 +1,191 @@
+// The state of a LocalSGD.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "accelerator/accelerator_core.h"
+#include "hasten/local_sgd/local_sgd.h"
+#include "local_sgd_buffers.h"
+#include "local_sgd_moments.h"
+
+namespace hasten {
+
+namespace detail {
+
+inline constexpr const char* kLocalSGDWhere = "accelerator::LocalSGD";
+
+// Detects that the ranks diverge: the spread, relative to the size of a step (learning rate times
+// the parameters' norm), grows from synchronisation to synchronisation.
+class SpreadWatch {
+ public:
+  // Returns true once: in each of the last synchronisations it grew, to more than twice the first.
+  bool grows(const AverageReport& report, double learning_rate);
+
+ private:
+  static constexpr size_t kRounds = 5;
+  std::deque<double> last_{};
+  bool said_ = false;
+};
+
+// Note [When rounds come]
+// A pure function of the attempted steps, so that ranks that were away for a while agree with the
+// others as soon as their counts do. A synchronisation is due every H steps, counted from the step
+// in which the scope becomes local. With P fragments each has its own time, and the last one is due
+// when all would be.
+class RoundSchedule {
+ public:
+  explicit RoundSchedule(const LocalSGDOptions& options) : options_(options) {}
+  // H of the synchronisation period that begins after `step`. Throws InputError for H < 1.
+  int64_t period(int64_t step) const;
+  // What is due after `step`: Averager::kAll, a fragment, or kNothing.
+  int64_t due(int64_t step, int64_t fragments);
+  static constexpr int64_t kNothing = -2;
+
+ private:
+  const LocalSGDOptions& options_;
+  int64_t begin_ = -1; // the last period that was computed
+  int64_t end_ = -1;
+};
+
+// Decides by a trial whether sending during training is faster than waiting: one synchronisation of
+// each kind to warm up, one to measure.
+class DelayTrial {
+ public:
+  using Clock = std::chrono::steady_clock;
+  DelayTrial(bool delays, bool tries) : wanted_(tries), delays_(delays), tries_(tries) {}
+  // Call it at the beginning of every synchronisation of any kind. True: send and continue to
+  // train. Collective in the one that decides.
+  bool next_is_delayed(Communicator& communicator, Clock::time_point now = Clock::now());
+  bool undecided() const { return delays_ && tries_; }
+  // No delays: ranks were lost before it was decided.
+  void give_up() { delays_ = tries_ = false; }
+  // After loading, the timing continues; the time in between does not count.
+  nlohmann::json state(Clock::time_point now = Clock::now()) const;
+  void restore(const nlohmann::json& state, Clock::time_point now = Clock::now());
+
+ private:
+  static constexpr int64_t kMeasuredWaiting = 1;
+  static constexpr int64_t kMeasuredDelayed = 3;
+  bool wanted_; // by the options
+  bool delays_;
+  bool tries_;
+  int64_t round_ = 0;
+  Clock::time_point begun_{};
+  double waiting_ = 0; // seconds of a round's steps and its own
+  double delayed_ = 0;
+};
+
+} // namespace detail
+
+class LocalSGD::Impl final : public detail::LocalScope {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Impl(std::shared_ptr<detail::AcceleratorCore> accelerator, torch::nn::Module& module,
+       LocalSGDOptions settings);
+
+  // local_sgd.cpp
+  size_t model() const override { return index; }
+  std::vector<int64_t> clocks() const override { return {steps, averaged_at, finish_at}; }
+  void set_clocks(const int64_t* clocks) override {
+    steps = clocks[0];
+    averaged_at = clocks[1];
+    finish_at = clocks[2];
+    ++ends;
+    end_clocks.assign(clocks, clocks + core->local.clocks().size());
+  }
+  void loaded() override;
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
+  void join_round(int64_t code) override;
+  bool recover() override;
+  bool ended_in_recovery() const override { return ended; }
+
+  bool step();
+  void synchronize();
+  void finish();
+  // Without an average; `unwinding`: the peers learn that this rank failed.
+  void leave(bool unwinding) noexcept;
+  bool is_active() const { return active && !finished; }
+  int64_t count() const { return steps; }
+  LocalSGDReport current_report();
+
+ private:
+  // local_sgd.cpp
+  void open();
+  void log_summary() const;
+  double learning_rate() const;
+
+  // local_sgd_rounds.cpp
+  // What ranks tell those without batches about a round.
+  enum class Part { whole, start, finish, inner };
+  bool count_step();
+  void begin_local();
+  // Announces and makes it, with the ranks that are left where some are lost.
+  void make_round(Part part, int64_t fragment);
+  void announce(Part part, int64_t fragment);
+  void run(Part part, int64_t fragment);
+  void begin_round(int64_t fragment, bool delayed);
+  void close_round(int64_t fragment);
+  void end_round();
+  void committed();
+  void average_group();
+  void open_group(const Averager::NamedTensorList& tensors);
+  double take_weight(int64_t fragment);
+  void report_round();
+
+  // local_sgd_recovery.cpp
+  bool survives() const;
+  void finish_moments();
+  void settle();
+  void settle_round();
+  void settle_clocks();
+  void open_parts();
+
+  std::shared_ptr<detail::AcceleratorCore> core;
+  LocalSGDOptions options;
+  detail::RoundSchedule schedule;
+  detail::DelayTrial trial;
+  size_t index = 0;
+  bool active = false;
+  bool local = false; // windows reduce nothing
+  bool finished = false;
+  std::vector<std::shared_ptr<detail::OptimizerState>> optimizers{};
+  std::shared_ptr<Communicator> copies{}; // ranks that average
+  std::unique_ptr<Averager> averager{};
+  std::shared_ptr<Communicator> group{}; // hierarchical: this rank's
+  std::unique_ptr<Averager> group_averager{};
+  double group_weight = 0; // of this rank since its group's average
+  std::unique_ptr<detail::AveragedBuffers> buffers{};
+  std::unique_ptr<detail::AveragedMoments> moments{};
+  detail::SpreadWatch watch{};
+  bool unread = false; // the last round's spread
+  std::string group_label{};
+
+  // Of a round that may break.
+  int64_t closing = kNothing; // what is being averaged, not yet closed
+  static constexpr int64_t kNothing = detail::RoundSchedule::kNothing;
+  std::vector<double> taken_weight{}; // own_weight's, not committed. [fragment]
+  double taken_group_weight = 0;
+  RoundOutcome outcome = RoundOutcome::none; // of the last recovery
+  int64_t ends = 0; // of the data, agreed on by all ranks
+  std::vector<int64_t> end_clocks{}; // all ranks' at the last of them
+  bool ended = false; // by the last recovery
+
+  int64_t steps = 0; // the clock
+  int64_t averaged_at = 0; // its value when all was averaged last
+  int64_t finish_at = 0; // of a round that was started
+  std::vector<double> own_weight{}; // of this rank since then. [fragment]
+  uint64_t counted = 0; // the last window that was
+  double round_learning_rate = 0; // at the round's beginning
+  double last_learning_rate = 0; // of the round before
+  LocalSGDReport report{};
+  Clock::time_point opened = Clock::now();
+};
+
+} // namespace hasten

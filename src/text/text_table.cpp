@@ -1,0 +1,195 @@
+// Samples of one file, and label numbers.
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/text/csv.h"
+#include "hasten/text/jsonl.h"
+#include "hasten/text/text_table.h"
+#include "hasten/text/utf8.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kTextTable = "data::read_text_table";
+
+bool is_jsonl(const std::filesystem::path& path) {
+  const auto extension = path.extension();
+  return extension == ".jsonl" || extension == ".ndjson" || extension == ".json";
+}
+
+void check_jsonl_options(const std::filesystem::path& path, const TextTableOptions& options) {
+  if (options.delimiter != '\0' || !options.has_header) {
+    throw InputError(
+        kTextTable,
+        path.string() + " is read as JSON lines: " +
+            (options.has_header ? "delimiter=" + byte_name(options.delimiter) : "has_header=false"),
+        "no delimiter and has_header=true for JSON Lines, which name the columns in each line",
+        "omit the option, or change the file's extension");
+  }
+}
+
+bool parse_label_integer(std::string_view text, int64_t& value) {
+  const char* end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, value);
+  return result.ec == std::errc() && result.ptr == end;
+}
+
+// Label number of a placeholder: i if `label` is "i" and `names` has "LABEL_i" at i, else -1.
+int64_t placeholder_number(const std::string& label, const std::vector<std::string>& names) {
+  int64_t number = -1;
+  if (!parse_label_integer(label, number) || number < 0 ||
+      number >= static_cast<int64_t>(names.size()) || names[number] != "LABEL_" + label) {
+    return -1;
+  }
+  return number;
+}
+
+} // namespace detail
+
+// A reader of one of the two formats.
+struct TextRowReader::Format {
+  std::optional<CsvReader> csv{};
+  std::optional<JsonlReader> jsonl{};
+  std::shared_ptr<const TextFile> file;
+
+  Format(std::shared_ptr<const TextFile> opened, const TextTableOptions& options)
+      : file(std::move(opened)) {
+    if (detail::is_jsonl(file->path())) {
+      detail::check_jsonl_options(file->path(), options);
+      jsonl.emplace(file);
+    } else {
+      csv.emplace(file,
+                  CsvOptions{.delimiter = options.delimiter, .has_header = options.has_header});
+    }
+  }
+
+  size_t column(const std::string& name, const char* flag) {
+    return csv ? csv->column(name, flag) : jsonl->column(name, flag);
+  }
+  bool next() { return csv ? csv->next() : jsonl->next(); }
+  std::string_view field(size_t column) const {
+    return csv ? csv->fields()[column] : jsonl->field(column);
+  }
+};
+
+TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
+    : options_(options),
+      format_(std::make_unique<Format>(std::move(file), options)),
+      text_column_(format_->column(options.text_column, "text_column")) {
+  for (const auto& column : options.label_columns) {
+    label_columns_.push_back(format_->column(column, "label_column"));
+  }
+  if (label_columns_.empty() && !options.label_column.empty()) {
+    label_columns_.push_back(format_->column(options.label_column, "label_column"));
+  }
+  for (const auto& filter : options.filters) {
+    const size_t equals = filter.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw InputError(detail::kTextTable, "filter=" + filter, "column=value",
+                       "for example source=imdb");
+    }
+    filters_.emplace_back(format_->column(filter.substr(0, equals), "filter column"),
+                          filter.substr(equals + 1));
+  }
+}
+
+TextRowReader::~TextRowReader() = default;
+TextRowReader::TextRowReader(TextRowReader&&) noexcept = default;
+
+bool TextRowReader::next() {
+  const bool needs_label =
+      !label_columns_.empty() && options_.problem_type != ProblemType::multi_label;
+  while ((options_.max_rows == 0 || passed_ < options_.max_rows) && format_->next()) {
+    ++counts_.rows_read;
+    const bool passes = std::all_of(filters_.begin(), filters_.end(), [&](const auto& filter) {
+      return format_->field(filter.first) == filter.second;
+    });
+    text_ = format_->field(text_column_);
+    if (!passes) {
+      ++counts_.filtered_out;
+    } else if (is_blank(text_) && !options_.keep_empty_text) {
+      ++counts_.empty_text;
+    } else if (needs_label && is_blank(label())) {
+      ++counts_.empty_label;
+    } else {
+      ++passed_;
+      return true;
+    }
+  }
+  return false;
+}
+
+std::string_view TextRowReader::label(size_t column) const {
+  return column < label_columns_.size() ? trimmed(format_->field(label_columns_[column]))
+                                        : std::string_view();
+}
+
+int64_t TextRowReader::line() const {
+  return format_->csv ? format_->csv->line() : format_->jsonl->line();
+}
+
+std::string TextRowReader::position() const {
+  return format_->csv ? format_->csv->position() : format_->jsonl->position();
+}
+
+int64_t TextRowReader::bytes_read() const {
+  return static_cast<int64_t>(format_->csv ? format_->csv->bytes_read()
+                                           : format_->jsonl->bytes_read());
+}
+
+void TextRowReader::require_rows() const {
+  if (passed_ > 0) {
+    return;
+  }
+  throw InputError(detail::kTextTable,
+                   "no sample of " + format_->file->path().string() +
+                       " is left: records=" + std::to_string(counts_.rows_read) +
+                       ", left out by filters " + std::to_string(counts_.filtered_out) +
+                       ", with empty text " + std::to_string(counts_.empty_text) +
+                       ", with empty label " + std::to_string(counts_.empty_label),
+                   "at least one sample with a text and a label",
+                   "check the columns and the filters");
+}
+
+std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {
+  const std::set<std::string> distinct(labels.begin(), labels.end());
+  std::vector<std::pair<int64_t, std::string>> numbered;
+  for (const auto& label : distinct) {
+    int64_t number = 0;
+    if (!detail::parse_label_integer(label, number)) {
+      return {distinct.begin(), distinct.end()};
+    }
+    numbered.emplace_back(number, label);
+  }
+  std::sort(numbered.begin(), numbered.end());
+  std::vector<std::string> names;
+  for (auto& [number, label] : numbered) {
+    names.push_back(std::move(label));
+  }
+  return names;
+}
+
+std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
+                                   const std::vector<std::string>& names) {
+  std::unordered_map<std::string, int64_t> numbers;
+  for (size_t i = 0; i < names.size(); ++i) {
+    numbers.emplace(names[i], static_cast<int64_t>(i));
+  }
+  std::vector<int64_t> found;
+  found.reserve(labels.size());
+  for (const auto& label : labels) {
+    const auto number = numbers.find(label);
+    found.push_back(number != numbers.end() ? number->second
+                                            : detail::placeholder_number(label, names));
+  }
+  return found;
+}
+
+} // namespace hasten

@@ -1,0 +1,465 @@
+#include "hasten/text/token_cache.h"
+
+#include <utf8proc.h>
+#include <xxhash.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <system_error>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "token_file.h"
+#include "token_lock.h"
+
+namespace hasten {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextSideReport, rows, counts, least, most, sum)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextClassificationReport, rows_read, filtered_out, empty_text,
+                                   empty_label, duplicates, train, eval, warnings)
+
+namespace detail {
+
+// Increase it with every change of the ids that equal files and options give.
+constexpr int kTokenRules = 2;
+
+class TextHasher {
+ public:
+  TextHasher() { XXH3_128bits_reset(state_.get()); }
+  void add(std::string_view text) {
+    constexpr size_t kBlock = size_t{64} << 20; // bytes between two checks for Ctrl-C
+    for (size_t at = 0; at < text.size(); at += kBlock) {
+      const auto block = text.substr(at, kBlock);
+      XXH3_128bits_update(state_.get(), block.data(), block.size());
+      throw_if_interrupted();
+    }
+  }
+  std::string hex() const {
+    const XXH128_hash_t hash = XXH3_128bits_digest(state_.get());
+    char digits[33];
+    std::snprintf(digits, sizeof(digits), "%016llx%016llx",
+                  static_cast<unsigned long long>(hash.high64),
+                  static_cast<unsigned long long>(hash.low64));
+    return digits;
+  }
+
+ private:
+  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state_{XXH3_createState(),
+                                                                  &XXH3_freeState};
+};
+
+std::string text_hash_hex(std::string_view text) {
+  TextHasher hasher;
+  hasher.add(text);
+  return hasher.hex();
+}
+
+nlohmann::json described_words(const WordPieceOptions& options) {
+  return {{"do_lower_case", options.do_lower_case},
+          {"strip_accents", options.strip_accents.value_or(options.do_lower_case)},
+          {"tokenize_chinese_chars", options.tokenize_chinese_chars},
+          {"special",
+           {options.unk_token, options.sep_token, options.pad_token, options.cls_token,
+            options.mask_token}}};
+}
+
+nlohmann::json described_tokenizer(const TokenizedClassificationOptions& options) {
+  if (!options.tokenizer) {
+    auto described = described_words(options.learned);
+    described["learned"] = {options.vocab.vocab_size, options.vocab.min_frequency,
+                            options.vocab.limit_alphabet};
+    return described;
+  }
+  auto described = described_words(options.tokenizer->options());
+  std::string pieces;
+  for (const std::string& piece : options.tokenizer->vocab()) {
+    pieces += piece + "\n";
+  }
+  for (const AddedToken& token : options.tokenizer->added_tokens()) {
+    pieces += token.content + "\t" + std::to_string(token.id) + "\n";
+  }
+  described["pieces"] = text_hash_hex(pieces);
+  return described;
+}
+
+nlohmann::json described_file(const std::shared_ptr<const TextFile>& file) {
+  if (file == nullptr) {
+    return nullptr;
+  }
+  // The extension determines how the file is read.
+  TextHasher hasher;
+  for (TextWindow window(file);; window.move(window.text().size())) {
+    hasher.add(window.text());
+    if (window.reaches_end()) {
+      return {hasher.hex(), file->path().extension().string()};
+    }
+  }
+}
+
+// Hash of everything that determines the ids.
+std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
+                            const std::shared_ptr<const TextFile>& eval_file,
+                            const TokenizedClassificationOptions& options) {
+  const TextClassificationOptions& texts = options.texts;
+  const nlohmann::json described{
+      {"rules", kTokenRules},
+      {"unicode", utf8proc_unicode_version()},
+      {"train", described_file(train_file)},
+      {"eval", described_file(eval_file)},
+      {"split", {texts.eval_split, texts.eval_split > 0 ? texts.seed : uint64_t{0}}},
+      {"columns",
+       {texts.table.text_column, texts.table.label_column, texts.table.label_columns,
+        texts.table.label_separator, static_cast<int>(texts.table.problem_type),
+        static_cast<int>(texts.table.delimiter), texts.table.has_header,
+        texts.table.keep_empty_text}},
+      {"filters", texts.table.filters},
+      {"rows", {texts.max_train_rows, texts.max_eval_rows}},
+      {"labels", texts.label_names},
+      {"replace", texts.replace_label_names},
+      {"tokenizer", described_tokenizer(options)},
+      {"max_length", options.max_length}};
+  // Options may have bytes that are not UTF-8.
+  return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+class MemorySink : public TokenSink {
+ public:
+  explicit MemorySink(std::vector<int32_t>& ids) : ids_(ids) {}
+  void add(std::span<const int32_t> ids) override {
+    ids_.insert(ids_.end(), ids.begin(), ids.end());
+  }
+
+ private:
+  std::vector<int32_t>& ids_;
+};
+
+// Writes the ids of both files, in order, into a sink.
+class TokenMaker {
+ public:
+  TokenMaker(const std::shared_ptr<const TextFile>& train_file,
+             const std::shared_ptr<const TextFile>& eval_file,
+             const TokenizedClassificationOptions& options,
+             std::function<void(int64_t, int64_t)> tell)
+      : options_(options),
+        tell_(std::move(tell)),
+        total_(static_cast<int64_t>(train_file->size() + (eval_file ? eval_file->size() : 0))),
+        selection_(select_text_rows(train_file, eval_file, options.texts)),
+        tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
+
+  void make(TokenSink& sink) {
+    train_.clear();
+    eval_.clear();
+    checksum_ = {};
+    ids_ = tokens_ = truncated_ = 0;
+    int64_t before = 0;
+    for (const SelectedRows& rows : selection_.files) {
+      read_file(rows, before, sink);
+      before += static_cast<int64_t>(rows.file->size());
+    }
+  }
+
+  // Call it after make(). Describes the ids that went into the sink.
+  nlohmann::json values() const {
+    nlohmann::json values{{"label_names", selection_.label_names},
+                          {"report", selection_.report},
+                          {"tokens", tokens_},
+                          {"truncated", truncated_},
+                          {"train_checksum", checksum_.hex()}};
+    if (!options_.tokenizer) {
+      values["vocab"] = tokenizer_.vocab();
+    }
+    return values;
+  }
+  const std::vector<TokenRow>& train() const { return train_; }
+  const std::vector<TokenRow>& eval() const { return eval_; }
+
+ private:
+  struct Place {
+    int32_t label = 0;
+    std::vector<TokenRow>* side = nullptr;
+  };
+  struct Chunk {
+    std::vector<std::string> texts{};
+    std::vector<Place> places{}; // [text]
+    size_t bytes = 0;
+  };
+
+  WordPieceTokenizer learned_tokenizer() {
+    WordPieceLearner learner(options_.learned);
+    const SelectedRows& rows = selection_.files[0];
+    TextRowReader reader(rows.file, rows.table);
+    for (size_t row = 0; reader.next(); ++row) {
+      if (rows.sides[row] == SelectedRows::Side::train) {
+        learner.add(reader.text());
+      }
+      throw_if_interrupted();
+    }
+    return {learner.learn(options_.vocab), options_.learned};
+  }
+
+  void read_file(const SelectedRows& rows, int64_t before, TokenSink& sink) {
+    constexpr size_t kChunkRows = 16384;
+    constexpr size_t kChunkBytes = size_t{4} << 20;
+    TextRowReader reader(rows.file, rows.table);
+    Chunk chunk;
+    for (size_t row = 0; reader.next(); ++row) {
+      if (rows.sides[row] == SelectedRows::Side::left_out) {
+        continue;
+      }
+      chunk.texts.emplace_back(reader.text());
+      chunk.places.push_back(
+          {rows.labels[row], rows.sides[row] == SelectedRows::Side::train ? &train_ : &eval_});
+      chunk.bytes += reader.text().size();
+      if (chunk.texts.size() == kChunkRows || chunk.bytes >= kChunkBytes) {
+        take(chunk, sink);
+        tell_(before + reader.bytes_read(), total_);
+        throw_if_interrupted();
+      }
+    }
+    take(chunk, sink);
+    tell_(before + reader.bytes_read(), total_);
+  }
+
+  void take(Chunk& chunk, TokenSink& sink) {
+    const TokenizedTexts encoded =
+        tokenize_texts(tokenizer_, chunk.texts, options_.max_length, options_.threads);
+    std::vector<int32_t> ids;
+    for (size_t i = 0; i < encoded.ids.size(); ++i) {
+      const auto& row = encoded.ids[i];
+      const Place& place = chunk.places[i];
+      const bool set = options_.texts.table.problem_type == ProblemType::multi_label;
+      const std::vector<int32_t> classes =
+          set ? selection_.label_sets[place.label] : std::vector<int32_t>();
+      if (place.side == &train_) {
+        checksum_.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof(row[0])});
+        checksum_.add(
+            {reinterpret_cast<const char*>(classes.data()), classes.size() * sizeof(classes[0])});
+        checksum_.add("," + std::to_string(set ? std::ssize(classes) : place.label) + ";");
+      }
+      place.side->push_back({.begin = ids_ + static_cast<int64_t>(ids.size()),
+                             .tokens = static_cast<int32_t>(row.size()),
+                             .label = set ? static_cast<int32_t>(classes.size()) : place.label});
+      ids.insert(ids.end(), row.begin(), row.end());
+      ids.insert(ids.end(), classes.begin(), classes.end());
+    }
+    sink.add(ids);
+    ids_ += static_cast<int64_t>(ids.size());
+    tokens_ += encoded.tokens;
+    truncated_ += encoded.truncated;
+    chunk = {};
+  }
+
+  const TokenizedClassificationOptions& options_;
+  std::function<void(int64_t, int64_t)> tell_;
+  int64_t total_;
+  TextSelection selection_;
+  WordPieceTokenizer tokenizer_;
+  std::vector<TokenRow> train_{};
+  std::vector<TokenRow> eval_{};
+  TextHasher checksum_{};
+  int64_t ids_ = 0; // written to the sink
+  int64_t tokens_ = 0;
+  int64_t truncated_ = 0;
+};
+
+TokenizedClassification tokenized_from(const TokenFile& file,
+                                       const TokenizedClassificationOptions& options) {
+  const auto& values = file.values;
+  TokenizedClassification result{
+      .train = file.train,
+      .eval = file.eval,
+      .tokenizer = options.tokenizer
+                       ? *options.tokenizer
+                       : WordPieceTokenizer(values.at("vocab").get<std::vector<std::string>>(),
+                                            options.learned)};
+  values.at("label_names").get_to(result.label_names);
+  for (TokenTable* side : {&result.train, &result.eval}) {
+    side->problem_type = options.texts.table.problem_type;
+    side->num_labels = std::ssize(result.label_names);
+  }
+  values.at("report").get_to(result.report);
+  values.at("tokens").get_to(result.tokens);
+  values.at("truncated").get_to(result.truncated);
+  values.at("train_checksum").get_to(result.train_checksum);
+  return result;
+}
+
+TokenizedClassification tokenized_in_memory(TokenMaker& maker,
+                                            const TokenizedClassificationOptions& options) {
+  const auto stored = std::make_shared<StoredTokens>();
+  MemorySink sink(stored->ids);
+  maker.make(sink);
+  stored->rows = maker.train();
+  stored->rows.insert(stored->rows.end(), maker.eval().begin(), maker.eval().end());
+  const std::span<const TokenRow> rows(stored->rows);
+  const size_t train = maker.train().size();
+  TokenFile made;
+  made.train = {.ids = stored, .rows = rows.first(train), .owner = stored};
+  made.eval = {.ids = stored, .rows = rows.subspan(train), .owner = stored};
+  made.values = maker.values();
+  return tokenized_from(made, options);
+}
+
+// One call of tokenize_text_classification.
+class TokenCache {
+ public:
+  TokenCache(const std::shared_ptr<const TextFile>& train_file,
+             const std::shared_ptr<const TextFile>& eval_file,
+             const TokenizedClassificationOptions& options)
+      : train_file_(train_file), eval_file_(eval_file), options_(options) {}
+
+  TokenizedClassification get() {
+    if (options_.cache_dir.empty()) {
+      return in_memory({});
+    }
+    key_ = token_cache_key(train_file_, eval_file_, options_);
+    const auto folder = options_.cache_dir / "tokens";
+    path_ = folder / (key_ + ".tokens");
+    std::string problem;
+    if (auto found = open(problem)) {
+      return std::move(*found);
+    }
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) {
+      return in_memory(folder.string() + ": " + error.message());
+    }
+    TokenLock lock(folder / (key_ + ".lock"));
+    const auto turn = lock.acquire([&](int64_t done, int64_t total) {
+      report({.waiting = true, .done = done, .total = total});
+    });
+    if (turn == TokenLock::Turn::none) {
+      return in_memory(folder.string() + ": " + lock.problem());
+    }
+    std::string after;
+    if (auto found = open(after)) { // another process has made it since
+      return std::move(*found);
+    }
+    if (turn == TokenLock::Turn::done) {
+      return in_memory(path_.string() + ": the process that should have written it failed");
+    }
+    return make(lock, problem);
+  }
+
+ private:
+  std::optional<TokenizedClassification> open(std::string& problem) {
+    const auto file = open_token_file(path_, key_, problem);
+    if (file == nullptr) {
+      return std::nullopt;
+    }
+    try {
+      auto result = tokenized_from(*file, options_);
+      result.cache.source = TokenCacheReport::Source::read;
+      result.cache.path = path_;
+      return result;
+    } catch (const nlohmann::json::exception& error) {
+      problem = error.what();
+      return std::nullopt;
+    }
+  }
+
+  TokenizedClassification make(TokenLock& lock, const std::string& problem) {
+    TokenMaker maker(train_file_, eval_file_, options_, [&](int64_t done, int64_t total) {
+      report({.done = done, .total = total}, &lock);
+    });
+    std::string unable;
+    remove_unfinished();
+    try {
+      TokenFileWriter writer(path_, key_);
+      maker.make(writer);
+      writer.finish(maker.train(), maker.eval(), maker.values());
+      if (auto made = open(unable)) {
+        made->cache.source = TokenCacheReport::Source::made;
+        made->cache.rebuilt = problem;
+        return std::move(*made);
+      }
+    } catch (const std::system_error& error) {
+      unable = error.what();
+    }
+    return in_memory(unable, &maker);
+  }
+
+  // Removes temporary files of killed processes. No other process has the lock now.
+  void remove_unfinished() const {
+    const std::string start = path_.filename().string() + ".tmp-";
+    std::vector<std::filesystem::path> found;
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator(path_.parent_path(), ignored)) {
+      if (entry.path().filename().string().starts_with(start)) {
+        found.push_back(entry.path());
+      }
+    }
+    for (const auto& path : found) {
+      std::filesystem::remove(path, ignored);
+    }
+  }
+
+  TokenizedClassification in_memory(const std::string& unable, TokenMaker* maker = nullptr) {
+    std::optional<TokenMaker> own;
+    if (maker == nullptr) {
+      own.emplace(train_file_, eval_file_, options_,
+                  [&](int64_t done, int64_t total) { report({.done = done, .total = total}); });
+      maker = &*own;
+    }
+    auto result = tokenized_in_memory(*maker, options_);
+    result.cache.not_kept = unable;
+    return result;
+  }
+
+  // Reports at most 20 times a second, and at the end.
+  void report(const TokenizeProgress& progress, TokenLock* lock = nullptr) {
+    const auto now = std::chrono::steady_clock::now();
+    if (progress.done < progress.total && !progress.waiting &&
+        now - last_report_ < std::chrono::milliseconds(50)) {
+      return;
+    }
+    last_report_ = now;
+    if (lock != nullptr) {
+      lock->tell(progress.done, progress.total);
+    }
+    if (options_.progress) {
+      options_.progress(progress);
+    }
+  }
+
+  const std::shared_ptr<const TextFile>& train_file_;
+  const std::shared_ptr<const TextFile>& eval_file_;
+  const TokenizedClassificationOptions& options_;
+  std::string key_{};
+  std::filesystem::path path_{};
+  std::chrono::steady_clock::time_point last_report_{};
+};
+
+std::filesystem::path environment_folder(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? std::filesystem::path() : value;
+}
+
+} // namespace detail
+
+std::filesystem::path cache_folder(const std::filesystem::path& given) {
+  if (!given.empty()) {
+    return given;
+  }
+  if (auto own = detail::environment_folder("HASTEN_CACHE"); !own.empty()) {
+    return own;
+  }
+  // The XDG specification says to ignore a relative path.
+  if (auto xdg = detail::environment_folder("XDG_CACHE_HOME"); xdg.is_absolute()) {
+    return xdg / "hasten";
+  }
+  const auto home = detail::environment_folder("HOME");
+  return home.empty() ? home : home / ".cache" / "hasten";
+}
+
+TokenizedClassification tokenize_text_classification(
+    const std::shared_ptr<const TextFile>& train_file,
+    const std::shared_ptr<const TextFile>& eval_file,
+    const TokenizedClassificationOptions& options) {
+  return detail::TokenCache(train_file, eval_file, options).get();
+}
+
+} // namespace hasten

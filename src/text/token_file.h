@@ -1,0 +1,90 @@
+// Token ids in a file, from which samples are read when a batch needs them. Private to src/data.
+//
+// The format, in the machine's byte order (a file in another byte order counts as damaged):
+//   0   8 bytes   "hastentk"
+//   8   u64       2, the version of the format
+//   16  32 bytes  the key, hex digits
+//   48  u64       bytes of the whole file
+//   56  u64       XXH3 of all bytes from 64 on
+//   64  int32[]   ids of all samples; with multi_label each followed by its class numbers; then
+//                 zeros up to a multiple of 16 bytes
+//       TokenRow[] training samples, then evaluation samples
+//       text      JSON: "ids", "train" and "eval" are counts; the caller defines the other keys
+//       u64       bytes of that text
+#pragma once
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hasten/text/tokenized_dataset.h"
+
+namespace hasten::detail {
+
+/// Storage of a table in memory.
+struct StoredTokens : TokenIds {
+  std::vector<int32_t> ids{};
+  std::vector<TokenRow> rows{};
+
+  int64_t size() const override { return static_cast<int64_t>(ids.size()); }
+  void read(int64_t begin, std::span<int32_t> out) const override {
+    std::copy_n(ids.begin() + begin, out.size(), out.begin());
+  }
+};
+
+/// Receives ids while they are made.
+class TokenSink {
+ public:
+  virtual ~TokenSink() = default;
+  virtual void add(std::span<const int32_t> ids) = 0;
+};
+
+/// Writes a token file: first a temporary file in the same folder, then one rename. No fsync: after
+/// a crash the checksum shows damage.
+class TokenFileWriter : public TokenSink {
+ public:
+  /// Throws std::system_error if the disk fails, as all members do.
+  TokenFileWriter(std::filesystem::path target, const std::string& key);
+  /// Removes the temporary file unless finish() was called.
+  ~TokenFileWriter() override;
+  TokenFileWriter(const TokenFileWriter&) = delete;
+  TokenFileWriter& operator=(const TokenFileWriter&) = delete;
+
+  void add(std::span<const int32_t> ids) override;
+  void finish(std::span<const TokenRow> train, std::span<const TokenRow> eval,
+              nlohmann::json values);
+
+ private:
+  struct Hash;
+  void write(const void* data, size_t bytes);
+  void flush();
+  void write_at(const void* data, size_t bytes, off_t at);
+
+  std::filesystem::path target_;
+  std::string key_;
+  std::string temporary_;
+  int file_ = -1;
+  int64_t ids_ = 0;
+  uint64_t bytes_ = 0; // after the header, with those in buffer_
+  std::vector<char> buffer_{};
+  std::unique_ptr<Hash> hash_;
+};
+
+/// A token file that has been verified.
+struct TokenFile {
+  TokenTable train{};
+  TokenTable eval{};
+  nlohmann::json values{};
+};
+
+/// Opens a file and verifies all of it: one pass over its bytes. Returns null if there is no file,
+/// and null with `problem` set if it is damaged or has another key. Memory: 16 bytes per sample,
+/// and 8 bytes per 4 KiB of the file.
+std::unique_ptr<TokenFile> open_token_file(const std::filesystem::path& path,
+                                           const std::string& key, std::string& problem);
+
+} // namespace hasten::detail
