@@ -152,10 +152,6 @@ void TextWindow::move(size_t bytes) {
   begin_ += bytes;
   text_.remove_prefix(bytes);
   const size_t left = file_->size() - begin_;
-  if (file_->file_ < 0) {
-    text_ = std::string_view(file_->read_).substr(begin_);
-    return;
-  }
   const size_t kept = text_.size();
   const size_t size = std::min(std::max(2 * kept, detail::kTextPiece), left);
   // A new buffer, because copies of the window may use the old one.

@@ -34,12 +34,14 @@ class TextFile {
   /// Bytes of the byte-order mark at the start: 3 or 0.
   size_t mark_bytes() const { return mark_bytes_; }
 
+  /// Copies bytes [at, at + bytes) to `to`; at + bytes <= size(). Throws InputError with the file's
+  /// name if the file has changed since it was opened.
+  void read(size_t at, char* to, size_t bytes) const;
+
  private:
-  friend class TextWindow;
   explicit TextFile(std::filesystem::path path);
   std::string drain(int file);
   void check_start(const char* where);
-  void read(size_t at, char* to, size_t bytes) const;
 
   std::filesystem::path path_;
   int file_ = -1; // descriptor of a regular file
