@@ -213,26 +213,26 @@ void DataLoader::shard(int rank, int world_size) {
 
 int64_t DataLoader::size() const { return (epoch_rows() + global_batch() - 1) / global_batch(); }
 
-DataLoader::iterator DataLoader::begin() const {
-  iterator first;
-  first.first_row_ = std::exchange(*start_, 0);
-  *cursor_ = first.first_row_;
-  first.batches_ = std::make_shared<const std::vector<std::vector<int64_t>>>(
-      rank_batches(*dataset_, options_, epoch_, rank_, world_size_, first.first_row_));
-  if (!first.batches_->empty()) {
-    first.loader_ = this;
-    first.position_ = 0;
-    if (options_.num_workers > 0) {
-      first.workers_ = std::make_shared<OrderedWorkers<Batch>>(
-          [dataset = dataset_, batches = first.batches_](int64_t batch) {
-            return dataset->collate((*batches)[batch]);
-          },
-          static_cast<int64_t>(first.batches_->size()), static_cast<int>(options_.num_workers),
-          options_.num_workers * options_.prefetch_factor);
-    }
-    first.load();
+DataLoader::iterator::iterator(const DataLoader& loader)
+    : first_row_(std::exchange(*loader.start_, 0)) {
+  const LoaderOptions& options = loader.options_;
+  *loader.cursor_ = first_row_;
+  batches_ = std::make_shared<const std::vector<std::vector<int64_t>>>(rank_batches(
+      *loader.dataset_, options, loader.epoch_, loader.rank_, loader.world_size_, first_row_));
+  if (batches_->empty()) {
+    return;
   }
-  return first;
+  loader_ = &loader;
+  position_ = 0;
+  if (options.num_workers > 0) {
+    workers_ = std::make_shared<OrderedWorkers<Batch>>(
+        [dataset = loader.dataset_, batches = batches_](int64_t batch) {
+          return dataset->collate((*batches)[batch]);
+        },
+        static_cast<int64_t>(batches_->size()), static_cast<int>(options.num_workers),
+        options.num_workers * options.prefetch_factor);
+  }
+  load();
 }
 
 DataLoader::iterator& DataLoader::iterator::operator++() {

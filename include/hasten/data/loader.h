@@ -127,7 +127,10 @@ class DataLoader : public Stateful {
     using value_type = Batch;
     using difference_type = int64_t;
     using iterator_category = std::input_iterator_tag;
+    /// The end.
     iterator() = default;
+    /// What loader.begin() returns.
+    explicit iterator(const DataLoader& loader);
     const Batch& operator*() const { return batch_; }
     const Batch* operator->() const { return &batch_; }
     iterator& operator++();
@@ -138,7 +141,6 @@ class DataLoader : public Stateful {
     bool operator==(const iterator& other) const { return position_ == other.position_; }
 
    private:
-    friend class DataLoader;
     void load();
     const DataLoader* loader_ = nullptr;
     std::shared_ptr<const std::vector<std::vector<int64_t>>> batches_{};
@@ -147,7 +149,7 @@ class DataLoader : public Stateful {
     Batch batch_{};
     std::shared_ptr<OrderedWorkers<Batch>> workers_{};
   };
-  iterator begin() const;
+  iterator begin() const { return iterator(*this); }
   iterator end() const { return {}; }
 
  private:
