@@ -57,6 +57,9 @@ class PreparedLoader {
     using difference_type = int64_t;
     using iterator_category = std::input_iterator_tag;
     iterator() = default;
+    /// `loop` is destroyed with the last copy, when the loop ends in any way.
+    iterator(typename PreparedLoader::Shared* shared, std::shared_ptr<void> loop)
+        : shared_(shared), loop_(std::move(loop)) {}
     const value_type& operator*() const { return *shared_->current; }
     const value_type* operator->() const { return &*shared_->current; }
     /// Collective at the end of a training loader, else local.
@@ -67,10 +70,9 @@ class PreparedLoader {
     bool operator==(const iterator& other) const { return at_end() == other.at_end(); }
 
    private:
-    friend class PreparedLoader;
     bool at_end() const { return !shared_ || !shared_->current; }
     typename PreparedLoader::Shared* shared_ = nullptr;
-    std::shared_ptr<void> loop_{}; // destroyed when the loop ends in any way
+    std::shared_ptr<void> loop_{};
   };
 
   /// Starts an epoch. A range with set_epoch(n) gets 0, 1, 2, … in successive calls, starting at
@@ -78,11 +80,9 @@ class PreparedLoader {
   /// by `break`, and for evaluation inside a window of models with buffers; else local.
   iterator begin() {
     shared_->begin();
-    iterator it;
-    it.shared_ = shared_.get();
-    it.loop_ = std::make_shared<char>();
-    shared_->state->loop = it.loop_;
-    return it;
+    const std::shared_ptr<void> loop = std::make_shared<char>();
+    shared_->state->loop = loop;
+    return {shared_.get(), loop};
   }
   iterator end() { return {}; }
 
