@@ -44,8 +44,6 @@ concept Nested =
 } // namespace detail
 
 class Collect {
-  friend class LocalSGD;
-
  public:
   // Who this process is. Local.
   at::Device device() const;
@@ -56,6 +54,9 @@ class Collect {
   bool is_local_main_process() const { return local_process_index() == 0; }
   bool is_last_process() const { return process_index() == num_processes() - 1; }
   const std::shared_ptr<Communicator>& communicator() const;
+  /// The parts of the accelerator, for classes of hasten that work on one, such as LocalSGD. The
+  /// type is not public.
+  const std::shared_ptr<detail::AcceleratorCore>& core() const { return core_; }
 
   /// Returns all ranks' tensors, concatenated along dimension 0 in rank order; a 0-d tensor is one
   /// element. Shapes are equal on all ranks. Any dtype. Collective. Memory: world_size times the
