@@ -47,8 +47,7 @@ class TextHasher {
   }
 
  private:
-  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state_{XXH3_createState(),
-                                                                  &XXH3_freeState};
+  HashState state_{XXH3_createState(), &XXH3_freeState};
 };
 
 std::string text_hash_hex(std::string_view text) {
@@ -125,20 +124,11 @@ std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
   return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
-class MemorySink : public TokenSink {
- public:
-  explicit MemorySink(std::vector<int32_t>& ids) : ids_(ids) {}
-  void add(std::span<const int32_t> ids) override {
-    ids_.insert(ids_.end(), ids.begin(), ids.end());
-  }
-
- private:
-  std::vector<int32_t>& ids_;
-};
-
-// Writes the ids of both files, in order, into a sink.
+// Makes the ids of both files, in order.
 class TokenMaker {
  public:
+  using Sink = std::function<void(std::span<const int32_t>)>;
+
   TokenMaker(const std::shared_ptr<const TextFile>& train_file,
              const std::shared_ptr<const TextFile>& eval_file,
              const TokenizedClassificationOptions& options,
@@ -149,7 +139,7 @@ class TokenMaker {
         selection_(select_text_rows(train_file, eval_file, options.texts)),
         tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
 
-  void make(TokenSink& sink) {
+  void make(const Sink& sink) {
     train_.clear();
     eval_.clear();
     checksum_ = {};
@@ -161,7 +151,7 @@ class TokenMaker {
     }
   }
 
-  // Call it after make(). Describes the ids that went into the sink.
+  // Call it after make(). Describes the ids that it made.
   nlohmann::json values() const {
     nlohmann::json values{{"label_names", selection_.label_names},
                           {"report", selection_.report},
@@ -200,7 +190,7 @@ class TokenMaker {
     return {learner.learn(options_.vocab), options_.learned};
   }
 
-  void read_file(const SelectedRows& rows, int64_t before, TokenSink& sink) {
+  void read_file(const SelectedRows& rows, int64_t before, const Sink& sink) {
     constexpr size_t kChunkRows = 16384;
     constexpr size_t kChunkBytes = size_t{4} << 20;
     TextRowReader reader(rows.file, rows.table);
@@ -223,7 +213,7 @@ class TokenMaker {
     tell_(before + reader.bytes_read(), total_);
   }
 
-  void take(Chunk& chunk, TokenSink& sink) {
+  void take(Chunk& chunk, const Sink& sink) {
     const TokenizedTexts encoded =
         tokenize_texts(tokenizer_, chunk.texts, options_.max_length, options_.threads);
     std::vector<int32_t> ids;
@@ -245,7 +235,7 @@ class TokenMaker {
       ids.insert(ids.end(), row.begin(), row.end());
       ids.insert(ids.end(), classes.begin(), classes.end());
     }
-    sink.add(ids);
+    sink(ids);
     ids_ += static_cast<int64_t>(ids.size());
     tokens_ += encoded.tokens;
     truncated_ += encoded.truncated;
@@ -260,7 +250,7 @@ class TokenMaker {
   std::vector<TokenRow> train_{};
   std::vector<TokenRow> eval_{};
   TextHasher checksum_{};
-  int64_t ids_ = 0; // written to the sink
+  int64_t ids_ = 0; // made so far
   int64_t tokens_ = 0;
   int64_t truncated_ = 0;
 };
@@ -290,8 +280,9 @@ TokenizedClassification tokenized_from(const TokenFile& file,
 TokenizedClassification tokenized_in_memory(TokenMaker& maker,
                                             const TokenizedClassificationOptions& options) {
   const auto stored = std::make_shared<StoredTokens>();
-  MemorySink sink(stored->ids);
-  maker.make(sink);
+  maker.make([&](std::span<const int32_t> ids) {
+    stored->ids.insert(stored->ids.end(), ids.begin(), ids.end());
+  });
   stored->rows = maker.train();
   stored->rows.insert(stored->rows.end(), maker.eval().begin(), maker.eval().end());
   const std::span<const TokenRow> rows(stored->rows);
@@ -329,7 +320,7 @@ class TokenCache {
     }
     TokenLock lock(folder / (key_ + ".lock"));
     const auto turn = lock.acquire([&](int64_t done, int64_t total) {
-      report({.waiting = true, .done = done, .total = total});
+      report({.waiting = true, .done = done, .total = total}, nullptr);
     });
     if (turn == TokenLock::Turn::none) {
       return in_memory(folder.string() + ": " + lock.problem());
@@ -362,14 +353,12 @@ class TokenCache {
   }
 
   TokenizedClassification make(TokenLock& lock, const std::string& problem) {
-    TokenMaker maker(train_file_, eval_file_, options_, [&](int64_t done, int64_t total) {
-      report({.done = done, .total = total}, &lock);
-    });
+    TokenMaker maker = new_maker(&lock);
     std::string unable;
     remove_unfinished();
     try {
       TokenFileWriter writer(path_, key_);
-      maker.make(writer);
+      maker.make([&](std::span<const int32_t> ids) { writer.add(ids); });
       writer.finish(maker.train(), maker.eval(), maker.values());
       if (auto made = open(unable)) {
         made->cache.source = TokenCacheReport::Source::made;
@@ -379,7 +368,7 @@ class TokenCache {
     } catch (const std::system_error& error) {
       unable = error.what();
     }
-    return in_memory(unable, &maker);
+    return in_memory(unable, maker);
   }
 
   // Removes temporary files of killed processes. No other process has the lock now.
@@ -397,20 +386,24 @@ class TokenCache {
     }
   }
 
-  TokenizedClassification in_memory(const std::string& unable, TokenMaker* maker = nullptr) {
-    std::optional<TokenMaker> own;
-    if (maker == nullptr) {
-      own.emplace(train_file_, eval_file_, options_,
-                  [&](int64_t done, int64_t total) { report({.done = done, .total = total}); });
-      maker = &*own;
-    }
-    auto result = tokenized_in_memory(*maker, options_);
+  TokenMaker new_maker(TokenLock* lock) {
+    return {train_file_, eval_file_, options_, [this, lock](int64_t done, int64_t total) {
+              report({.done = done, .total = total}, lock);
+            }};
+  }
+
+  TokenizedClassification in_memory(const std::string& unable, TokenMaker& maker) {
+    auto result = tokenized_in_memory(maker, options_);
     result.cache.not_kept = unable;
     return result;
   }
+  TokenizedClassification in_memory(const std::string& unable) {
+    TokenMaker maker = new_maker(nullptr);
+    return in_memory(unable, maker);
+  }
 
   // Reports at most 20 times a second, and at the end.
-  void report(const TokenizeProgress& progress, TokenLock* lock = nullptr) {
+  void report(const TokenizeProgress& progress, TokenLock* lock) {
     const auto now = std::chrono::steady_clock::now();
     if (progress.done < progress.total && !progress.waiting &&
         now - last_report_ < std::chrono::milliseconds(50)) {
@@ -435,7 +428,7 @@ class TokenCache {
 
 std::filesystem::path environment_folder(const char* name) {
   const char* value = std::getenv(name);
-  return value == nullptr ? std::filesystem::path() : value;
+  return value == nullptr ? "" : value;
 }
 
 } // namespace detail

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <array>
@@ -40,21 +39,13 @@ std::array<char, 32> key_bytes(const std::string& key) {
   throw std::system_error(error, std::generic_category(), path);
 }
 
-struct TokenFileWriter::Hash {
-  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state{XXH3_createState(),
-                                                                 &XXH3_freeState};
-};
-
 TokenFileWriter::TokenFileWriter(std::filesystem::path target, const std::string& key)
-    : target_(std::move(target)),
-      key_(key),
-      temporary_(target_.string() + ".tmp-XXXXXX"),
-      hash_(std::make_unique<Hash>()) {
+    : target_(std::move(target)), key_(key), temporary_(target_.string() + ".tmp-XXXXXX") {
   file_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
   if (file_ < 0) {
     throw_token_file_error(temporary_, errno);
   }
-  XXH3_64bits_reset(hash_->state.get());
+  XXH3_64bits_reset(hash_.get());
   buffer_.reserve(kTokenWriteBuffer);
   try {
     const TokenFileHeader header; // finish() writes the real one
@@ -95,7 +86,7 @@ void TokenFileWriter::finish(std::span<const TokenRow> train, std::span<const To
   TokenFileHeader header;
   header.key = key_bytes(key_);
   header.file_bytes = sizeof(header) + bytes_;
-  header.checksum = XXH3_64bits_digest(hash_->state.get());
+  header.checksum = XXH3_64bits_digest(hash_.get());
   write_at(&header, sizeof(header), 0);
   const int closed = ::close(std::exchange(file_, -1));
   if (closed != 0 || ::rename(temporary_.c_str(), target_.c_str()) != 0) {
@@ -115,7 +106,7 @@ void TokenFileWriter::write(const void* data, size_t bytes) {
 }
 
 void TokenFileWriter::flush() {
-  XXH3_64bits_update(hash_->state.get(), buffer_.data(), buffer_.size());
+  XXH3_64bits_update(hash_.get(), buffer_.data(), buffer_.size());
   write_at(buffer_.data(), buffer_.size(),
            static_cast<off_t>(sizeof(TokenFileHeader) + bytes_ - buffer_.size()));
   buffer_.clear();
@@ -210,8 +201,7 @@ class TokenFileIds : public TokenIds {
     if (bytes_ < sizeof(header) + sizeof(uint64_t)) {
       return bytes_ == 0 ? "it is empty" : "it is cut off";
     }
-    const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
-                                                                         &XXH3_freeState);
+    const HashState state(XXH3_createState(), &XXH3_freeState);
     XXH3_64bits_reset(state.get());
     std::vector<char> piece(kTokenWriteBuffer);
     for (size_t at = 0; at < bytes_; at += piece.size()) {
@@ -268,14 +258,13 @@ std::unique_ptr<TokenFile> token_file_parts(const std::shared_ptr<TokenFileIds>&
   all->read_bytes(end - text_bytes, text.data(), text_bytes);
   auto file = std::make_unique<TokenFile>();
   file->values = try_parse_json(text).value;
-  const auto number = [&](const char* name) {
-    const auto value = file->values.find(name);
-    return value != file->values.end() && value->is_number_unsigned() ? value->get<uint64_t>()
-                                                                      : ~uint64_t{0};
-  };
   if (!file->values.is_object()) {
     return nullptr;
   }
+  const auto number = [&](const char* name) {
+    const nlohmann::json& value = file->values[name]; // null if missing
+    return value.is_number_unsigned() ? value.get<uint64_t>() : ~uint64_t{0};
+  };
   const uint64_t most = all->bytes();
   const uint64_t ids = number("ids"), train = number("train"), eval = number("eval");
   if (ids > most || train > most || eval > most) {

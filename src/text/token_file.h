@@ -13,6 +13,8 @@
 //       u64       bytes of that text
 #pragma once
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <memory>
@@ -36,30 +38,25 @@ struct StoredTokens : TokenIds {
   }
 };
 
-/// Receives ids while they are made.
-class TokenSink {
- public:
-  virtual ~TokenSink() = default;
-  virtual void add(std::span<const int32_t> ids) = 0;
-};
+/// The state of a hash that grows by parts.
+using HashState = std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)>;
 
 /// Writes a token file: first a temporary file in the same folder, then one rename. No fsync: after
 /// a crash the checksum shows damage.
-class TokenFileWriter : public TokenSink {
+class TokenFileWriter {
  public:
   /// Throws std::system_error if the disk fails, as all members do.
   TokenFileWriter(std::filesystem::path target, const std::string& key);
   /// Removes the temporary file unless finish() was called.
-  ~TokenFileWriter() override;
+  ~TokenFileWriter();
   TokenFileWriter(const TokenFileWriter&) = delete;
   TokenFileWriter& operator=(const TokenFileWriter&) = delete;
 
-  void add(std::span<const int32_t> ids) override;
+  void add(std::span<const int32_t> ids);
   void finish(std::span<const TokenRow> train, std::span<const TokenRow> eval,
               nlohmann::json values);
 
  private:
-  struct Hash;
   void write(const void* data, size_t bytes);
   void flush();
   void write_at(const void* data, size_t bytes, off_t at);
@@ -71,7 +68,7 @@ class TokenFileWriter : public TokenSink {
   int64_t ids_ = 0;
   uint64_t bytes_ = 0; // after the header, with those in buffer_
   std::vector<char> buffer_{};
-  std::unique_ptr<Hash> hash_;
+  HashState hash_{XXH3_createState(), &XXH3_freeState};
 };
 
 /// A token file that has been verified.
