@@ -21,27 +21,20 @@ namespace detail {
 
 constexpr const char* kTokenizedDataset = "data::TokenizedDataset";
 
-// Encodes texts [begin, end) into `out`.
-void tokenize_rows(const WordPieceTokenizer& tokenizer, const std::vector<std::string>& texts,
-                   int64_t max_length, size_t begin, size_t end, std::vector<Encoding>& out) {
-  for (size_t row = begin; row < end; ++row) {
-    try {
-      out[row] = tokenizer.encode(texts[row], max_length);
-    } catch (const InputError& error) {
-      throw InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what());
-    }
-  }
-}
-
 std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
                                         const std::vector<std::string>& texts, int64_t max_length,
                                         size_t parts) {
   std::vector<Encoding> encodings(texts.size());
   std::vector<std::exception_ptr> errors(parts); // [part]
   const auto run_part = [&](size_t part) {
+    size_t row = texts.size() * part / parts;
     try {
-      tokenize_rows(tokenizer, texts, max_length, texts.size() * part / parts,
-                    texts.size() * (part + 1) / parts, encodings);
+      for (; row < texts.size() * (part + 1) / parts; ++row) {
+        encodings[row] = tokenizer.encode(texts[row], max_length);
+      }
+    } catch (const InputError& error) {
+      errors[part] = std::make_exception_ptr(
+          InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what()));
     } catch (...) {
       errors[part] = std::current_exception();
     }
@@ -161,14 +154,13 @@ at::Tensor TokenizedDataset::empty_labels(int64_t rows) const {
 
 Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
   const auto rows = static_cast<int64_t>(indices.size());
-  int64_t longest = 1;
-  for (const int64_t row : indices) {
-    longest = std::max(longest, length(row));
-  }
-  const int64_t multiple = padding_.pad_to_multiple_of;
-  longest = (longest + multiple - 1) / multiple * multiple;
-  if (padding_.pad_to_length > 0) {
-    longest = padding_.pad_to_length;
+  int64_t longest = std::max<int64_t>(padding_.pad_to_length, 1);
+  if (padding_.pad_to_length == 0) {
+    for (const int64_t row : indices) {
+      longest = std::max(longest, length(row));
+    }
+    const int64_t multiple = padding_.pad_to_multiple_of;
+    longest = (longest + multiple - 1) / multiple * multiple;
   }
   const auto input_ids = at::full({rows, longest}, padding_.pad_id, at::kLong);
   const auto mask = at::zeros({rows, longest}, at::kLong);
