@@ -3,6 +3,7 @@
 #include <utf8proc.h>
 
 #include <array>
+#include <iterator>
 
 namespace hasten::detail {
 
@@ -73,12 +74,8 @@ class BertWordSplitter {
     const auto size = static_cast<utf8proc_ssize_t>(text.size());
     out_.text.reserve(text.size());
     for (utf8proc_ssize_t at = 0; at < size;) {
-      if (bytes[at] < 128) {
-        take_ascii(static_cast<char>(bytes[at++]));
-        continue;
-      }
-      utf8proc_int32_t code = 0;
-      at += utf8proc_iterate(bytes + at, size - at, &code);
+      utf8proc_int32_t code = bytes[at];
+      at += code < 128 ? 1 : utf8proc_iterate(bytes + at, size - at, &code);
       take_code(code);
     }
     flush_run();
@@ -86,35 +83,6 @@ class BertWordSplitter {
   }
 
  private:
-  void take_ascii(char c) {
-    const BertChar kind = kBertAscii[static_cast<unsigned char>(c)];
-    if (kind == BertChar::removed) {
-      return;
-    }
-    if (!out_.run.empty()) {
-      flush_run();
-    }
-    put_ascii(c, kind);
-  }
-
-  void put_ascii(char c, BertChar kind) {
-    switch (kind) {
-      case BertChar::letter:
-        out_.text +=
-            options_.lower_case && c >= 'A' && c <= 'Z' ? static_cast<char>(c + ('a' - 'A')) : c;
-        ++characters_;
-        break;
-      case BertChar::punctuation:
-        end_word();
-        out_.text += c;
-        characters_ = 1;
-        end_word();
-        break;
-      default:
-        end_word();
-    }
-  }
-
   // Cleans one code point. Normalisation needs the whole run of code points beyond ASCII, because
   // decomposition reorders combining marks.
   void take_code(int32_t code) {
@@ -122,15 +90,15 @@ class BertWordSplitter {
     if (kind == BertChar::removed) {
       return;
     }
-    if (kind == BertChar::space) {
+    if (code < 128 || kind == BertChar::space) {
       flush_run();
-      end_word();
+      put_code(code);
     } else if (options_.tokenize_chinese_chars && is_bert_cjk(code)) {
-      out_.run.push_back(' ');
-      out_.run.push_back(code);
-      out_.run.push_back(' ');
+      out_.run += ' ';
+      append(out_.run, code);
+      out_.run += ' ';
     } else {
-      out_.run.push_back(code);
+      append(out_.run, code);
     }
   }
 
@@ -138,62 +106,48 @@ class BertWordSplitter {
     if (out_.run.empty()) {
       return;
     }
-    if (options_.strip_accents) {
-      put_decomposed();
-    } else {
-      for (const int32_t code : out_.run) {
+    // A code point beyond ASCII has at least two bytes and decomposes into at most four.
+    std::vector<utf8proc_int32_t> codes(2 * out_.run.size());
+    const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(out_.run.data());
+    codes.resize(static_cast<size_t>(
+        utf8proc_decompose(bytes, std::ssize(out_.run), codes.data(), std::ssize(codes),
+                           options_.strip_accents ? UTF8PROC_DECOMPOSE : utf8proc_option_t{})));
+    for (const utf8proc_int32_t code : codes) {
+      if (!options_.strip_accents || utf8proc_category(code) != UTF8PROC_CATEGORY_MN) {
         put_code(code);
       }
     }
     out_.run.clear();
   }
 
-  void put_decomposed() {
-    std::string run;
-    for (const int32_t code : out_.run) {
-      append(run, code);
-    }
-    const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(run.data());
-    const auto size = static_cast<utf8proc_ssize_t>(run.size());
-    std::vector<utf8proc_int32_t> codes(out_.run.size() * 4);
-    auto count = utf8proc_decompose(
-        bytes, size, codes.data(), static_cast<utf8proc_ssize_t>(codes.size()), UTF8PROC_DECOMPOSE);
-    if (count > static_cast<utf8proc_ssize_t>(codes.size())) {
-      codes.resize(static_cast<size_t>(count));
-      count = utf8proc_decompose(bytes, size, codes.data(), count, UTF8PROC_DECOMPOSE);
-    }
-    for (utf8proc_ssize_t i = 0; i < count; ++i) {
-      if (utf8proc_category(codes[i]) != UTF8PROC_CATEGORY_MN) {
-        put_code(codes[i]);
-      }
-    }
-  }
-
+  // Appends a code point to the word, or ends the word.
   void put_code(int32_t code) {
-    if (code < 128) { // for example K from the Kelvin sign
-      put_ascii(static_cast<char>(code), kBertAscii[code]);
+    if (options_.lower_case && code == 0x130) { // only its lower case has two characters
+      out_.text += "i\xCC\x87";
+      characters_ += 2;
       return;
     }
     if (options_.lower_case) {
-      if (code == 0x130) { // the only letter whose lower case has two characters
-        out_.text += "i\xCC\x87";
-        characters_ += 2;
-        return;
-      }
-      code = utf8proc_tolower(code);
+      code = code >= 128 ? utf8proc_tolower(code) : code >= 'A' && code <= 'Z' ? code + 32 : code;
     }
-    const bool alone = bert_class(code) == BertChar::punctuation;
-    if (alone) {
+    const BertChar kind = bert_class(code);
+    if (kind != BertChar::letter) {
       end_word();
     }
-    append(out_.text, code);
-    ++characters_;
-    if (alone) {
+    if (kind != BertChar::space) {
+      append(out_.text, code);
+      ++characters_;
+    }
+    if (kind == BertChar::punctuation) {
       end_word();
     }
   }
 
   static void append(std::string& text, int32_t code) {
+    if (code < 128) {
+      text += static_cast<char>(code);
+      return;
+    }
     utf8proc_uint8_t bytes[4];
     const auto count = utf8proc_encode_char(code, bytes);
     text.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(count));

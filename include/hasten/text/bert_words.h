@@ -27,7 +27,7 @@ struct BertWord {
 struct BertWords {
   std::string text{}; // the words, concatenated, UTF-8
   std::vector<BertWord> words{};
-  std::vector<int32_t> run{}; // cleaned code points that are not yet normalised
+  std::string run{}; // cleaned code points that are not yet normalised, UTF-8
 
   std::string_view operator[](size_t i) const {
     return std::string_view(text).substr(words[i].begin, words[i].end - words[i].begin);
