@@ -5,6 +5,8 @@
 #include <array>
 #include <iterator>
 
+#include "hasten/data/tokenizer.h"
+
 namespace hasten::detail {
 
 enum class BertChar : uint8_t { letter, space, punctuation, removed };
@@ -63,7 +65,10 @@ BertChar bert_class(int32_t code) {
 
 class BertWordSplitter {
  public:
-  BertWordSplitter(const BertWordOptions& options, BertWords& out) : options_(options), out_(out) {
+  BertWordSplitter(const WordPieceOptions& options, BertWords& out)
+      : options_(options),
+        strip_accents_(options.strip_accents.value_or(options.do_lower_case)),
+        out_(out) {
     out_.text.clear();
     out_.words.clear();
     out_.run.clear();
@@ -111,9 +116,9 @@ class BertWordSplitter {
     const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(out_.run.data());
     codes.resize(static_cast<size_t>(
         utf8proc_decompose(bytes, std::ssize(out_.run), codes.data(), std::ssize(codes),
-                           options_.strip_accents ? UTF8PROC_DECOMPOSE : utf8proc_option_t{})));
+                           strip_accents_ ? UTF8PROC_DECOMPOSE : utf8proc_option_t{})));
     for (const utf8proc_int32_t code : codes) {
-      if (!options_.strip_accents || utf8proc_category(code) != UTF8PROC_CATEGORY_MN) {
+      if (!strip_accents_ || utf8proc_category(code) != UTF8PROC_CATEGORY_MN) {
         put_code(code);
       }
     }
@@ -122,12 +127,12 @@ class BertWordSplitter {
 
   // Appends a code point to the word, or ends the word.
   void put_code(int32_t code) {
-    if (options_.lower_case && code == 0x130) { // only its lower case has two characters
+    if (options_.do_lower_case && code == 0x130) { // only its lower case has two characters
       out_.text += "i\xCC\x87";
       characters_ += 2;
       return;
     }
-    if (options_.lower_case) {
+    if (options_.do_lower_case) {
       code = code >= 128 ? utf8proc_tolower(code) : code >= 'A' && code <= 'Z' ? code + 32 : code;
     }
     const BertChar kind = bert_class(code);
@@ -161,13 +166,14 @@ class BertWordSplitter {
     characters_ = 0;
   }
 
-  const BertWordOptions options_;
+  const WordPieceOptions& options_;
+  const bool strip_accents_;
   BertWords& out_;
   size_t begin_ = 0; // of the current word
   int64_t characters_ = 0; // in the current word
 };
 
-void split_bert_words(std::string_view text, const BertWordOptions& options, BertWords& words) {
+void split_bert_words(std::string_view text, const WordPieceOptions& options, BertWords& words) {
   BertWordSplitter(options, words).split(text);
 }
 

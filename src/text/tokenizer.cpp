@@ -1,5 +1,7 @@
 #include "hasten/text/tokenizer.h"
 
+#include <c10/util/flat_hash_map.h>
+
 #include <algorithm>
 #include <array>
 #include <unordered_map>
@@ -17,31 +19,15 @@ constexpr int64_t kMaxWordCharacters = 100;
 constexpr const char* kTokenizer = "data::WordPieceTokenizer";
 
 // The pieces as a trie over bytes. One walk over a word finds the longest piece at a position.
-// Edges are in one open-addressed table: 12 bytes per slot, at most half full.
 class PieceTrie {
  public:
   static constexpr int32_t kStart = 0; // pieces that start a word
   static constexpr int32_t kInside = 1; // pieces with "##", stored without it
 
   explicit PieceTrie(const std::vector<std::string>& vocab) {
-    size_t bytes = 0;
-    for (const auto& piece : vocab) {
-      bytes += piece.size();
-    }
-    size_t slots = 16;
-    while (slots < 2 * bytes) {
-      slots *= 2;
-    }
-    keys_.assign(slots, kEmpty);
-    nodes_.resize(slots);
-    shift_ = 64;
-    for (size_t n = slots; n > 1; n /= 2) {
-      --shift_;
-    }
-    piece_ = {-1, -1};
     for (size_t id = 0; id < vocab.size(); ++id) {
       const std::string_view piece = vocab[id];
-      const bool inside = piece.size() > 2 && piece.substr(0, 2) == "##";
+      const bool inside = piece.size() > 2 && piece.starts_with("##");
       insert(inside ? kInside : kStart, inside ? piece.substr(2) : piece, static_cast<int32_t>(id));
     }
   }
@@ -50,11 +36,11 @@ class PieceTrie {
   std::pair<int32_t, size_t> longest(std::string_view text, int32_t node) const {
     std::pair<int32_t, size_t> best{-1, 0};
     for (size_t i = 0; i < text.size(); ++i) {
-      const size_t slot = find(key(node, text[i]));
-      if (keys_[slot] == kEmpty) {
+      const auto edge = edges_.find(key(node, text[i]));
+      if (edge == edges_.end()) {
         break;
       }
-      node = nodes_[slot];
+      node = edge->second;
       if (piece_[node] >= 0) {
         best = {piece_[node], i + 1};
       }
@@ -63,37 +49,24 @@ class PieceTrie {
   }
 
  private:
-  static constexpr uint64_t kEmpty = ~uint64_t{0};
-
   static uint64_t key(int32_t node, char byte) {
     return static_cast<uint64_t>(node) << 8 | static_cast<unsigned char>(byte);
   }
 
-  size_t find(uint64_t key) const {
-    size_t slot = (key * 0x9E3779B97F4A7C15ull) >> shift_;
-    while (keys_[slot] != key && keys_[slot] != kEmpty) {
-      slot = (slot + 1) & (keys_.size() - 1);
-    }
-    return slot;
-  }
-
   void insert(int32_t node, std::string_view piece, int32_t id) {
     for (const char byte : piece) {
-      const size_t slot = find(key(node, byte));
-      if (keys_[slot] == kEmpty) {
-        keys_[slot] = key(node, byte);
-        nodes_[slot] = static_cast<int32_t>(piece_.size());
+      const auto [edge, fresh] =
+          edges_.emplace(key(node, byte), static_cast<int32_t>(piece_.size()));
+      if (fresh) {
         piece_.push_back(-1);
       }
-      node = nodes_[slot];
+      node = edge->second;
     }
     piece_[node] = id; // if a piece occurs twice, the later id wins
   }
 
-  std::vector<uint64_t> keys_{}; // [slot]
-  std::vector<int32_t> nodes_{}; // [slot]
-  std::vector<int32_t> piece_{}; // [node] id of the piece that ends there, or -1
-  int shift_ = 64;
+  ska::flat_hash_map<uint64_t, int32_t> edges_{}; // key() to the next node
+  std::vector<int32_t> piece_{-1, -1}; // [node] id of the piece that ends there, or -1
 };
 
 } // namespace detail
@@ -102,7 +75,6 @@ struct WordPieceTokenizer::Impl {
   std::vector<std::string> vocab;
   WordPieceOptions options;
   std::vector<AddedToken> added; // the longest first
-  detail::BertWordOptions words;
   std::unordered_map<std::string_view, int64_t> ids; // views into vocab, added
   detail::PieceTrie trie;
   std::array<bool, 256> starts_added{}; // first bytes of added tokens
@@ -112,13 +84,7 @@ struct WordPieceTokenizer::Impl {
   int64_t pad = 0;
 
   Impl(std::vector<std::string> pieces, WordPieceOptions given, std::vector<AddedToken> tokens)
-      : vocab(std::move(pieces)),
-        options(std::move(given)),
-        added(std::move(tokens)),
-        words{.lower_case = options.do_lower_case,
-              .strip_accents = options.strip_accents.value_or(options.do_lower_case),
-              .tokenize_chinese_chars = options.tokenize_chinese_chars},
-        trie(vocab) {
+      : vocab(std::move(pieces)), options(std::move(given)), added(std::move(tokens)), trie(vocab) {
     for (size_t id = 0; id < vocab.size(); ++id) {
       ids[vocab[id]] = static_cast<int64_t>(id);
     }
@@ -196,7 +162,7 @@ struct WordPieceTokenizer::Impl {
     if (text.empty() || out.size() > limit) {
       return;
     }
-    detail::split_bert_words(text, words, scratch);
+    detail::split_bert_words(text, options, scratch);
     for (size_t i = 0; i < scratch.words.size() && out.size() <= limit; ++i) {
       append_pieces(scratch[i], scratch.words[i].characters, out);
     }

@@ -198,7 +198,6 @@ class PairJoiner {
 } // namespace detail
 
 struct WordPieceLearner::Counts {
-  detail::BertWordOptions words;
   std::unordered_map<std::string, int64_t> counts{};
   int64_t texts = 0;
   detail::BertWords split{}; // working memory
@@ -206,11 +205,7 @@ struct WordPieceLearner::Counts {
 };
 
 WordPieceLearner::WordPieceLearner(WordPieceOptions options)
-    : options_(std::move(options)), counts_(std::make_unique<Counts>()) {
-  counts_->words = {.lower_case = options_.do_lower_case,
-                    .strip_accents = options_.strip_accents.value_or(options_.do_lower_case),
-                    .tokenize_chinese_chars = options_.tokenize_chinese_chars};
-}
+    : options_(std::move(options)), counts_(std::make_unique<Counts>()) {}
 
 WordPieceLearner::~WordPieceLearner() = default;
 WordPieceLearner::WordPieceLearner(WordPieceLearner&&) noexcept = default;
@@ -224,7 +219,7 @@ void WordPieceLearner::add(std::string_view text) {
                      "UTF-8");
   }
   ++c.texts;
-  detail::split_bert_words(text, c.words, c.split);
+  detail::split_bert_words(text, options_, c.split);
   for (size_t i = 0; i < c.split.words.size(); ++i) {
     if (c.split.words[i].characters <= detail::kLongestLearnedWord) {
       c.word = c.split[i];

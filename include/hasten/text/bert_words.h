@@ -8,13 +8,11 @@
 #include <string_view>
 #include <vector>
 
-namespace hasten::detail {
+namespace hasten {
+struct WordPieceOptions;
+}
 
-struct BertWordOptions {
-  bool lower_case = true;
-  bool strip_accents = true;
-  bool tokenize_chinese_chars = true;
-};
+namespace hasten::detail {
 
 /// A word: bytes [begin, end) of BertWords::text.
 struct BertWord {
@@ -35,6 +33,6 @@ struct BertWords {
 };
 
 /// Replaces the content of `words` by the words of `text`. `text` must be valid UTF-8.
-void split_bert_words(std::string_view text, const BertWordOptions& options, BertWords& words);
+void split_bert_words(std::string_view text, const WordPieceOptions& options, BertWords& words);
 
 } // namespace hasten::detail
