@@ -8,6 +8,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 #include "hasten/text/tokenizer.h"
 #include "hasten/text/utf8.h"
 
@@ -72,15 +73,14 @@ std::vector<std::string> read_vocab_txt(const std::filesystem::path& path) {
         path, "invalid UTF-8: " + byte_name(text[bad]) + " at offset " + std::to_string(bad),
         "one piece per line in UTF-8");
   }
-  std::vector<std::string> vocab;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find('\n', begin), text.size());
-    auto piece = text.substr(begin, end - begin);
-    if (!piece.empty() && piece.back() == '\r') {
+  std::vector<std::string> vocab = split(text, "\n");
+  if (vocab.back().empty()) {
+    vocab.pop_back(); // the end of the last line
+  }
+  for (std::string& piece : vocab) {
+    if (piece.ends_with('\r')) {
       piece.pop_back();
     }
-    vocab.push_back(std::move(piece));
-    begin = end + 1;
   }
   return vocab;
 }
@@ -200,18 +200,9 @@ void check_special_tokens(const std::filesystem::path& path, const std::vector<s
   }
 }
 
-TokenizerJson added_token_json(const AddedToken& token, bool with_id) {
-  TokenizerJson json = TokenizerJson::object();
-  if (with_id) {
-    json["id"] = token.id;
-  }
-  json["content"] = token.content;
-  json["single_word"] = false;
-  json["lstrip"] = false;
-  json["rstrip"] = false;
-  json["normalized"] = false;
-  json["special"] = token.special;
-  return json;
+TokenizerJson added_token_json(const AddedToken& token) {
+  return {{"content", token.content}, {"single_word", false}, {"lstrip", false},
+          {"rstrip", false},          {"normalized", false},  {"special", token.special}};
 }
 
 std::vector<AddedToken> added_by_id(const WordPieceTokenizer& tokenizer) {
@@ -220,12 +211,16 @@ std::vector<AddedToken> added_by_id(const WordPieceTokenizer& tokenizer) {
   return tokens;
 }
 
+TokenizerJson strip_accents_json(const WordPieceOptions& options) {
+  return options.strip_accents ? TokenizerJson(*options.strip_accents) : TokenizerJson();
+}
+
 std::string tokenizer_config_text(const WordPieceTokenizer& tokenizer) {
   const auto& options = tokenizer.options();
   TokenizerJson config;
   config["added_tokens_decoder"] = TokenizerJson::object();
   for (const auto& token : added_by_id(tokenizer)) {
-    config["added_tokens_decoder"][std::to_string(token.id)] = added_token_json(token, false);
+    config["added_tokens_decoder"][std::to_string(token.id)] = added_token_json(token);
   }
   config["clean_up_tokenization_spaces"] = true;
   config["cls_token"] = options.cls_token;
@@ -238,10 +233,7 @@ std::string tokenizer_config_text(const WordPieceTokenizer& tokenizer) {
   }
   config["pad_token"] = options.pad_token;
   config["sep_token"] = options.sep_token;
-  config["strip_accents"] = nullptr;
-  if (options.strip_accents) {
-    config["strip_accents"] = *options.strip_accents;
-  }
+  config["strip_accents"] = strip_accents_json(options);
   config["tokenize_chinese_chars"] = options.tokenize_chinese_chars;
   config["tokenizer_class"] = "BertTokenizer";
   config["unk_token"] = options.unk_token;
@@ -272,22 +264,20 @@ TokenizerJson post_processor_json(const WordPieceTokenizer& tokenizer) {
 
 std::string tokenizer_json_text(const WordPieceTokenizer& tokenizer) {
   const auto& options = tokenizer.options();
-  TokenizerJson json;
-  json["version"] = "1.0";
-  json["truncation"] = nullptr;
-  json["padding"] = nullptr;
-  json["added_tokens"] = TokenizerJson::array();
+  TokenizerJson json{{"version", "1.0"},
+                     {"truncation", nullptr},
+                     {"padding", nullptr},
+                     {"added_tokens", TokenizerJson::array()}};
   for (const auto& token : added_by_id(tokenizer)) {
-    json["added_tokens"].push_back(added_token_json(token, true));
+    TokenizerJson entry{{"id", token.id}};
+    entry.update(added_token_json(token));
+    json["added_tokens"].push_back(std::move(entry));
   }
   json["normalizer"] = {{"type", "BertNormalizer"},
                         {"clean_text", true},
                         {"handle_chinese_chars", options.tokenize_chinese_chars},
-                        {"strip_accents", nullptr},
+                        {"strip_accents", strip_accents_json(options)},
                         {"lowercase", options.do_lower_case}};
-  if (options.strip_accents) {
-    json["normalizer"]["strip_accents"] = *options.strip_accents;
-  }
   json["pre_tokenizer"] = {{"type", "BertPreTokenizer"}};
   json["post_processor"] = post_processor_json(tokenizer);
   json["decoder"] = {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
