@@ -148,12 +148,11 @@ bool CsvReader::closes_on_its_line(size_t at) const {
 // Reads the quoted field whose opening quote is at `at` and sets `at` after the closing one.
 // Returns false if the window ends first.
 bool CsvReader::read_quoted(size_t& at) {
-  const size_t open = at;
-  size_t begin = at + 1;
-  std::string* unescaped = nullptr;
-  for (;;) {
-    const size_t quote = text_.find('"', at + 1);
-    if (quote == std::string_view::npos) {
+  const size_t open = at++;
+  bool doubled = false;
+  for (;; doubled = true) {
+    at = text_.find('"', at);
+    if (at == std::string_view::npos) {
       if (!window_.reaches_end()) {
         return false;
       }
@@ -161,27 +160,22 @@ bool CsvReader::read_quoted(size_t& at) {
            "a closing quote before the end of the file",
            "close it, or double quotes that are part of the text");
     }
-    at = quote + 1;
-    const bool doubled = at < text_.size() && text_[at] == '"';
-    if (!doubled && unescaped == nullptr) {
-      fields_.push_back(text_.substr(begin, quote - begin));
+    ++at;
+    if (at == text_.size() || text_[at] != '"') {
       break;
     }
-    if (unescaped == nullptr) {
-      if (unescaped_used_ == unescaped_.size()) {
-        unescaped_.emplace_back();
-      }
-      unescaped = &unescaped_[unescaped_used_++];
-      unescaped->clear();
-    }
-    unescaped->append(text_.substr(begin, quote - begin));
-    if (!doubled) {
-      fields_.push_back({}); // read_record sets it, because `unescaped_` may still grow
-      break;
-    }
-    unescaped->push_back('"');
-    begin = at + 1;
+    ++at;
   }
+  std::string_view field = text_.substr(open + 1, at - open - 2);
+  if (doubled) {
+    auto& text = unescaped_.emplace_front();
+    text.reserve(field.size());
+    for (size_t i = 0; i < field.size(); i += field[i] == '"' ? 2 : 1) {
+      text += field[i];
+    }
+    field = text;
+  }
+  fields_.push_back(field);
   if (!at_field_end(at)) {
     fail(at, "text follows a closing quote", "a delimiter or the end of the line",
          "double quotes that are part of a quoted text");
@@ -214,18 +208,13 @@ bool CsvReader::read_record_in_window() {
   }
   start_ = next_;
   line_ = next_line_;
-  unescaped_used_ = 0;
-  std::vector<size_t> unescaped_fields; // [unescaped] index of its field
+  unescaped_.clear();
   size_t at = next_;
   for (;;) {
     const size_t begin = at;
     if (at < text_.size() && text_[at] == '"' && (delimiter_ != '\t' || closes_on_its_line(at))) {
-      const size_t used = unescaped_used_;
       if (!read_quoted(at)) {
         return false;
-      }
-      if (unescaped_used_ > used) {
-        unescaped_fields.push_back(fields_.size() - 1);
       }
     } else {
       while (!at_field_end(at)) {
@@ -237,9 +226,6 @@ bool CsvReader::read_record_in_window() {
       break;
     }
     ++at;
-  }
-  for (size_t i = 0; i < unescaped_fields.size(); ++i) {
-    fields_[unescaped_fields[i]] = unescaped_[i];
   }
   bytes = line_break(at);
   if (!is_whole(at + bytes)) {
@@ -300,8 +286,8 @@ void CsvReader::fail(size_t at, std::string_view what, std::string_view expected
 
 std::string csv_field(std::string_view value, char delimiter) {
   const char special[] = {'"', '\n', '\r', delimiter};
-  const bool blank_end = !value.empty() && (value.front() == ' ' || value.back() == ' ');
-  if (!blank_end && value.find_first_of(std::string_view(special, 4)) == std::string_view::npos) {
+  if (!value.starts_with(' ') && !value.ends_with(' ') &&
+      value.find_first_of(std::string_view(special, 4)) == std::string_view::npos) {
     return std::string(value);
   }
   std::string field = "\"";

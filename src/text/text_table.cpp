@@ -1,11 +1,11 @@
 // Samples of one file, and label numbers.
 #include <algorithm>
 #include <charconv>
-#include <optional>
 #include <set>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 
 #include "hasten/base/error.h"
 #include "hasten/text/csv.h"
@@ -53,29 +53,29 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
 
 } // namespace detail
 
-// A reader of one of the two formats.
 struct TextRowReader::Format {
-  std::optional<CsvReader> csv{};
-  std::optional<JsonlReader> jsonl{};
-  std::shared_ptr<const TextFile> file;
+  using Reader = std::variant<CsvReader, JsonlReader>;
+  Reader reader;
 
-  Format(std::shared_ptr<const TextFile> opened, const TextTableOptions& options)
-      : file(std::move(opened)) {
+  Format(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
+      : reader(open(std::move(file), options)) {}
+
+  static Reader open(std::shared_ptr<const TextFile> file, const TextTableOptions& options) {
     if (detail::is_jsonl(file->path())) {
       detail::check_jsonl_options(file->path(), options);
-      jsonl.emplace(file);
-    } else {
-      csv.emplace(file,
-                  CsvOptions{.delimiter = options.delimiter, .has_header = options.has_header});
+      return JsonlReader(std::move(file));
     }
+    return CsvReader(std::move(file),
+                     {.delimiter = options.delimiter, .has_header = options.has_header});
   }
-
-  size_t column(const std::string& name, const char* flag) {
-    return csv ? csv->column(name, flag) : jsonl->column(name, flag);
+  size_t column(std::string_view name, const char* flag) {
+    return std::visit([&](auto& of) { return of.column(name, flag); }, reader);
   }
-  bool next() { return csv ? csv->next() : jsonl->next(); }
+  bool next() {
+    return std::visit([](auto& of) { return of.next(); }, reader);
+  }
   std::string_view field(size_t column) const {
-    return csv ? csv->fields()[column] : jsonl->field(column);
+    return std::visit([&](const auto& of) { return of.field(column); }, reader);
   }
 };
 
@@ -132,30 +132,30 @@ std::string_view TextRowReader::label(size_t column) const {
 }
 
 int64_t TextRowReader::line() const {
-  return format_->csv ? format_->csv->line() : format_->jsonl->line();
+  return std::visit([](const auto& of) { return of.line(); }, format_->reader);
 }
 
 std::string TextRowReader::position() const {
-  return format_->csv ? format_->csv->position() : format_->jsonl->position();
+  return std::visit([](const auto& of) { return of.position(); }, format_->reader);
 }
 
 int64_t TextRowReader::bytes_read() const {
-  return static_cast<int64_t>(format_->csv ? format_->csv->bytes_read()
-                                           : format_->jsonl->bytes_read());
+  return std::visit([](const auto& of) { return static_cast<int64_t>(of.bytes_read()); },
+                    format_->reader);
 }
 
 void TextRowReader::require_rows() const {
   if (passed_ > 0) {
     return;
   }
-  throw InputError(detail::kTextTable,
-                   "no sample of " + format_->file->path().string() +
-                       " is left: records=" + std::to_string(counts_.rows_read) +
-                       ", left out by filters " + std::to_string(counts_.filtered_out) +
-                       ", with empty text " + std::to_string(counts_.empty_text) +
-                       ", with empty label " + std::to_string(counts_.empty_label),
-                   "at least one sample with a text and a label",
-                   "check the columns and the filters");
+  const auto path = std::visit([](const auto& of) { return of.path(); }, format_->reader);
+  throw InputError(
+      detail::kTextTable,
+      "no sample of " + path.string() + " is left: records=" + std::to_string(counts_.rows_read) +
+          ", left out by filters " + std::to_string(counts_.filtered_out) + ", with empty text " +
+          std::to_string(counts_.empty_text) + ", with empty label " +
+          std::to_string(counts_.empty_label),
+      "at least one sample with a text and a label", "check the columns and the filters");
 }
 
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <forward_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -57,6 +58,7 @@ class CsvReader {
   /// Fields of the current record without their quotes, by column index. The views are valid until
   /// the next call of next().
   const std::vector<std::string_view>& fields() const { return fields_; }
+  std::string_view field(size_t column) const { return fields_[column]; }
 
   /// Physical line at which the current record starts, counted from 1.
   int64_t line() const { return line_; }
@@ -65,7 +67,6 @@ class CsvReader {
   /// Bytes of the file up to the end of the current record.
   size_t bytes_read() const { return window_.begin() + next_; }
 
-  char delimiter() const { return delimiter_; }
   const std::filesystem::path& path() const { return file_->path(); }
 
  private:
@@ -94,8 +95,7 @@ class CsvReader {
   int64_t line_ = 0;
   std::vector<std::string> columns_{};
   std::vector<std::string_view> fields_{};
-  std::vector<std::string> unescaped_{}; // fields that held doubled quotes
-  size_t unescaped_used_ = 0;
+  std::forward_list<std::string> unescaped_{}; // fields that held doubled quotes
   bool pending_ = false; // next() must return the record that the constructor has read
 };
 
