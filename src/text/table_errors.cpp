@@ -1,8 +1,9 @@
 #include "table_errors.h"
 
-#include <algorithm>
+#include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 
@@ -18,21 +19,27 @@ std::string table_sample(std::string_view value, size_t limit) {
   return sample;
 }
 
+std::string first_items(std::vector<std::string> items, size_t limit, const char* more) {
+  if (items.size() > limit) {
+    const size_t others = items.size() - limit;
+    items.resize(limit);
+    items.push_back("and " + std::to_string(others) + more);
+  }
+  return joined(items);
+}
+
 void fail_unknown_column(const char* where, const std::string& asked,
                          const std::filesystem::path& path, const std::vector<std::string>& columns,
                          const std::vector<std::string>& samples) {
-  std::string list;
-  constexpr size_t kShown = 20;
-  for (size_t i = 0; i < std::min(columns.size(), kShown); ++i) {
-    list += (i == 0 ? "" : ", ") + table_sample(columns[i]) + " (\"" +
-            table_sample(i < samples.size() ? samples[i] : "") + "\")";
-  }
-  if (columns.size() > kShown) {
-    list += ", and " + std::to_string(columns.size() - kShown) + " more";
+  std::vector<std::string> list;
+  for (size_t i = 0; i < columns.size(); ++i) {
+    list.push_back(table_sample(columns[i]) + " (\"" +
+                   table_sample(i < samples.size() ? samples[i] : "") + "\")");
   }
   const std::string near = nearest_name(asked.substr(asked.find('=') + 1), columns.data(),
                                         columns.data() + columns.size());
-  throw InputError(where, asked + " is not a column of " + path.string(), "one of: " + list,
+  throw InputError(where, asked + " is not a column of " + path.string(),
+                   "one of: " + first_items(std::move(list), 20),
                    near.empty() ? "" : "did you mean " + near + "?");
 }
 

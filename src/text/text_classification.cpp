@@ -16,6 +16,7 @@
 #include "hasten/base/text.h"
 #include "hasten/core/random.h"
 #include "hasten/text/utf8.h"
+#include "table_errors.h"
 
 namespace hasten {
 
@@ -169,16 +170,7 @@ ScannedRows scan_rows(TextRowReader& reader, const TextTableOptions& table, bool
   return rows;
 }
 
-std::string joined_labels(const std::vector<std::string>& names, size_t limit = 20) {
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), limit); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  if (names.size() > limit) {
-    text += ", and " + std::to_string(names.size() - limit) + " more";
-  }
-  return text;
-}
+constexpr size_t kShownLabels = 20; // in errors
 
 [[noreturn]] void fail_unknown_label(const ScannedRows& rows, const std::vector<int64_t>& numbers,
                                      const std::vector<std::string>& names,
@@ -194,9 +186,9 @@ std::string joined_labels(const std::vector<std::string>& names, size_t limit = 
   const auto label = std::upper_bound(rows.ends.begin(), rows.ends.end(), first);
   throw InputError("data::label_numbers",
                    rows.positions[label - rows.ends.begin()] + ": label=" + unknown[0] +
-                       " is unknown to " + owner +
-                       " (all unknown labels: " + joined_labels(distinct_labels(unknown)) + ")",
-                   "one of: " + joined_labels(names),
+                       " is unknown to " + owner + " (all unknown labels: " +
+                       first_items(distinct_labels(unknown), kShownLabels) + ")",
+                   "one of: " + first_items(names, kShownLabels),
                    "exclude such samples with a filter, or train with these labels");
 }
 
@@ -374,21 +366,18 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
 // "1234 samples: neg 617 (50.0 %), pos 617 (50.0 %)", with the first labels if there are many. For
 // regression the range and the mean.
 std::string side_line(const TextSideReport& side, const std::vector<std::string>& label_names) {
-  constexpr size_t kShown = 12;
-  std::string line = std::to_string(side.rows) + " samples";
+  const std::string line = std::to_string(side.rows) + " samples";
   const auto rows = static_cast<double>(std::max<int64_t>(1, side.rows));
   if (side.counts.empty()) {
     return line + ", " + label_names.at(0) + " from " + format_digits(side.least, 4) + " to " +
            format_digits(side.most, 4) + ", mean " + format_digits(side.sum / rows, 4);
   }
-  for (size_t i = 0; i < std::min(side.counts.size(), kShown); ++i) {
-    line += (i == 0 ? ": " : ", ") + label_names.at(i) + " " + std::to_string(side.counts[i]) +
-            " (" + format_fixed(100.0 * static_cast<double>(side.counts[i]) / rows, 1) + " %)";
+  std::vector<std::string> labels;
+  for (size_t i = 0; i < side.counts.size(); ++i) {
+    labels.push_back(label_names.at(i) + " " + std::to_string(side.counts[i]) + " (" +
+                     format_fixed(100.0 * static_cast<double>(side.counts[i]) / rows, 1) + " %)");
   }
-  if (side.counts.size() > kShown) {
-    line += ", and " + std::to_string(side.counts.size() - kShown) + " more labels";
-  }
-  return line;
+  return line + ": " + first_items(std::move(labels), 12, " more labels");
 }
 
 } // namespace detail
