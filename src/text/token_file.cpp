@@ -17,7 +17,7 @@
 
 namespace hasten::detail {
 
-constexpr size_t kTokenWriteBuffer = size_t{1} << 20; // bytes; for writing and reading
+constexpr size_t kTokenReadBuffer = size_t{1} << 20; // bytes
 constexpr uint64_t kTokenFormat = 2;
 
 struct TokenFileHeader {
@@ -41,25 +41,19 @@ std::array<char, 32> key_bytes(const std::string& key) {
 
 TokenFileWriter::TokenFileWriter(std::filesystem::path target, const std::string& key)
     : target_(std::move(target)), key_(key), temporary_(target_.string() + ".tmp-XXXXXX") {
-  file_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
-  if (file_ < 0) {
+  const int file = ::mkostemp(temporary_.data(), O_CLOEXEC);
+  file_ = file < 0 ? nullptr : ::fdopen(file, "wb");
+  if (file_ == nullptr) {
     throw_token_file_error(temporary_, errno);
   }
   XXH3_64bits_reset(hash_.get());
-  buffer_.reserve(kTokenWriteBuffer);
-  try {
-    const TokenFileHeader header; // finish() writes the real one
-    write_at(&header, sizeof(header), 0);
-  } catch (...) {
-    ::close(file_);
-    ::unlink(temporary_.c_str());
-    throw;
-  }
+  const TokenFileHeader header; // finish() writes the real one
+  std::fwrite(&header, sizeof(header), 1, file_); // into the buffer
 }
 
 TokenFileWriter::~TokenFileWriter() {
-  if (file_ >= 0) {
-    ::close(file_);
+  if (file_ != nullptr) {
+    std::fclose(file_);
     ::unlink(temporary_.c_str());
   }
 }
@@ -82,13 +76,14 @@ void TokenFileWriter::finish(std::span<const TokenRow> train, std::span<const To
   write(text.data(), text.size());
   const uint64_t text_bytes = text.size();
   write(&text_bytes, sizeof(text_bytes));
-  flush();
   TokenFileHeader header;
   header.key = key_bytes(key_);
   header.file_bytes = sizeof(header) + bytes_;
   header.checksum = XXH3_64bits_digest(hash_.get());
-  write_at(&header, sizeof(header), 0);
-  const int closed = ::close(std::exchange(file_, -1));
+  if (std::fseek(file_, 0, SEEK_SET) != 0 || std::fwrite(&header, sizeof(header), 1, file_) != 1) {
+    throw_token_file_error(temporary_, errno);
+  }
+  const int closed = std::fclose(std::exchange(file_, nullptr));
   if (closed != 0 || ::rename(temporary_.c_str(), target_.c_str()) != 0) {
     const int error = errno;
     ::unlink(temporary_.c_str());
@@ -97,35 +92,14 @@ void TokenFileWriter::finish(std::span<const TokenRow> train, std::span<const To
 }
 
 void TokenFileWriter::write(const void* data, size_t bytes) {
-  const auto* from = static_cast<const char*>(data);
-  buffer_.insert(buffer_.end(), from, from + bytes);
+  if (bytes == 0) { // `data` may be null
+    return;
+  }
+  XXH3_64bits_update(hash_.get(), data, bytes);
+  if (std::fwrite(data, bytes, 1, file_) != 1) {
+    throw_token_file_error(temporary_, errno);
+  }
   bytes_ += bytes;
-  if (buffer_.size() >= kTokenWriteBuffer) {
-    flush();
-  }
-}
-
-void TokenFileWriter::flush() {
-  XXH3_64bits_update(hash_.get(), buffer_.data(), buffer_.size());
-  write_at(buffer_.data(), buffer_.size(),
-           static_cast<off_t>(sizeof(TokenFileHeader) + bytes_ - buffer_.size()));
-  buffer_.clear();
-}
-
-void TokenFileWriter::write_at(const void* data, size_t bytes, off_t at) {
-  const auto* from = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t count = ::pwrite(file_, from, bytes, at);
-    if (count < 0 && errno == EINTR) {
-      continue;
-    }
-    if (count <= 0) {
-      throw_token_file_error(temporary_, count < 0 ? errno : ENOSPC);
-    }
-    from += count;
-    bytes -= static_cast<size_t>(count);
-    at += count;
-  }
 }
 
 // The ids and the other parts of a file. Each block's hash is compared with the one at opening. So
@@ -203,7 +177,7 @@ class TokenFileIds : public TokenIds {
     }
     const HashState state(XXH3_createState(), &XXH3_freeState);
     XXH3_64bits_reset(state.get());
-    std::vector<char> piece(kTokenWriteBuffer);
+    std::vector<char> piece(kTokenReadBuffer);
     for (size_t at = 0; at < bytes_; at += piece.size()) {
       const size_t count = std::min(piece.size(), bytes_ - at);
       if (!read_all(at, piece.data(), count)) {

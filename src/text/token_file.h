@@ -16,6 +16,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -58,16 +59,13 @@ class TokenFileWriter {
 
  private:
   void write(const void* data, size_t bytes);
-  void flush();
-  void write_at(const void* data, size_t bytes, off_t at);
 
   std::filesystem::path target_;
   std::string key_;
   std::string temporary_;
-  int file_ = -1;
+  std::FILE* file_ = nullptr;
   int64_t ids_ = 0;
-  uint64_t bytes_ = 0; // after the header, with those in buffer_
-  std::vector<char> buffer_{};
+  uint64_t bytes_ = 0; // after the header
   HashState hash_{XXH3_createState(), &XXH3_freeState};
 };
 
