@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/random.h"
 #include "hasten/text/csv.h"
 
@@ -200,20 +201,18 @@ std::vector<SyntheticReview> synthetic_reviews(const SyntheticReviewsOptions& op
 }
 
 std::string synthetic_reviews_table(const SyntheticReviewsOptions& options, char delimiter) {
-  const auto reviews = synthetic_reviews(options);
-  std::string table;
-  if (delimiter != '\0') {
-    table = std::string("text") + delimiter + "label" + delimiter + "product\n";
-  }
-  for (const SyntheticReview& review : reviews) {
+  const std::string_view between(&delimiter, 1);
+  std::string table = delimiter == '\0' ? "" : joined({"text", "label", "product\n"}, between);
+  for (const SyntheticReview& review : synthetic_reviews(options)) {
     if (delimiter == '\0') {
       table +=
           nlohmann::ordered_json{
               {"text", review.text}, {"label", review.label}, {"product", review.product}}
               .dump();
     } else {
-      table += csv_field(review.text, delimiter) + delimiter + review.label + delimiter +
-               csv_field(review.product, delimiter);
+      table += joined(
+          {csv_field(review.text, delimiter), review.label, csv_field(review.product, delimiter)},
+          between);
     }
     table += "\n";
   }
