@@ -27,48 +27,29 @@ using RowSide = SelectedRows::Side;
 
 // Number of evaluation samples per label: `share` of all samples, distributed over labels by
 // largest remainder. A label with two samples or more gives at least one, and never all.
-std::vector<int64_t> stratified_counts(const std::vector<int64_t>& label_rows, double share) {
-  const int64_t rows = std::accumulate(label_rows.begin(), label_rows.end(), int64_t{0});
-  const auto wanted = std::llround(share * static_cast<double>(rows));
-  std::vector<int64_t> counts(label_rows.size());
+std::vector<int64_t> stratified_counts(const std::vector<std::vector<int64_t>>& rows,
+                                       double share) {
+  std::vector<int64_t> counts;
   std::vector<std::pair<double, size_t>> remainders;
-  for (size_t label = 0; label < label_rows.size(); ++label) {
-    const double exact = share * static_cast<double>(label_rows[label]);
-    counts[label] = std::clamp<int64_t>(static_cast<int64_t>(exact), label_rows[label] >= 2 ? 1 : 0,
-                                        std::max<int64_t>(label_rows[label] - 1, 0));
+  int64_t all = 0;
+  for (size_t label = 0; label < rows.size(); ++label) {
+    const auto size = std::ssize(rows[label]);
+    const double exact = share * static_cast<double>(size);
+    counts.push_back(std::clamp<int64_t>(static_cast<int64_t>(exact), size >= 2 ? 1 : 0,
+                                         std::max<int64_t>(size - 1, 0)));
     remainders.emplace_back(static_cast<double>(counts[label]) - exact, label);
+    all += size;
   }
   std::sort(remainders.begin(), remainders.end()); // most underserved first
-  int64_t missing = wanted - std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  int64_t missing = std::llround(share * static_cast<double>(all)) -
+                    std::accumulate(counts.begin(), counts.end(), int64_t{0});
   for (const auto& [remainder, label] : remainders) {
-    if (missing > 0 && remainder < 0 && counts[label] + 1 < label_rows[label]) {
+    if (missing > 0 && remainder < 0 && counts[label] + 1 < std::ssize(rows[label])) {
       ++counts[label];
       --missing;
     }
   }
   return counts;
-}
-
-std::vector<char> draw_eval_split(const std::vector<int32_t>& labels, size_t num_labels,
-                                  double share, uint64_t seed) {
-  std::vector<std::vector<int64_t>> rows(num_labels); // [label][k]
-  for (size_t row = 0; row < labels.size(); ++row) {
-    rows[labels[row]].push_back(static_cast<int64_t>(row));
-  }
-  std::vector<int64_t> sizes;
-  for (const auto& of_label : rows) {
-    sizes.push_back(static_cast<int64_t>(of_label.size()));
-  }
-  const auto counts = stratified_counts(sizes, share);
-  OrderRng rng(stream_seed("eval_split", seed), 0);
-  std::vector<char> for_eval(labels.size(), 0);
-  for (size_t label = 0; label < num_labels; ++label) {
-    rng.shuffle(rows[label].data(), rows[label].size());
-    for (int64_t k = 0; k < counts[label]; ++k) {
-      for_eval[rows[label][k]] = 1;
-    }
-  }
-  return for_eval;
 }
 
 using TextHash = std::pair<uint64_t, uint64_t>;
@@ -136,11 +117,10 @@ struct ScannedRows {
   /// regression: the number's bits; else the index of the distinct label. [row]
   std::vector<int32_t> labels{};
   std::vector<TextHash> hashes{}; // [row]; empty if not requested
-  // For each distinct label, in order of appearance: the end of its classes in `names`, and its
-  // first position in the file. [label]
-  std::vector<size_t> ends{};
-  std::vector<std::string> positions{};
+  // The classes of each distinct label, in order of appearance, and where each is first.
   std::vector<std::string> names{};
+  std::vector<std::string> positions{}; // [name]
+  std::vector<size_t> ends{}; // of each distinct label in `names`
 };
 
 ScannedRows scan_rows(TextRowReader& reader, const TextTableOptions& table, bool with_hashes) {
@@ -156,9 +136,9 @@ ScannedRows scan_rows(TextRowReader& reader, const TextTableOptions& table, bool
       if (fresh) {
         for (std::string& name : class_names(entry->first, table)) {
           rows.names.push_back(std::move(name));
+          rows.positions.push_back(reader.position());
         }
         rows.ends.push_back(rows.names.size());
-        rows.positions.push_back(reader.position());
       }
       rows.labels.push_back(entry->second);
     }
@@ -183,13 +163,12 @@ constexpr size_t kShownLabels = 20; // in errors
   }
   const auto first =
       static_cast<size_t>(std::find(numbers.begin(), numbers.end(), -1) - numbers.begin());
-  const auto label = std::upper_bound(rows.ends.begin(), rows.ends.end(), first);
-  throw InputError("data::label_numbers",
-                   rows.positions[label - rows.ends.begin()] + ": label=" + unknown[0] +
-                       " is unknown to " + owner + " (all unknown labels: " +
-                       first_items(distinct_labels(unknown), kShownLabels) + ")",
-                   "one of: " + first_items(names, kShownLabels),
-                   "exclude such samples with a filter, or train with these labels");
+  throw InputError(
+      "data::label_numbers",
+      rows.positions[first] + ": label=" + unknown[0] + " is unknown to " + owner +
+          " (all unknown labels: " + first_items(distinct_labels(unknown), kShownLabels) + ")",
+      "one of: " + first_items(names, kShownLabels),
+      "exclude such samples with a filter, or train with these labels");
 }
 
 // Replaces indices of distinct labels by class numbers, or by indices into label_sets.
@@ -269,15 +248,22 @@ std::vector<TextHash> add_file(const std::shared_ptr<const TextFile>& file, int6
   return std::move(rows.hashes);
 }
 
+// Moves a share of the training samples to evaluation; for single_label the same share of each
+// label.
 void draw_rows(const TextClassificationOptions& options, TextSelection& selection) {
-  SelectedRows& rows = selection.files[0];
+  SelectedRows& file = selection.files[0];
   const bool by_label = options.table.problem_type == ProblemType::single_label;
-  const std::vector<int32_t> alike(by_label ? 0 : rows.labels.size());
-  const auto for_eval =
-      draw_eval_split(by_label ? rows.labels : alike, by_label ? selection.label_names.size() : 1,
-                      options.eval_split, options.seed);
-  for (size_t row = 0; row < for_eval.size(); ++row) {
-    rows.sides[row] = for_eval[row] ? RowSide::eval : RowSide::train;
+  std::vector<std::vector<int64_t>> rows(by_label ? selection.label_names.size() : 1); // [label][k]
+  for (size_t row = 0; row < file.labels.size(); ++row) {
+    rows[by_label ? file.labels[row] : 0].push_back(static_cast<int64_t>(row));
+  }
+  const auto counts = stratified_counts(rows, options.eval_split);
+  OrderRng rng(stream_seed("eval_split", options.seed), 0);
+  for (size_t label = 0; label < rows.size(); ++label) {
+    rng.shuffle(rows[label].data(), rows[label].size());
+    for (int64_t k = 0; k < counts[label]; ++k) {
+      file.sides[rows[label][k]] = RowSide::eval;
+    }
   }
 }
 
