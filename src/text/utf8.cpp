@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 
 namespace hasten {
@@ -18,20 +19,14 @@ bool eight_ascii_bytes(const char* bytes) {
   return (word & kHighBits) == 0;
 }
 
-bool is_ascii_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+constexpr std::string_view kAsciiBlank = " \t\n\v\f\r";
 
 } // namespace detail
 
 size_t invalid_utf8_position(std::string_view text) {
-  size_t at = 0;
-  while (at < text.size()) {
-    if (static_cast<unsigned char>(text[at]) < 0x80) {
-      while (at + 8 <= text.size() && detail::eight_ascii_bytes(text.data() + at)) {
-        at += 8;
-      }
-      while (at < text.size() && static_cast<unsigned char>(text[at]) < 0x80) {
-        ++at;
-      }
+  for (size_t at = 0; at < text.size();) {
+    if (at + 8 <= text.size() && detail::eight_ascii_bytes(text.data() + at)) {
+      at += 8;
       continue;
     }
     utf8proc_int32_t code = 0;
@@ -52,30 +47,24 @@ size_t utf8_length(std::string_view text) {
 }
 
 std::string byte_name(char byte) {
-  constexpr char kDigits[] = "0123456789ABCDEF";
-  const auto value = static_cast<unsigned char>(byte);
-  return std::string("byte 0x") + kDigits[value >> 4] + kDigits[value & 15];
+  char name[16];
+  std::snprintf(name, sizeof(name), "byte 0x%02X", static_cast<unsigned char>(byte));
+  return name;
 }
 
 bool is_blank(std::string_view text) {
-  for (size_t at = 0; at < text.size(); ++at) {
-    if (text[at] == '\xC2' && at + 1 < text.size() && text[at + 1] == '\xA0') {
-      ++at; // U+00A0: spreadsheets leave it in cells that look empty
-    } else if (!detail::is_ascii_blank(text[at])) {
-      return false;
+  for (;;) {
+    text.remove_prefix(std::min(text.find_first_not_of(detail::kAsciiBlank), text.size()));
+    if (!text.starts_with("\xC2\xA0")) {
+      return text.empty();
     }
+    text.remove_prefix(2); // U+00A0: spreadsheets leave it in cells that look empty
   }
-  return true;
 }
 
 std::string_view trimmed(std::string_view text) {
-  while (!text.empty() && detail::is_ascii_blank(text.front())) {
-    text.remove_prefix(1);
-  }
-  while (!text.empty() && detail::is_ascii_blank(text.back())) {
-    text.remove_suffix(1);
-  }
-  return text;
+  text.remove_prefix(std::min(text.find_first_not_of(detail::kAsciiBlank), text.size()));
+  return text.substr(0, text.find_last_not_of(detail::kAsciiBlank) + 1);
 }
 
 } // namespace hasten
