@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <map>
 #include <queue>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -36,8 +37,8 @@ size_t character_bytes(std::string_view text, size_t at) {
   return end - at;
 }
 
-// The most frequent characters, sorted.
-std::vector<std::string> learned_alphabet(const WordCounts& words, int64_t limit) {
+// The most frequent characters.
+std::set<std::string> learned_alphabet(const WordCounts& words, int64_t limit) {
   std::map<std::string, int64_t> counts;
   for (const auto& [word, count] : words) {
     for (size_t at = 0; at < word.size();) {
@@ -46,17 +47,14 @@ std::vector<std::string> learned_alphabet(const WordCounts& words, int64_t limit
       at += bytes;
     }
   }
-  std::vector<std::pair<int64_t, std::string>> ranked;
+  std::set<std::pair<int64_t, std::string>> ranked; // the most frequent first
   for (const auto& [character, count] : counts) {
-    ranked.emplace_back(-count, character);
+    ranked.emplace(-count, character);
   }
-  std::sort(ranked.begin(), ranked.end());
-  ranked.resize(std::min(ranked.size(), static_cast<size_t>(limit)));
-  std::vector<std::string> alphabet;
-  for (auto& [count, character] : ranked) {
-    alphabet.push_back(std::move(character));
+  std::set<std::string> alphabet;
+  for (auto at = ranked.begin(); at != ranked.end() && std::ssize(alphabet) < limit; ++at) {
+    alphabet.insert(at->second);
   }
-  std::sort(alphabet.begin(), alphabet.end());
   return alphabet;
 }
 
