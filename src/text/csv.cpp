@@ -42,11 +42,10 @@ CsvReader::CsvReader(const std::filesystem::path& path, CsvOptions options)
     : CsvReader(TextFile::open(path, detail::kCsvReader), options) {}
 
 CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
-    : file_(std::move(file)),
-      delimiter_(detail::csv_delimiter(file_->path(), options.delimiter)),
-      window_(file_),
+    : window_(std::move(file)),
+      delimiter_(detail::csv_delimiter(path(), options.delimiter)),
       text_(window_.text()),
-      next_(file_->mark_bytes()) {
+      next_(window_.file().mark_bytes()) {
   cr_ends_lines_ = detail::lacks_line_feeds(window_);
   if (!read_record()) {
     throw InputError(detail::kCsvReader, "file=" + path().string() + " is empty",

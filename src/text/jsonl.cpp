@@ -26,7 +26,8 @@ std::string json_as_text(const nlohmann::json& value) {
 } // namespace detail
 
 JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
-    : file_(std::move(file)), window_(file_), next_(file_->mark_bytes()) {
+    : window_(std::move(file)), next_(window_.file().mark_bytes()) {
+  const TextWindow start = window_;
   std::string_view line;
   if (!find_line(line)) {
     throw InputError(detail::kJsonlReader, "file=" + path().string() + " is empty",
@@ -37,8 +38,8 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
     columns_.push_back(key);
     samples_.push_back(detail::json_as_text(value));
   }
-  window_ = TextWindow(file_);
-  next_ = file_->mark_bytes();
+  window_ = start;
+  next_ = start.file().mark_bytes();
   line_ = 0;
 }
 

@@ -67,7 +67,7 @@ class CsvReader {
   /// Bytes of the file up to the end of the current record.
   size_t bytes_read() const { return window_.begin() + next_; }
 
-  const std::filesystem::path& path() const { return file_->path(); }
+  const std::filesystem::path& path() const { return window_.file().path(); }
 
  private:
   CsvReader(const CsvReader&) = default; // to look ahead
@@ -84,10 +84,9 @@ class CsvReader {
   [[noreturn]] void fail(size_t at, std::string_view what, std::string_view expected,
                          std::string_view fix) const;
 
-  std::shared_ptr<const TextFile> file_;
+  TextWindow window_;
   char delimiter_ = ',';
   bool cr_ends_lines_ = false;
-  TextWindow window_;
   std::string_view text_{}; // the window's text; the offsets below refer to it
   size_t next_ = 0; // where the next record starts, in bytes
   int64_t next_line_ = 1;

@@ -48,13 +48,12 @@ class JsonlReader {
   std::string position() const;
   /// Bytes of the file up to the end of the current record.
   size_t bytes_read() const { return window_.begin() + next_; }
-  const std::filesystem::path& path() const { return file_->path(); }
+  const std::filesystem::path& path() const { return window_.file().path(); }
 
  private:
   bool find_line(std::string_view& line);
   nlohmann::json parse(std::string_view line) const;
 
-  std::shared_ptr<const TextFile> file_;
   TextWindow window_;
   size_t next_ = 0; // where the next line starts, in bytes of the window
   int64_t line_ = 0;
