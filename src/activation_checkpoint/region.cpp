@@ -78,9 +78,9 @@ class ForwardHook final : public torch::autograd::SavedVariableHooks {
 
 // Hooks of a tensor that a recomputation saves. The tensor goes to the region, and stays here for
 // code that runs backward inside the region.
-class RecomputeHook final : public torch::autograd::SavedVariableHooks {
+class Region::RecomputeHook final : public torch::autograd::SavedVariableHooks {
  public:
-  RecomputeHook(Region& region, Region::Recomputed& pass) : region_(region), pass_(pass) {}
+  RecomputeHook(Region& region, Recomputed& pass) : region_(region), pass_(pass) {}
   void call_pack_hook(const at::Tensor& tensor) override {
     kept_ = tensor.tensor_data();
     region_.resave(pass_, kept_);
@@ -90,20 +90,22 @@ class RecomputeHook final : public torch::autograd::SavedVariableHooks {
  private:
   // Only used while packing; the recomputation lives longer.
   Region& region_;
-  Region::Recomputed& pass_;
+  Recomputed& pass_;
   at::Tensor kept_{};
 };
 
-struct RecomputeFactory final : SavedHookFactory {
-  RecomputeFactory(Region& region_in, Region::Recomputed& pass_in)
-      : region(region_in), pass(pass_in) {}
+class Region::RecomputeFactory final : public SavedHookFactory {
+ public:
+  RecomputeFactory(Region& region, Recomputed& pass) : region_(region), pass_(pass) {}
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    return std::make_unique<RecomputeHook>(region, pass);
+    return std::make_unique<RecomputeHook>(region_, pass_);
   }
-  void between_operators() override { pass.stop.look(); }
+  void between_operators() override { pass_.stop.look(); }
   bool recomputes() const override { return true; }
-  Region& region;
-  Region::Recomputed& pass;
+
+ private:
+  Region& region_;
+  Recomputed& pass_;
 };
 
 Region::Region(ActivationCheckpointOptions options, const Region* parent)

@@ -97,8 +97,8 @@ class Region final : public SavedHookFactory, public std::enable_shared_from_thi
   void forget(int64_t backward);
 
  private:
-  friend class RecomputeHook;
-  friend struct RecomputeFactory;
+  class RecomputeHook;
+  class RecomputeFactory;
   struct Saved {
     explicit Saved(SavedShape shape_in) : shape(std::move(shape_in)) {}
     SavedShape shape;

@@ -81,17 +81,17 @@ std::vector<at::Tensor> run_block_chain(std::shared_ptr<const BlockChain> chain,
 }
 
 RecomputeNotice::RecomputeNotice(const torch::nn::Module* block) : chain_(find_block_chain(block)) {
-  for (; chain_ && told_ < chain_->links.size() &&
-         chain_->links[told_].stage < BlockStage::checkpoint;
-       ++told_) {
-    const BlockLink& link = chain_->links[told_];
+  for (; chain_ && notified_ < chain_->links.size() &&
+         chain_->links[notified_].stage < BlockStage::checkpoint;
+       ++notified_) {
+    const BlockLink& link = chain_->links[notified_];
     link.interceptor->before_recompute(BlockCall{chain_->block, link.stage});
   }
 }
 
 RecomputeNotice::~RecomputeNotice() {
-  while (told_ > 0) {
-    const BlockLink& link = chain_->links[--told_];
+  while (notified_ > 0) {
+    const BlockLink& link = chain_->links[--notified_];
     link.interceptor->after_recompute(BlockCall{chain_->block, link.stage});
   }
 }
@@ -128,33 +128,13 @@ BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, Bl
                          (stage == BlockStage::shard ? "sharding" : "checkpointing"),
                      "one interceptor for each stage", "detach the first one");
   }
-  BlockAttachment attachment;
-  attachment.block_ = block.get();
-  attachment.id_ = ++registry.last_id;
-  entry.links.insert(place, detail::BlockLink{stage, std::move(interceptor), attachment.id_});
+  const uint64_t id = ++registry.last_id;
+  entry.links.insert(place, detail::BlockLink{stage, std::move(interceptor), id});
   ++detail::attached_blocks;
-  return attachment;
+  return {block.get(), id};
 }
 
-BlockAttachment::BlockAttachment(BlockAttachment&& other) noexcept
-    : block_(std::exchange(other.block_, nullptr)), id_(other.id_) {}
-
-BlockAttachment& BlockAttachment::operator=(BlockAttachment&& other) noexcept {
-  if (this != &other) {
-    detach();
-    block_ = std::exchange(other.block_, nullptr);
-    id_ = other.id_;
-  }
-  return *this;
-}
-
-BlockAttachment::~BlockAttachment() { detach(); }
-
-void BlockAttachment::detach() noexcept {
-  const auto* block = std::exchange(block_, nullptr);
-  if (block == nullptr) {
-    return;
-  }
+void detail::BlockDetacher::operator()(const torch::nn::Module* block) const noexcept {
   detail::BlockLink dropped; // destroyed after the lock is released
   detail::BlockRegistry& registry = detail::block_registry();
   std::unique_lock lock(registry.mutex);
@@ -165,7 +145,7 @@ void BlockAttachment::detach() noexcept {
   auto& links = it->second.links;
   const auto link =
       std::find_if(links.begin(), links.end(), [&](const detail::BlockLink& candidate) {
-        return candidate.id == id_; // another block may live here by now
+        return candidate.id == id; // another block may live here by now
       });
   if (link == links.end()) {
     return;

@@ -64,21 +64,27 @@ class BlockInterceptor {
   virtual void after_recompute(const BlockCall&) noexcept {}
 };
 
+namespace detail {
+
+// Detaches an interceptor of a block that may have been destroyed.
+struct BlockDetacher {
+  uint64_t id = 0; // of the attachment
+  void operator()(const torch::nn::Module* block) const noexcept;
+};
+
+} // namespace detail
+
 /// Keeps an interceptor attached while it lives.
 class [[nodiscard]] BlockAttachment {
  public:
   BlockAttachment() = default;
-  BlockAttachment(BlockAttachment&& other) noexcept;
-  BlockAttachment& operator=(BlockAttachment&& other) noexcept;
-  ~BlockAttachment();
+  /// attach_block() makes it.
+  BlockAttachment(const torch::nn::Module* block, uint64_t id) : block_(block, {id}) {}
   /// Detaches the interceptor. A second call does nothing.
-  void detach() noexcept;
+  void detach() noexcept { block_.reset(); }
 
  private:
-  friend BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>&, BlockStage,
-                                      std::shared_ptr<BlockInterceptor>);
-  const torch::nn::Module* block_ = nullptr;
-  uint64_t id_ = 0;
+  std::unique_ptr<const torch::nn::Module, detail::BlockDetacher> block_{};
 };
 
 /// Attaches `interceptor` to this block object. Local. The interceptor must not own the block,
@@ -116,7 +122,7 @@ class RecomputeNotice {
 
  private:
   std::shared_ptr<const BlockChain> chain_;
-  size_t told_ = 0; // number of links that were notified
+  size_t notified_ = 0; // number of links
 };
 [[noreturn]] void throw_tensor_count(const torch::nn::Module& block, std::string_view what,
                                      size_t got, size_t expected);
