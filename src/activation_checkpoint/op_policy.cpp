@@ -10,6 +10,7 @@
 #include "hasten/base/error.h"
 #include "hasten/core/op_scope.h"
 #include "region_state.h"
+#include "write_guard.h"
 
 namespace hasten {
 
@@ -28,11 +29,6 @@ const std::set<std::string>& expensive_ops() {
                                               "aten::topk",
                                               "hasten::linear"};
   return names;
-}
-
-bool is_collective_op(std::string_view name) {
-  return name.rfind("c10d::", 0) == 0 || name.rfind("c10d_functional::", 0) == 0 ||
-         name.rfind("_c10d_functional::", 0) == 0;
 }
 
 std::shared_ptr<const OpPolicy> OpPolicy::keep(std::set<std::string> names) {
@@ -85,21 +81,13 @@ class OpStopwatch final : public OpObserver {
   void pass(const OpPassing& passing) override {
     const OpInfo& info = op_info(passing.op);
     const auto start = std::chrono::steady_clock::now();
-    writes_.pass(passing, [&] { passing.run(); }); // BatchNorm's statistics do not change
+    writes_.pass(passing); // BatchNorm's statistics do not change
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (info.ignored) {
       return;
     }
-    OpCost cost{info.name, next_[&passing.op.schema()]++, 0, time.count()};
-    if (info.fresh && info.writes.empty()) {
-      const size_t results = passing.op.schema().returns().size();
-      for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {
-        visit_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
-          cost.bytes += static_cast<int64_t>(tensor.nbytes());
-        });
-      }
-    }
-    costs.push_back(std::move(cost));
+    const int64_t bytes = info.fresh && info.writes.empty() ? result_bytes(passing) : 0;
+    costs.push_back({info.name, next_[&passing.op.schema()]++, bytes, time.count()});
   }
   std::vector<OpCost> costs{};
 
@@ -112,7 +100,7 @@ class OpStopwatch final : public OpObserver {
 
 std::vector<OpCost> measure_ops(const std::function<void()>& forward) {
   const at::NoGradGuard no_grad;
-  const detail::StateScope<detail::CpuRandomState> random(detail::CpuRandomState::now());
+  const detail::StateScope<detail::RandomState> random(detail::RandomState::now({}));
   detail::OpStopwatch stopwatch;
   const detail::OpScope scope(&stopwatch);
   forward();

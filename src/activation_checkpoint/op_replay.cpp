@@ -14,30 +14,19 @@ static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 }
 
 static at::Tensor written_tensor(const OpPassing& passing, size_t argument) {
-  const size_t first = passing.stack.size() - passing.arguments();
-  const c10::IValue& value = passing.stack[first + argument];
+  const c10::IValue& value = passing.arguments()[argument];
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
 
-// A tensor with the same memory and version counter, but without the graph that the original is
+// Tensors with the same memory and version counter, but without the graph that the originals are
 // about to join.
 static c10::IValue bare_value(const c10::IValue& value) {
-  if (value.isTensor() && value.toTensor().defined()) {
-    return value.toTensor().tensor_data();
-  }
-  if (value.isTensorList()) {
-    std::vector<at::Tensor> list = value.toTensorVector();
-    for (at::Tensor& tensor : list) {
-      tensor = tensor.defined() ? tensor.tensor_data() : tensor;
-    }
-    return list;
-  }
-  return value;
+  return map_tensors(value, [](const at::Tensor& tensor) { return tensor.tensor_data(); });
 }
 
 void OpStore::drop_unreached() {
   for (auto& [op, of_op] : calls) {
-    std::erase_if(of_op.kept, [this](const KeptCall& call) { return call.order >= needed; });
+    std::erase_if(of_op.kept, [this](const auto& call) { return call.second.order >= needed; });
   }
 }
 
@@ -52,25 +41,18 @@ OpRecorder::OpRecorder(std::shared_ptr<const OpPolicy> policy, std::shared_ptr<O
   }
 }
 
-KeptCall* OpRecorder::kept(const Held& held) {
-  auto& calls = store_->calls[held.op].kept;
-  const auto it = std::find_if(calls.begin(), calls.end(),
-                               [&](const KeptCall& call) { return call.index == held.index; });
-  return it == calls.end() ? nullptr : &*it;
-}
-
 // From here on the kept value absorbs no more changes, so its version is final.
 void OpRecorder::seal() {
   if (open_) {
-    KeptCall* call = kept(held_.back());
-    call->version = call->counter.current_version();
+    KeptCall& call = held_.back().calls->kept.at(held_.back().index);
+    call.version = call.counter.current_version();
     open_ = false;
   }
 }
 
 void OpRecorder::run(const OpPassing& passing) {
   if (writes_ != nullptr) {
-    writes_->pass(passing, [&] { passing.run(); });
+    writes_->pass(passing);
   } else {
     passing.run();
   }
@@ -90,12 +72,11 @@ void OpRecorder::watch(const OpPassing& passing, const OpInfo& info, bool own) {
     }
     if (own && open_ && held + 1 == held_.end() && info.writes.size() == 1 &&
         held->numel == target.numel()) {
-      ++kept(*held)->absorbed;
+      ++held->calls->kept.at(held->index).absorbed;
       return;
     }
     seal();
-    auto& calls = store_->calls[held->op].kept;
-    calls.erase(calls.begin() + (kept(*held) - calls.data()));
+    held->calls->kept.erase(held->index);
     held_.erase(held);
   }
   if (info.fresh) {
@@ -125,57 +106,46 @@ void OpRecorder::pass(const OpPassing& passing) {
                      "a collective that returns a new tensor", "call it in hasten::run_once()");
   }
   watch(passing, info, true);
-  const size_t index = store_->calls[&passing.op.schema()].count++;
+  OpStore::Calls& calls = store_->calls[&passing.op.schema()];
+  const size_t index = calls.count++;
   run(passing);
-  keep(passing, info, index);
+  keep(passing, info, calls, index);
 }
 
-void OpRecorder::keep(const OpPassing& passing, const OpInfo& info, size_t index) {
-  const size_t count = passing.op.schema().returns().size();
-  if (!info.fresh || !info.writes.empty() || count == 0) {
+void OpRecorder::keep(const OpPassing& passing, const OpInfo& info, OpStore::Calls& calls,
+                      size_t index) {
+  const auto results = passing.results();
+  if (!info.fresh || !info.writes.empty() || results.empty() || !results[0].isTensor()) {
     return; // a view costs nothing, and an in-place operator has no result to keep
   }
-  const size_t first = passing.stack.size() - count;
-  if (!passing.stack[first].isTensor()) {
+  if (!info.collective &&
+      !policy_->keeps({info.name, static_cast<int64_t>(index), result_bytes(passing)})) {
     return;
   }
-  OpCall call{info.name, static_cast<int64_t>(index), 0};
-  for (size_t i = first; i < passing.stack.size(); ++i) {
-    visit_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
-      call.bytes += static_cast<int64_t>(tensor.nbytes());
-    });
-  }
-  if (!info.collective && !policy_->keeps(call)) {
+  const at::Tensor& result = results[0].toTensor();
+  if (storage_of(result) == nullptr) {
     return;
   }
-  const at::Tensor& result = passing.stack[first].toTensor();
-  if (!result.defined() || storage_of(result) == nullptr) {
-    return;
-  }
-  KeptCall kept;
-  kept.index = index;
+  KeptCall& kept = calls.kept[index];
   kept.order = store_->kept++;
   kept.counter = result.unsafeGetTensorImpl()->version_counter();
-  const bool saves =
-      around_ != nullptr && std::all_of(passing.stack.begin() + static_cast<int64_t>(first),
-                                        passing.stack.end(), [](const c10::IValue& value) {
-                                          return value.isTensor() && value.toTensor().defined();
-                                        });
-  for (size_t i = first; i < passing.stack.size(); ++i) {
-    c10::IValue value = bare_value(passing.stack[i]);
+  const bool saves = around_ != nullptr &&
+                     std::all_of(results.begin(), results.end(), [](const c10::IValue& value) {
+                       return value.isTensor() && value.toTensor().defined();
+                     });
+  for (const c10::IValue& value : results) {
     if (saves) {
       kept.saved.push_back(around_->make_hooks());
-      kept.saved.back()->call_pack_hook(value.toTensor());
+      kept.saved.back()->call_pack_hook(bare_value(value).toTensor());
     } else {
-      kept.results.push_back(std::move(value));
+      kept.results.push_back(bare_value(value));
     }
   }
   if (info.random) {
     kept.random_after = CpuRandomState::now();
   }
   held_.push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(result.storage().getWeakStorageImpl()),
-                   &passing.op.schema(), index, result.numel()});
-  store_->calls[&passing.op.schema()].kept.push_back(std::move(kept));
+                   &calls, index, result.numel()});
   open_ = true;
 }
 
@@ -201,7 +171,7 @@ void OpReplayer::pass(const OpPassing& passing) {
       return;
     }
   }
-  writes_.pass(passing, [&] { passing.run(); });
+  writes_.pass(passing);
 }
 
 // Skips an in-place operator whose effect the kept value already has.
@@ -216,10 +186,7 @@ bool OpReplayer::skip_write(const OpPassing& passing, const OpInfo& info) {
       --replayed.absorbed;
       ++next_[&passing.op.schema()];
       const bool returns = !passing.op.schema().returns().empty();
-      torch::jit::drop(passing.stack, passing.arguments());
-      if (returns) {
-        passing.stack.emplace_back(target);
-      }
+      passing.answer(returns ? std::vector<c10::IValue>{target} : std::vector<c10::IValue>{});
       return true;
     }
   }
@@ -237,64 +204,60 @@ bool OpReplayer::hand_out(const OpPassing& passing, const OpInfo& info) {
             std::to_string(calls == store_->calls.end() ? 0 : calls->second.count) + " times",
         "the same operators in both", "make the region depend only on its inputs");
   }
-  auto& kept = calls->second.kept;
-  const auto call = std::find_if(kept.begin(), kept.end(), [&](const KeptCall& candidate) {
-    return candidate.index == index;
-  });
-  if (call == kept.end()) {
+  const auto kept = calls->second.kept.find(index);
+  if (kept == calls->second.kept.end()) {
     return false;
   }
-  if (call->taken) {
+  KeptCall& call = kept->second;
+  if (call.taken) {
     throw CheckpointError("activation_checkpoint::recompute",
                           "a second backward needs the kept result of " + info.name,
                           "retain_graph=true in the previous backward",
                           "retain the graph in every backward but the last");
   }
-  for (const auto& hooks : call->saved) {
-    call->results.emplace_back(hooks->call_unpack_hook());
+  std::vector<c10::IValue>& results = call.results;
+  for (const auto& hooks : call.saved) {
+    results.emplace_back(hooks->call_unpack_hook());
   }
-  const at::Tensor first = call->results[0].toTensor();
-  if (first._version() != call->version) {
+  const at::Tensor first = results[0].toTensor();
+  if (first._version() != call.version) {
     throw CheckpointError(
         "activation_checkpoint::recompute",
         "the kept result of " + info.name + " was changed in place after its region",
         "unchanged kept results",
         "clone the region's output before changing it, or keep other operators");
   }
-  torch::jit::drop(passing.stack, passing.arguments());
-  for (c10::IValue& result : call->results) {
-    passing.stack.push_back(keeps_graph_ ? bare_value(result) : std::move(result));
+  std::vector<c10::IValue> given = keeps_graph_ ? results : std::move(results);
+  if (keeps_graph_) {
+    std::transform(given.begin(), given.end(), given.begin(), &bare_value);
   }
-  replayed_.push_back({storage_of(first), call->absorbed});
-  if (!keeps_graph_ || !call->saved.empty()) {
-    call->results.clear();
+  passing.answer(std::move(given));
+  replayed_.push_back({storage_of(first), call.absorbed});
+  if (!keeps_graph_ || !call.saved.empty()) {
+    results.clear();
   }
   if (!keeps_graph_) {
-    call->saved.clear();
-    call->taken = true;
+    call.saved.clear();
+    call.taken = true;
   }
-  if (call->random_after) {
-    call->random_after->restore();
+  if (call.random_after) {
+    call.random_after->restore();
   }
   return true;
 }
 
 std::string OpReplayer::difference() const {
-  if (!store_ || store_->names.empty()) {
+  if (!store_) {
     return {};
   }
-  const size_t common = std::min(names_.size(), store_->names.size());
-  for (size_t i = 0; i < common; ++i) {
-    if (names_[i] != store_->names[i]) {
-      return "operator " + std::to_string(i) + " is " + names_[i] + ", in forward it was " +
-             store_->names[i];
-    }
+  const std::vector<std::string>& forward = store_->names;
+  const auto [mine, theirs] =
+      std::mismatch(names_.begin(), names_.end(), forward.begin(), forward.end());
+  if (mine == names_.end()) {
+    return {};
   }
-  if (names_.size() > store_->names.size()) {
-    return "operator " + std::to_string(common) + " is " + names_[common] +
-           ", in forward there was none";
-  }
-  return {};
+  return "operator " + std::to_string(mine - names_.begin()) + " is " + *mine + ", in forward " +
+         (theirs == forward.end() ? "there was none" : "it was " + *theirs);
 }
 
 } // namespace hasten::detail

@@ -5,6 +5,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -45,7 +46,6 @@ struct EarlyStop {
 /// keeps nothing, and its recomputation makes them again. If the inner region kept them, they would
 /// stay in memory although the outer region exists to avoid that.
 struct KeptCall {
-  size_t index = 0; // index among the calls of its operator
   size_t order = 0; // index among all kept calls of the region
   /// `saved` replaces `results` inside another region.
   std::vector<c10::IValue> results{};
@@ -62,7 +62,7 @@ struct KeptCall {
 struct OpStore {
   struct Calls {
     size_t count = 0;
-    std::vector<KeptCall> kept{}; // by rising index
+    std::map<size_t, KeptCall> kept{}; // by index among the calls of the operator
   };
   std::unordered_map<const c10::FunctionSchema*, Calls> calls{};
   std::vector<std::string> names{}; // all names, in order; only with debug
@@ -93,15 +93,14 @@ class OpRecorder final : public OpObserver {
  private:
   struct Held { // a kept call, identified by the storage of its first result (weak)
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    const c10::FunctionSchema* op;
+    OpStore::Calls* calls;
     size_t index;
     int64_t numel;
   };
-  KeptCall* kept(const Held& held);
   void run(const OpPassing& passing);
   void watch(const OpPassing& passing, const OpInfo& info, bool own);
   void seal();
-  void keep(const OpPassing& passing, const OpInfo& info, size_t index);
+  void keep(const OpPassing& passing, const OpInfo& info, OpStore::Calls& calls, size_t index);
 
   std::shared_ptr<const OpPolicy> policy_;
   std::shared_ptr<OpStore> store_;
@@ -117,9 +116,9 @@ class OpRecorder final : public OpObserver {
 /// tensors.
 class OpReplayer final : public OpObserver {
  public:
-  /// `store` may be null. `keeps_graph`: results are needed again later. `stop` is checked before
-  /// each operator.
-  OpReplayer(std::shared_ptr<OpStore> store, bool keeps_graph, const EarlyStop* stop = nullptr);
+  /// `keeps_graph`: results are needed again later. `stop` is checked before each operator.
+  explicit OpReplayer(std::shared_ptr<OpStore> store = nullptr, bool keeps_graph = false,
+                      const EarlyStop* stop = nullptr);
   void pass(const OpPassing& passing) override;
   WriteGuard* writes() { return &writes_; }
   /// "operator 12 is aten::relu, in forward it was aten::sigmoid". Empty if names were not recorded

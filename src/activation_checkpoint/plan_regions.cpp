@@ -32,14 +32,7 @@ struct ProgramStep {
   RegionForward forward{};
   std::vector<int> inputs{}; // numbers of values; kNoTensor if undefined
   std::vector<int> outputs{};
-  std::optional<RandomState> random{}; // at the start of the step, if preserve_rng_state
-  AutocastState autocast{};
-
-  void restore_random() const {
-    if (random) {
-      random->restore();
-    }
-  }
+  ForwardState state{}; // at its start
 };
 
 // The calls of one pass through the model.
@@ -123,8 +116,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
       for (const int value : step.inputs) {
         inputs.push_back(value == kNoTensor ? at::Tensor() : tensors[value]);
       }
-      step.restore_random();
-      step.autocast.restore();
+      step.state.restore();
       outputs = step.forward(std::move(inputs));
       made = step.outputs;
     } else {
@@ -142,7 +134,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
       std::vector<StepRegion> deeper; // regions inside this one
       std::copy_if(region + 1, inner.end(), std::back_inserter(deeper),
                    [&](const StepRegion& candidate) { return candidate.first < next; });
-      program->steps[at].restore_random();
+      program->steps[at].state.restore();
       outputs = run_region(
           [program, deeper, at, next, made](std::vector<at::Tensor> values) {
             return run_steps(program, deeper, at, next, std::move(values), made);
@@ -190,10 +182,7 @@ class PlanPass {
     for (const at::Tensor& input : inputs) {
       written.inputs.push_back(program_->value_of(input));
     }
-    if (options_.preserve_rng_state) {
-      written.random = RandomState::now(inputs);
-    }
-    written.autocast = AutocastState::now(inputs);
+    written.state = ForwardState::now(inputs, options_.preserve_rng_state);
     add_inputs(inputs, written.inputs);
     open_regions(index, step, inputs, written.inputs);
     const RegionForward part = written.forward; // the vector of steps may be reallocated

@@ -160,7 +160,7 @@ class Seeds : public torch::autograd::Function<Seeds> {
 static BlockRun run_block_once(const RegionForward& run, const std::vector<at::Tensor>& given) {
   // Forward does not write to existing tensors: buffers stay. Backward is outside its scope,
   // because there it would copy gradients that are added to.
-  OpReplayer observer(nullptr, false);
+  OpReplayer observer;
   std::vector<at::Tensor> inputs;
   for (const at::Tensor& tensor : given) {
     at::Tensor input = tensor.defined() ? tensor.detach() : tensor;
@@ -249,7 +249,7 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
   before.restore();
   {
     const at::NoGradGuard no_grad;
-    OpReplayer observer(nullptr, false);
+    OpReplayer observer;
     const OpScope scope(&observer);
     forward(inputs);
   }

@@ -1,6 +1,5 @@
 #include "reentrant.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -18,8 +17,7 @@ namespace hasten::detail {
 // What backward needs in addition to the saved tensors.
 struct ReentrantCall : torch::CustomClassHolder {
   RegionForward forward{};
-  std::optional<RandomState> random{};
-  std::optional<AutocastState> autocast{};
+  ForwardState state{};
   std::vector<bool> derived{}; // whether each input requires a gradient
   OncePlace once{};
 };
@@ -62,7 +60,13 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
       }
       inputs.push_back(std::move(input));
     }
-    Tensors outputs = again(*call, inputs);
+    Tensors outputs;
+    {
+      const RecomputeScope scope(call->state, call->once);
+      OpReplayer writes;
+      const OpScope ops(&writes);
+      outputs = call->forward(inputs);
+    }
     Tensors roots;
     Tensors seeds;
     for (size_t i = 0; i < outputs.size(); ++i) {
@@ -79,18 +83,6 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
     result.emplace_back(); // gradient of the call
     return result;
   }
-
- private:
-  static Tensors again(const ReentrantCall& call, const Tensors& inputs) {
-    const StateScope<RandomState> random(call.random);
-    const StateScope<AutocastState> autocast(call.autocast);
-    const RecomputeFlag flag;
-    const OnceScope once(OncePlace{call.once.store, call.once.next, true});
-    OpReplayer writes(nullptr, false);
-    const OpScope ops(&writes);
-    const at::AutoGradMode grad_mode(true);
-    return call.forward(inputs);
-  }
 };
 
 std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Tensor> inputs,
@@ -104,10 +96,7 @@ std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Ten
         "them, and no early stop");
   });
   auto call = c10::make_intrusive<ReentrantCall>();
-  if (options.preserve_rng_state) {
-    call->random = RandomState::now(inputs);
-  }
-  call->autocast = AutocastState::now(inputs);
+  call->state = ForwardState::now(inputs, options.preserve_rng_state);
   for (const at::Tensor& input : inputs) {
     call->derived.push_back(input.defined() && input.requires_grad());
   }

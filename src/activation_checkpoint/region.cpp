@@ -1,8 +1,6 @@
 #include "region.h"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -135,13 +133,6 @@ void Region::save_inputs(const std::vector<at::Tensor>& inputs) {
   if (SavedHookFactory* around = current_hook_factory(); around != nullptr) {
     around->between_operators();
   }
-}
-
-void Region::save_state(const std::vector<at::Tensor>& inputs) {
-  if (options_.preserve_rng_state) {
-    random_ = RandomState::now(inputs);
-  }
-  autocast_ = AutocastState::now(inputs);
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> Region::make_hooks() {
@@ -286,24 +277,9 @@ void Region::run_again(Recomputed& pass, bool keeps_graph) {
   for (const torch::autograd::SavedVariable& input : inputs_) {
     inputs.push_back(input.unpack());
   }
-  const StateScope<RandomState> random(random_);
-  const StateScope<AutocastState> autocast(autocast_);
-  const bool casts = autocast_ && autocast_->enabled();
-  struct FreshCasts { // a cast weight from outside belongs to another graph
-    explicit FreshCasts(bool on) : on_(on) { clear(); }
-    ~FreshCasts() { clear(); }
-    void clear() const {
-      if (on_) {
-        at::autocast::clear_cache();
-      }
-    }
-    bool on_;
-  } const casts_scope(casts);
-  const RecomputeFlag flag;
-  const OnceScope once(OncePlace{once_.store, once_.next, true});
+  const RecomputeScope scope(state_, once_);
   OpReplayer replayer(ops_, keeps_graph, &pass.stop);
   const OpScope ops(&replayer);
-  const at::AutoGradMode grad_mode(true);
   RecomputeFactory factory(*this, pass);
   const HookScope hooks(&factory);
   try {

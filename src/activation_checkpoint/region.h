@@ -70,7 +70,9 @@ class Region final : public SavedHookFactory, public std::enable_shared_from_thi
   /// Saves inputs under the currently active hooks.
   void save_inputs(const std::vector<at::Tensor>& inputs);
   /// Records random state and autocast for the devices of `inputs`.
-  void save_state(const std::vector<at::Tensor>& inputs);
+  void save_state(const std::vector<at::Tensor>& inputs) {
+    state_ = ForwardState::now(inputs, options_.preserve_rng_state);
+  }
   /// Sets what a recomputation runs. Call it before any part of forward, because code inside the
   /// region may run backward.
   void set_recompute(RegionForward forward) { forward_ = std::move(forward); }
@@ -124,8 +126,7 @@ class Region final : public SavedHookFactory, public std::enable_shared_from_thi
   std::vector<torch::autograd::SavedVariable> inputs_{};
   std::vector<Unchanged> input_versions_{};
   std::vector<Unchanged> parameters_{};
-  std::optional<RandomState> random_{};
-  std::optional<AutocastState> autocast_{};
+  ForwardState state_{};
   OncePlace once_{};
   std::shared_ptr<OpStore> ops_{};
   bool complete_ = false; // forward has returned

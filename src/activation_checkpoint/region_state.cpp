@@ -74,4 +74,35 @@ void RandomState::restore() const {
   }
 }
 
+ForwardState ForwardState::now(const std::vector<at::Tensor>& inputs, bool preserve_rng_state) {
+  ForwardState state;
+  if (preserve_rng_state) {
+    state.random = RandomState::now(inputs);
+  }
+  state.autocast = AutocastState::now(inputs);
+  return state;
+}
+
+void ForwardState::restore() const {
+  if (random) {
+    random->restore();
+  }
+  autocast.restore();
+}
+
+RecomputeScope::RecomputeScope(const ForwardState& forward, const OncePlace& once)
+    : random_(forward.random),
+      autocast_(forward.autocast),
+      casts_(forward.autocast.enabled()),
+      once_(OncePlace{once.store, once.next, true}) {
+  drop_casts();
+}
+
+// A cast weight from outside belongs to another graph.
+void RecomputeScope::drop_casts() const {
+  if (casts_) {
+    drop_autocast_casts();
+  }
+}
+
 } // namespace hasten::detail

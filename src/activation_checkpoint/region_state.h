@@ -4,12 +4,14 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "hasten/core/autocast.h"
+#include "hasten/core/recompute.h"
 
 namespace hasten::detail {
 
@@ -17,7 +19,6 @@ namespace hasten::detail {
 class CpuRandomState {
  public:
   static CpuRandomState now();
-  CpuRandomState again() const { return now(); }
   /// Whether both states are equal.
   bool same_as(const CpuRandomState& other) const;
   void restore() const;
@@ -61,6 +62,34 @@ class StateScope {
 
  private:
   std::optional<State> before_{};
+};
+
+/// What a forward depends on in addition to its inputs.
+struct ForwardState {
+  std::optional<RandomState> random{}; // only with ActivationCheckpointOptions::preserve_rng_state
+  AutocastState autocast{};
+
+  static ForwardState now(const std::vector<at::Tensor>& inputs, bool preserve_rng_state);
+  void restore() const;
+};
+
+/// While it lives, this thread recomputes a forward that had this state and place.
+class RecomputeScope {
+ public:
+  RecomputeScope(const ForwardState& forward, const OncePlace& once);
+  RecomputeScope(const RecomputeScope&) = delete;
+  RecomputeScope& operator=(const RecomputeScope&) = delete;
+  ~RecomputeScope() { drop_casts(); }
+
+ private:
+  void drop_casts() const;
+
+  StateScope<RandomState> random_;
+  StateScope<AutocastState> autocast_;
+  bool casts_;
+  RecomputeFlag flag_{};
+  OnceScope once_;
+  at::AutoGradMode grad_mode_{true};
 };
 
 } // namespace hasten::detail

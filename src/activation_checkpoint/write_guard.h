@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <vector>
 
 #include "hasten/core/op_scope.h"
@@ -19,16 +18,7 @@ class WriteGuard {
   WriteGuard& operator=(const WriteGuard&) = delete;
   /// Restores version counters, because nothing was changed.
   ~WriteGuard();
-  template <typename Run>
-  void pass(const OpPassing& passing, Run&& run) {
-    const OpInfo& info = op_info(passing.op);
-    if (!info.writes.empty()) {
-      pass_write(passing, info, std::function<void()>(std::ref(run)));
-    } else {
-      run();
-    }
-    note_results(passing);
-  }
+  void pass(const OpPassing& passing);
 
  private:
   struct Version {
@@ -36,9 +26,6 @@ class WriteGuard {
     uint32_t version;
   };
   bool outside(const at::Tensor& tensor) const;
-  at::Tensor copy_of(const at::Tensor& tensor);
-  void pass_write(const OpPassing& passing, const OpInfo& info, const std::function<void()>& run);
-  void note_results(const OpPassing& passing);
 
   std::vector<const c10::StorageImpl*> made_{};
   std::vector<Version> versions_{};

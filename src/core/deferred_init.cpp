@@ -60,10 +60,9 @@ static bool covers_storage(const at::Tensor& tensor) {
 
 static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
   std::vector<at::Generator> found = {at::detail::getDefaultCPUGenerator()};
-  const size_t first = passing.stack.size() - passing.arguments();
-  for (size_t i = first; i < passing.stack.size(); ++i) {
-    if (passing.stack[i].isGenerator()) {
-      const at::Generator generator = passing.stack[i].toGenerator();
+  for (const c10::IValue& argument : passing.arguments()) {
+    if (argument.isGenerator()) {
+      const at::Generator generator = argument.toGenerator();
       if (generator.device().is_cpu() && generator != found[0]) {
         found.push_back(generator);
       }
@@ -234,22 +233,21 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
   op.below = passing.below;
   op.default_dtype = c10::get_default_dtype();
   const OpInfo& info = op_info(passing.op);
-  const size_t first = passing.stack.size() - passing.arguments();
-  for (size_t i = 0; i < passing.arguments(); ++i) {
+  const auto arguments = passing.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
     const bool write = std::find(info.writes.begin(), info.writes.end(), i) != info.writes.end();
-    op.arguments.push_back(map_tensors(passing.stack[first + i], [&](const at::Tensor& tensor) {
+    op.arguments.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       return describe_tensor(tensor, write, described);
     }));
   }
-  const c10::IValue* target = passing.arguments() > 0 ? &passing.stack[first] : nullptr;
-  if (overwrites_first(info.name) && target != nullptr && target->isTensor() &&
-      find(target->toTensor()) && covers_storage(target->toTensor())) {
-    const size_t storage = *find(target->toTensor());
+  if (overwrites_first(info.name) && arguments[0].isTensor() && find(arguments[0].toTensor()) &&
+      covers_storage(arguments[0].toTensor())) {
+    const size_t storage = *find(arguments[0].toTensor());
     const auto itself = [&](const DeferredRange& range) { return range.storage == storage; };
     if (std::count_if(described.reads.begin(), described.reads.end(), itself) == 1) {
       described.reads.erase(std::find_if(described.reads.begin(), described.reads.end(), itself));
       op.overwrites = storage;
-      op.overwritten_bytes = target->toTensor().storage().nbytes();
+      op.overwritten_bytes = arguments[0].toTensor().storage().nbytes();
     }
   }
   for (const DeferredRange& range : described.reads) {
@@ -287,9 +285,8 @@ void DeferredRecorder::bring(const Passing& described) {
 
 void DeferredRecorder::note_results(const OpPassing& passing, Passing& described) {
   size_t number = 0;
-  const size_t results = passing.op.schema().returns().size();
-  for (size_t i = passing.stack.size() - results; i < passing.stack.size(); ++i) {
-    map_tensors(passing.stack[i], [&](const at::Tensor& tensor) {
+  for (const c10::IValue& result : passing.results()) {
+    visit_tensors(result, [&](const at::Tensor& tensor) {
       const auto is_alias = [&](const at::Tensor& other) { return same_storage(other, tensor); };
       if (is_deferrable(tensor) && !find(tensor) &&
           std::none_of(described.outside.begin(), described.outside.end(), is_alias)) {
@@ -301,7 +298,6 @@ void DeferredRecorder::note_results(const OpPassing& passing, Passing& described
         described.op.creates.emplace_back(number, storage);
       }
       ++number;
-      return tensor;
     });
   }
   for (const DeferredRange& range : described.writes) {

@@ -40,21 +40,6 @@ GeneratorState state_now(at::Generator generator) {
   return {generator, generator.get_state()};
 }
 
-c10::IValue map_tensors(const c10::IValue& value,
-                        const std::function<at::Tensor(const at::Tensor&)>& change) {
-  if (value.isTensor()) {
-    return value.toTensor().defined() ? change(value.toTensor()) : value;
-  }
-  if (value.isList()) {
-    auto list = value.toList().copy();
-    for (size_t i = 0; i < list.size(); ++i) {
-      list.set(i, map_tensors(list.get(i), change));
-    }
-    return list;
-  }
-  return value;
-}
-
 at::Tensor without_graph(const at::Tensor& tensor) {
   const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const auto version = tensor.is_inference() ? c10::VariableVersion() : impl->version_counter();
@@ -292,12 +277,12 @@ void DeferredLog::run(DeferredOp& op) {
 void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& results) {
   size_t number = 0;
   for (const c10::IValue& value : results) {
-    map_tensors(value, [&](const at::Tensor& tensor) {
+    visit_tensors(value, [&](const at::Tensor& tensor) {
       const auto made = std::find_if(op.creates.begin(), op.creates.end(),
                                      [&](const auto& create) { return create.first == number; });
       ++number;
       if (made == op.creates.end()) {
-        return tensor;
+        return;
       }
       c10::StorageImpl& result = *tensor.storage().unsafeGetStorageImpl();
       c10::StorageImpl& twin = *storages_[made->second].twin;
@@ -308,7 +293,6 @@ void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& re
         give_memory(twin, result.nbytes());
         std::memcpy(twin.mutable_data(), result.data(), result.nbytes());
       }
-      return tensor;
     });
   }
 }

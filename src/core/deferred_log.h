@@ -16,12 +16,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StorageImpl.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "hasten/core/op_scope.h"
 
 namespace hasten::detail {
 
@@ -97,10 +98,6 @@ struct DeferredPlace {
 /// Null if the tensor is not deferred.
 const DeferredPlace* deferred_place(const at::Tensor& tensor);
 const DeferredPlace* deferred_place(c10::StorageImpl& storage);
-
-/// Returns the value with each tensor replaced by change(tensor), including those in lists.
-c10::IValue map_tensors(const c10::IValue& value,
-                        const std::function<at::Tensor(const at::Tensor&)>& change);
 
 /// Tensor::is_alias_of would read the pointer of a deferred tensor, which throws.
 inline bool same_storage(const at::Tensor& a, const at::Tensor& b) {

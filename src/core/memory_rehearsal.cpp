@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "deferred_log.h"
 #include "hasten/core/op_scope.h"
 
 namespace hasten {
@@ -98,7 +97,7 @@ class ShapeObserver final : public OpObserver {
  public:
   void pass(const OpPassing& passing) override {
     const OpInfo& info = op_info(passing.op);
-    const auto arguments = passing.stack.end() - static_cast<int64_t>(passing.arguments());
+    const auto arguments = passing.arguments();
     if (passing.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
         info.name.rfind("hasten::", 0) == 0) { // consists of operators, which are observed too
       const auto keys = c10::impl::tls_local_dispatch_key_set();
@@ -111,7 +110,7 @@ class ShapeObserver final : public OpObserver {
     torch::jit::Stack results;
     if (!info.writes.empty() && (!info.fresh || returned == 0)) {
       for (size_t i = 0; i < returned; ++i) {
-        results.push_back(arguments[static_cast<int64_t>(info.writes[i])]);
+        results.push_back(arguments[info.writes[i]]);
       }
     } else if (!info.fresh) {
       passing.run();
@@ -119,10 +118,9 @@ class ShapeObserver final : public OpObserver {
     } else if (info.name == "aten::_local_scalar_dense") {
       results.emplace_back(c10::Scalar(0));
     } else {
-      results = results_on_meta(passing.op, info.name, {arguments, passing.stack.end()});
+      results = results_on_meta(passing.op, info.name, {arguments.begin(), arguments.end()});
     }
-    passing.stack.erase(arguments, passing.stack.end());
-    passing.stack.insert(passing.stack.end(), results.begin(), results.end());
+    passing.answer(std::move(results));
   }
 
  private:

@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -36,6 +38,35 @@ static OpObserver* swap_op_observer(OpObserver* observer) {
   return std::exchange(op_observer, observer);
 }
 
+void OpPassing::answer(std::vector<c10::IValue> results) const {
+  torch::jit::drop(stack, arguments().size());
+  std::move(results.begin(), results.end(), std::back_inserter(stack));
+}
+
+int64_t result_bytes(const OpPassing& passing) {
+  int64_t bytes = 0;
+  for (const c10::IValue& result : passing.results()) {
+    visit_tensors(
+        result, [&](const at::Tensor& tensor) { bytes += static_cast<int64_t>(tensor.nbytes()); });
+  }
+  return bytes;
+}
+
+c10::IValue map_tensors(const c10::IValue& value,
+                        const std::function<at::Tensor(const at::Tensor&)>& change) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? change(value.toTensor()) : value;
+  }
+  if (value.isList()) {
+    auto list = value.toList().copy();
+    for (size_t i = 0; i < list.size(); ++i) {
+      list.set(i, map_tensors(list.get(i), change));
+    }
+    return list;
+  }
+  return value;
+}
+
 OpScope::OpScope(OpObserver* observer) : include_(kOpKey), before_(swap_op_observer(observer)) {}
 OpScope::~OpScope() { op_observer = before_; }
 
@@ -68,9 +99,9 @@ static OpInfo make_op_info(const c10::OperatorHandle& op) {
   }
   info.ignored = info.name == "aten::detach" || info.name == "aten::alias";
   info.random = op.hasTag(at::Tag::nondeterministic_seeded);
-  info.collective = info.name.rfind("c10d::", 0) == 0 ||
-                    info.name.rfind("_c10d_functional::", 0) == 0 ||
-                    info.name.rfind("c10d_functional::", 0) == 0;
+  info.collective = info.name.starts_with("c10d::") ||
+                    info.name.starts_with("_c10d_functional::") ||
+                    info.name.starts_with("c10d_functional::");
   return info;
 }
 

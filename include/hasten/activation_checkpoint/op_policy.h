@@ -60,8 +60,6 @@ class OpPolicy {
 /// Matrix products, attention, convolutions, and top-k (whose ties may differ). Collectives are not
 /// listed: they must not run a second time on some ranks only, so every policy keeps their results.
 const std::set<std::string>& expensive_ops();
-/// Whether `name` is one of torch's collectives ("c10d::…", "_c10d_functional::…").
-bool is_collective_op(std::string_view name);
 
 /// Runs `forward` once without gradient and measures each operator: seconds and new bytes of each
 /// call, in the order of calls. Restores the random state.

@@ -8,6 +8,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cstdint>
+#include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,10 +24,21 @@ struct OpPassing {
   c10::DispatchKeySet below;
   torch::jit::Stack& stack;
 
-  size_t arguments() const { return op.schema().arguments().size(); }
+  /// The arguments on the stack, until the kernel has run.
+  std::span<c10::IValue> arguments() const {
+    return std::span(stack).last(op.schema().arguments().size());
+  }
+  /// The results on the stack, afterwards.
+  std::span<c10::IValue> results() const {
+    return std::span(stack).last(op.schema().returns().size());
+  }
   /// Runs the kernel, which replaces the arguments on the stack by its results.
   void run() const { op.redispatchBoxed(below, &stack); }
+  /// Replaces the arguments by these results instead.
+  void answer(std::vector<c10::IValue> results) const;
 };
+/// Bytes of the results' tensors.
+int64_t result_bytes(const OpPassing& passing);
 
 /// Is called for each operator. pass() must run `passing` once, or replace the arguments on the
 /// stack by results itself.
@@ -35,8 +49,7 @@ class OpObserver {
 };
 
 /// While an object lives, each operator that this thread calls goes to `observer`, but not those
-/// that its kernel calls. The previous observer gets
-/// none until then.
+/// that its kernel calls. The previous observer gets none until then.
 class OpScope {
  public:
   explicit OpScope(OpObserver* observer);
@@ -64,17 +77,17 @@ const OpInfo& op_info(const c10::OperatorHandle& op);
 /// Calls visit(tensor) for each defined tensor in the value.
 template <typename Visit>
 void visit_tensors(const c10::IValue& value, Visit&& visit) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) {
-      visit(value.toTensor());
-    }
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      if (tensor.defined()) {
-        visit(tensor);
-      }
+  if (value.isTensor() && value.toTensor().defined()) {
+    visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      visit_tensors(item, visit);
     }
   }
 }
+/// Returns the value with each defined tensor replaced by change(tensor), including those in
+/// lists.
+c10::IValue map_tensors(const c10::IValue& value,
+                        const std::function<at::Tensor(const at::Tensor&)>& change);
 
 } // namespace hasten::detail
