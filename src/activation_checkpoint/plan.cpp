@@ -36,86 +36,72 @@ class PlanWalk {
   const BlockProfile& at(int64_t i) const { return profile_.blocks[static_cast<size_t>(i)]; }
   void note(int64_t bytes) { peak_ = std::max(peak_, bytes); }
 
-  // The outermost region that begins at `block`, without the first `skip` regions.
-  int64_t region_at(int64_t block, int64_t last, size_t skip) const {
-    for (size_t i = skip; i < regions_.size(); ++i) {
-      if (regions_[i].first == block && regions_[i].last <= last) {
-        return static_cast<int64_t>(i);
-      }
+  struct Item {
+    int64_t first = 0;
+    int64_t last = 0;
+    const PlanRegion* region = nullptr; // null: a block that is kept
+
+    bool ops() const { return region->choice == BlockChoice::keep_ops; }
+  };
+
+  // Blocks [first, last) under the outermost of the regions from index `skip` on.
+  std::vector<Item> items(int64_t first, int64_t last, size_t skip) const {
+    std::vector<Item> found;
+    for (int64_t block = first; block < last; block = found.back().last) {
+      const auto region = std::find_if(
+          regions_.begin() + static_cast<int64_t>(skip), regions_.end(),
+          [&](const PlanRegion& other) { return other.first == block && other.last <= last; });
+      found.push_back(region == regions_.end() ? Item{block, block + 1, nullptr}
+                                               : Item{block, region->last, &*region});
     }
-    return -1;
+    return found;
   }
 
   // Runs blocks [first, last) under the regions from index `skip` on. In a recomputation the last
   // block counts only up to the point where it stops.
   void forward(int64_t first, int64_t last, size_t skip, bool again) {
     const int64_t gradient = again ? at(last - 1).output_bytes : 0;
-    for (int64_t block = first; block < last;) {
-      const int64_t found = region_at(block, last, skip);
-      if (found < 0) {
-        const BlockProfile& b = at(block);
-        if (again && block + 1 == last) {
-          note(used_ + alone_bytes(b));
-          seconds_ += b.recompute_seconds;
-        } else {
-          note(used_ + gradient + b.saved_bytes + b.forward_extra + b.unit_bytes);
-          seconds_ += b.forward_seconds;
-        }
-        used_ += b.saved_bytes;
-        ++block;
+    for (const Item& item : items(first, last, skip)) {
+      const BlockProfile& head = at(item.first);
+      const bool ends = again && item.last == last;
+      if (item.region == nullptr) {
+        note(used_ + (ends ? alone_bytes(head) : gradient + head.saved_bytes + head.forward_extra));
+        seconds_ += ends ? head.recompute_seconds : head.forward_seconds;
+        used_ += head.saved_bytes;
         continue;
       }
-      const PlanRegion& region = regions_[static_cast<size_t>(found)];
-      const bool ops = region.choice == BlockChoice::keep_ops;
-      for (int64_t i = region.first; i < region.last; ++i) {
+      for (int64_t i = item.first; i < item.last; ++i) {
         const BlockProfile& b = at(i);
-        const int64_t input = i == region.first ? 0 : at(i - 1).output_bytes;
-        note(used_ + gradient + input + b.unit_bytes +
-             (ops ? b.saved_bytes + b.forward_extra : b.dropped_peak));
-        seconds_ += again && region.last == last ? 0 : b.forward_seconds;
+        const int64_t input = i == item.first ? 0 : at(i - 1).output_bytes;
+        note(used_ + gradient + input +
+             (item.ops() ? b.saved_bytes + b.forward_extra : b.dropped_peak));
+        seconds_ += ends ? 0 : b.forward_seconds;
       }
-      used_ += ops ? at(block).ops_saved_bytes : at(region.last - 1).output_bytes;
-      block = region.last;
+      used_ += item.ops() ? head.ops_saved_bytes : at(item.last - 1).output_bytes;
     }
   }
 
   void backward(int64_t first, int64_t last, size_t skip, bool again) {
-    // The items in the order of forward; backward goes from the last to the first.
-    std::vector<std::pair<int64_t, int64_t>> items; // block, region or -1
-    for (int64_t block = first; block < last;) {
-      const int64_t found = region_at(block, last, skip);
-      items.emplace_back(block, found);
-      block = found < 0 ? block + 1 : regions_[static_cast<size_t>(found)].last;
-    }
-    for (auto item = items.rbegin(); item != items.rend(); ++item) {
-      const auto [block, found] = *item;
-      if (found < 0) {
-        const BlockProfile& b = at(block);
-        if (!again || block + 1 != last) { // else counted with its recomputation
-          note(used_ + b.output_bytes + b.backward_extra + b.unit_bytes);
+    const std::vector<Item> forward_items = items(first, last, skip);
+    for (auto item = forward_items.rbegin(); item != forward_items.rend(); ++item) {
+      const BlockProfile& end = at(item->last - 1);
+      if (item->region == nullptr) {
+        if (!again || item->last != last) { // else counted with its recomputation
+          note(used_ + end.output_bytes + end.backward_extra);
         }
-        used_ -= b.saved_bytes;
-        seconds_ += b.backward_seconds;
-        continue;
-      }
-      const PlanRegion& region = regions_[static_cast<size_t>(found)];
-      const BlockProfile& end = at(region.last - 1);
-      if (region.choice == BlockChoice::keep_ops) {
-        note(used_ + end.output_bytes + end.ops_backward_extra + end.unit_bytes);
+        used_ -= end.saved_bytes;
+        seconds_ += end.backward_seconds;
+      } else if (item->ops()) {
+        note(used_ + end.output_bytes + end.ops_backward_extra);
         used_ -= end.ops_saved_bytes;
         seconds_ += end.backward_seconds + end.ops_recompute_seconds;
-        continue;
+      } else {
+        // Its output is no longer needed; the output's gradient stays.
+        used_ -= end.output_bytes;
+        const auto inner = static_cast<size_t>(item->region - regions_.data()) + 1;
+        forward(item->first, item->last, inner, true);
+        backward(item->first, item->last, inner, true);
       }
-      // Its output is no longer needed; the output's gradient stays.
-      used_ -= end.output_bytes;
-      if (region.last - region.first > 1) {
-        for (int64_t i = region.first; i < region.last; ++i) {
-          seconds_ += at(i).gather_seconds;
-        }
-      }
-      const auto inner = static_cast<size_t>(found) + 1;
-      forward(region.first, region.last, inner, true);
-      backward(region.first, region.last, inner, true);
     }
   }
 
@@ -125,6 +111,13 @@ class PlanWalk {
   int64_t peak_ = 0;
   double seconds_ = 0;
 };
+
+std::vector<SimplePlan> simple_plans(const ChainProfile& profile) {
+  const auto blocks = static_cast<int64_t>(profile.blocks.size());
+  return {{"keep everything", keep_all_regions(blocks)},
+          {"sqrt(n) regions", sqrt_regions(blocks)},
+          {"each block", each_block_regions(blocks)}};
+}
 
 [[noreturn]] static void refuse_plan(const std::string& source, const std::string& what) {
   throw InputError("activation_checkpoint::ActivationPlan", source + ": " + what,
@@ -249,54 +242,47 @@ void ActivationPlan::require_shapes(const ChainProfile& profile) const {
 
 std::string pareto_table(const ChainProfile& profile,
                          const std::vector<std::shared_ptr<const ActivationPlan>>& plans) {
-  const auto n = static_cast<int64_t>(profile.blocks.size());
-  const PlanCost full = plan_cost(profile, keep_all_regions(n));
+  const PlanCost full = plan_cost(profile, {});
   std::ostringstream text;
   text << std::fixed;
-  const auto row = [&](const std::string& name, int64_t peak, double seconds) {
-    text << std::left << std::setw(24) << name << std::right << std::setw(12) << format_bytes(peak)
-         << std::setw(7) << std::setprecision(0)
-         << 100.0 * static_cast<double>(peak) / static_cast<double>(full.peak_bytes) << " %"
-         << std::setw(11) << std::setprecision(4) << seconds << " s" << std::setw(8)
-         << std::setprecision(2) << seconds / full.seconds << "\n";
+  const auto row = [&](const std::string& name, const PlanCost& cost) {
+    const double percent =
+        100.0 * static_cast<double>(cost.peak_bytes) / static_cast<double>(full.peak_bytes);
+    text << std::left << std::setw(24) << name << std::right << std::setw(12)
+         << format_bytes(cost.peak_bytes) << std::setw(7) << std::setprecision(0) << percent << " %"
+         << std::setw(11) << std::setprecision(4) << cost.seconds << " s" << std::setw(8)
+         << std::setprecision(2) << cost.seconds / full.seconds << "\n";
   };
   text << "plan                            peak            time   ratio\n";
-  row("keep everything", full.peak_bytes, full.seconds);
-  const PlanCost sqrt = plan_cost(profile, sqrt_regions(n));
-  row("sqrt(n) regions", sqrt.peak_bytes, sqrt.seconds);
-  const PlanCost each = plan_cost(profile, each_block_regions(n));
-  row("each block", each.peak_bytes, each.seconds);
+  for (const detail::SimplePlan& rule : detail::simple_plans(profile)) {
+    row(rule.name, plan_cost(profile, rule.regions));
+  }
   for (const auto& plan : plans) {
-    int64_t whole = 0;
-    int64_t ops = 0;
-    for (const PlanRegion& region : plan->regions) {
-      (region.choice == BlockChoice::keep_ops ? ops : whole) += 1;
-    }
+    const auto ops = std::count_if(
+        plan->regions.begin(), plan->regions.end(),
+        [](const PlanRegion& region) { return region.choice == BlockChoice::keep_ops; });
+    const int64_t whole = static_cast<int64_t>(plan->regions.size()) - ops;
     row(std::to_string(whole) + " regions, " + std::to_string(ops) + " ops",
-        plan->predicted_peak_bytes, plan->predicted_seconds);
+        {plan->predicted_peak_bytes, plan->predicted_seconds});
   }
   return text.str();
 }
 
 std::string pareto_svg(const ChainProfile& profile,
                        const std::vector<std::shared_ptr<const ActivationPlan>>& plans) {
-  const auto n = static_cast<int64_t>(profile.blocks.size());
-  const PlanCost full = plan_cost(profile, keep_all_regions(n));
-  struct Point {
-    PlanCost cost;
-    const char* label;
-  };
-  const std::vector<Point> others{{full, "keep everything"},
-                                  {plan_cost(profile, sqrt_regions(n)), "sqrt(n) regions"},
-                                  {plan_cost(profile, each_block_regions(n)), "each block"}};
+  std::vector<std::pair<const char*, PlanCost>> others;
+  for (const detail::SimplePlan& rule : detail::simple_plans(profile)) {
+    others.emplace_back(rule.name, plan_cost(profile, rule.regions));
+  }
+  const PlanCost full = others[0].second; // keeps everything
   double slowest = full.seconds;
   double largest = static_cast<double>(full.peak_bytes);
   for (const auto& plan : plans) {
     slowest = std::max(slowest, plan->predicted_seconds);
     largest = std::max(largest, static_cast<double>(plan->predicted_peak_bytes));
   }
-  for (const Point& point : others) {
-    slowest = std::max(slowest, point.cost.seconds);
+  for (const auto& [label, cost] : others) {
+    slowest = std::max(slowest, cost.seconds);
   }
   // 640 x 400, the plot from (70, 20) to (620, 340).
   const auto x = [&](int64_t bytes) { return 70 + 550 * static_cast<double>(bytes) / largest; };
@@ -324,16 +310,16 @@ std::string pareto_svg(const ChainProfile& profile,
     svg << R"(<circle r="3" fill="steelblue" cx=")" << x(plan->predicted_peak_bytes) << R"(" cy=")"
         << y(plan->predicted_seconds) << "\"/>\n";
   }
-  for (const Point& point : others) {
+  for (const auto& [label, cost] : others) {
     // Labels go to the right of a point, where the falling curve leaves space. Near the right end
     // the curve is flat, so they go above it.
-    const double at = x(point.cost.peak_bytes);
+    const double at = x(cost.peak_bytes);
     const bool right = at < 345;
-    svg << R"(<circle r="4" fill="firebrick" cx=")" << at << R"(" cy=")" << y(point.cost.seconds)
+    svg << R"(<circle r="4" fill="firebrick" cx=")" << at << R"(" cy=")" << y(cost.seconds)
         << "\"/>\n"
         << R"(<text text-anchor=")" << (right ? "start" : "end") << R"(" x=")"
-        << at + (right ? 6 : -6) << R"(" y=")" << y(point.cost.seconds) - (right ? 6 : 14) << "\">"
-        << point.label << "</text>\n";
+        << at + (right ? 6 : -6) << R"(" y=")" << y(cost.seconds) - (right ? 6 : 14) << "\">"
+        << label << "</text>\n";
   }
   svg << "</svg>\n";
   return svg.str();

@@ -11,7 +11,7 @@
 //     keep      f_s + T(s+1, t, m - A_s) + b_s
 //     keep ops  f_s + T(s+1, t, m - O_s) + q_s + b_s
 //     region    f_s + … + f_{k-1} + T(k, t, m - a_{k-1}) + T(s, k-1, m)
-//               over s < k <= t, plus the gathers of a region over several units
+//               over s < k <= t
 //
 // if each peak fits into m. Sizes are rounded up to slots of m / 500 or less, so a plan that is
 // found fits. The simple plans are additional candidates, since their sizes are not rounded.
@@ -51,13 +51,6 @@ class PlanSolver {
         with_ops_(with_ops),
         slot_(std::max<int64_t>(1, (bytes + slots_for(profile) - 1) / slots_for(profile))),
         slots_(static_cast<int>(bytes / slot_)) {
-    for (int s = 0; s < blocks_; ++s) {
-      const BlockProfile& block = at(s);
-      outputs_.push_back(in_slots(block.output_bytes));
-      saved_.push_back(in_slots(block.saved_bytes));
-      ops_saved_.push_back(in_slots(block.ops_saved_bytes));
-    }
-    outputs_.push_back(0);
     table_.resize(static_cast<size_t>((blocks_ + 1) * (blocks_ + 1)));
     solve();
   }
@@ -104,17 +97,12 @@ class PlanSolver {
   }
   double time(int s, int t, int m) const { return m < 0 ? kNever : cell(s, t, m).seconds; }
 
-  // Peak of stage s itself, in slots. The gradient of t's output is in memory in forward.
-  int need_keep(int s, int t) const {
-    const BlockProfile& b = at(s);
-    return in_slots(std::max(output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
-                             b.output_bytes + b.saved_bytes + b.backward_extra + b.unit_bytes));
-  }
-  int need_ops(int s, int t) const {
+  // Peak of stage s itself, in slots, if it keeps `kept` bytes for a backward that takes `extra`.
+  // The gradient of t's output is in memory in forward.
+  int need(int s, int t, int64_t kept, int64_t extra) const {
     const BlockProfile& b = at(s);
     return in_slots(
-        std::max(output_bytes(t) + b.saved_bytes + b.forward_extra + b.unit_bytes,
-                 b.output_bytes + b.ops_saved_bytes + b.ops_backward_extra + b.unit_bytes));
+        std::max(output_bytes(t) + b.saved_bytes + b.forward_extra, b.output_bytes + kept + extra));
   }
   int64_t output_bytes(int s) const { return s == blocks_ ? 0 : at(s).output_bytes; }
 
@@ -147,28 +135,25 @@ class PlanSolver {
         here = {seconds, choice};
       }
     };
-    for (int m = need_keep(s, t); m <= slots_; ++m) {
-      improve(m, plain + time(s + 1, t, m - saved_[static_cast<size_t>(s)]), kKeep);
+    const int saved = in_slots(block.saved_bytes);
+    for (int m = need(s, t, block.saved_bytes, block.backward_extra); m <= slots_; ++m) {
+      improve(m, plain + time(s + 1, t, m - saved), kKeep);
     }
-    for (int m = need_ops(s, t); with_ops_ && m <= slots_; ++m) {
-      improve(m,
-              plain + block.ops_recompute_seconds +
-                  time(s + 1, t, m - ops_saved_[static_cast<size_t>(s)]),
-              kKeepOps);
+    const int ops_saved = in_slots(block.ops_saved_bytes);
+    const double with_ops = plain + block.ops_recompute_seconds;
+    for (int m = need(s, t, block.ops_saved_bytes, block.ops_backward_extra);
+         with_ops_ && m <= slots_; ++m) {
+      improve(m, with_ops + time(s + 1, t, m - ops_saved), kKeepOps);
     }
     double forward = 0;
-    double gathers = 0;
     int64_t peak = 0; // of forward through the region so far
     for (int k = s + 1; k <= t; ++k) {
       const BlockProfile& last = at(k - 1);
-      const int64_t input = k - 1 == s ? 0 : at(k - 2).output_bytes;
       forward += last.forward_seconds;
-      gathers += last.gather_seconds;
-      peak = std::max(peak, input + last.dropped_peak + last.unit_bytes);
-      const double seconds = forward + (k - s > 1 ? gathers : 0);
-      const int rest = outputs_[static_cast<size_t>(k - 1)];
+      peak = std::max(peak, (k - 1 == s ? 0 : output_bytes(k - 2)) + last.dropped_peak);
+      const int rest = in_slots(last.output_bytes);
       for (int m = in_slots(output_bytes(t) + peak); m <= slots_; ++m) {
-        improve(m, seconds + time(k, t, m - rest) + time(s, k - 1, m), k);
+        improve(m, forward + time(k, t, m - rest) + time(s, k - 1, m), k);
       }
     }
   }
@@ -179,14 +164,14 @@ class PlanSolver {
     }
     const int choice = cell(s, t, m).choice;
     if (choice == kKeep) {
-      trace(s + 1, t, m - saved_[static_cast<size_t>(s)], found);
+      trace(s + 1, t, m - in_slots(at(s).saved_bytes), found);
     } else if (choice == kKeepOps) {
       found.push_back({s, s + 1, BlockChoice::keep_ops});
-      trace(s + 1, t, m - ops_saved_[static_cast<size_t>(s)], found);
+      trace(s + 1, t, m - in_slots(at(s).ops_saved_bytes), found);
     } else {
       found.push_back({s, choice, BlockChoice::keep});
       trace(s, choice - 1, m, found);
-      trace(choice, t, m - outputs_[static_cast<size_t>(choice - 1)], found);
+      trace(choice, t, m - in_slots(output_bytes(choice - 1)), found);
     }
   }
 
@@ -195,9 +180,6 @@ class PlanSolver {
   bool with_ops_;
   int64_t slot_;
   int slots_;
-  std::vector<int> outputs_{};
-  std::vector<int> saved_{};
-  std::vector<int> ops_saved_{};
   std::vector<std::vector<Cell>> table_{};
 };
 
@@ -240,11 +222,9 @@ static std::shared_ptr<const ActivationPlan> plan_within(const ChainProfile& pro
   }
   // The fastest of the solver's plan and the simple plans that fit.
   const auto planned = [&](const PlanSolver& solver) {
-    const auto blocks = static_cast<int64_t>(profile.blocks.size());
     auto best = make_plan(profile, solver.regions());
-    for (const auto& rule :
-         {keep_all_regions(blocks), sqrt_regions(blocks), each_block_regions(blocks)}) {
-      auto plan = make_plan(profile, rule);
+    for (const SimplePlan& rule : simple_plans(profile)) {
+      auto plan = make_plan(profile, rule.regions);
       if (plan->predicted_peak_bytes <= budget &&
           plan->predicted_seconds < best->predicted_seconds) {
         best = std::move(plan);
@@ -286,7 +266,7 @@ int64_t least_budget(const ChainProfile& profile) {
 int64_t full_budget(const ChainProfile& profile) {
   const auto blocks = static_cast<int64_t>(profile.blocks.size());
   // With the solver's rounding added, so that it finds the plan that keeps everything.
-  const int64_t peak = plan_cost(profile, keep_all_regions(blocks)).peak_bytes;
+  const int64_t peak = plan_cost(profile, {}).peak_bytes;
   return peak + (blocks + 2) * (peak / detail::slots_for(profile) + 1);
 }
 
@@ -294,8 +274,7 @@ int64_t budget_of(const ChainProfile& profile, const GradientCheckpointing& spec
   if (spec.budget_bytes() > 0) {
     return spec.budget_bytes();
   }
-  const auto blocks = static_cast<int64_t>(profile.blocks.size());
-  const auto full = static_cast<double>(plan_cost(profile, keep_all_regions(blocks)).peak_bytes);
+  const auto full = static_cast<double>(plan_cost(profile, {}).peak_bytes);
   const auto share = static_cast<int64_t>(full * spec.budget_share());
   const int64_t floor = profile.first_peak_bytes;
   if (floor <= share) {
@@ -420,10 +399,9 @@ std::shared_ptr<const ActivationPlan> enable_within_budget(
   const ChainProfile profile = profile_activations(model, loss);
   const int64_t bytes = budget_of(profile, budget);
   auto best = detail::best_observed(model, loss, profile, bytes);
-  const auto blocks = static_cast<int64_t>(profile.blocks.size());
-  for (const auto& rule :
-       {keep_all_regions(blocks), each_block_regions(blocks), sqrt_regions(blocks)}) {
-    best = detail::quicker_of(model, loss, bytes, std::move(best), make_plan(profile, rule));
+  for (const detail::SimplePlan& rule : detail::simple_plans(profile)) {
+    best =
+        detail::quicker_of(model, loss, bytes, std::move(best), make_plan(profile, rule.regions));
   }
   gradient_checkpointing_enable(model, {.plan = best});
   return best;

@@ -64,7 +64,7 @@ TEST(PlannedRegions, SeveralGraphsPartsOfAModelAndOtherModels) {
 
 // ---- The solver compared with every possible plan. ----
 
-static ChainProfile random_chain(int blocks, std::mt19937& random, bool sharded = false) {
+static ChainProfile random_chain(int blocks, std::mt19937& random, bool large_peaks = false) {
   const auto draw = [&](int least, int most) {
     return std::uniform_int_distribution<int>(least, most)(random);
   };
@@ -83,9 +83,7 @@ static ChainProfile random_chain(int blocks, std::mt19937& random, bool sharded 
     block.ops_saved_bytes = block.output_bytes + draw(0, 8);
     block.ops_backward_extra = block.saved_bytes - block.output_bytes;
     block.ops_recompute_seconds = block.recompute_seconds / 2;
-    if (sharded) {
-      block.gather_seconds = draw(0, 4);
-      block.unit_bytes = draw(0, 5);
+    if (large_peaks) {
       block.dropped_peak += draw(0, 15);
     }
     profile.blocks.push_back(block);

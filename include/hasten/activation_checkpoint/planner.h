@@ -62,11 +62,6 @@ struct BlockProfile {
   double ops_recompute_seconds = 0;
   /// Whether forward draws random numbers.
   bool random = false;
-  /// For a sharded block: time to unshard, added for each recomputation after the first, and memory
-  /// of the unsharded parameters while it runs. Not measured and not set by hasten: 0, unless the
-  /// caller sets them.
-  double gather_seconds = 0;
-  int64_t unit_bytes = 0;
 };
 
 struct ChainProfile {
@@ -123,8 +118,7 @@ class ActivationPlan {
 
 /// Measures each block separately inside one call of `loss`. `loss` runs the model's forward and
 /// returns a scalar; profile_activations() calls its backward. A block runs at least ten times, and
-/// its
-/// shortest time counts. Blocks of equal shapes are measured once. Nothing is kept between blocks,
+/// its shortest time counts. Blocks of equal shapes are measured once. Nothing is kept between blocks,
 /// so this fits in memory even if training does not. Restores random state, buffers and gradients.
 /// Installs the memory meter (core/memory.h).
 /// Call it before prepare(), because hooks on parameters would see the measurement. Throws
