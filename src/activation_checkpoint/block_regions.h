@@ -84,4 +84,20 @@ class Untouched {
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
                     std::shared_ptr<BlockHandler> handler);
 
+/// Measures the memory of one step, block by block.
+class StepMeter : public BlockHandler {
+ public:
+  int64_t level = 0; // bytes in use before the step
+
+  virtual void begin() {}
+  virtual void end() = 0;
+};
+/// Runs `loss` and its backward with `meter` attached, and attaches `after` then, or nothing.
+void meter_step(const std::shared_ptr<torch::nn::Module>& model,
+                const std::shared_ptr<StepMeter>& meter, const std::shared_ptr<BlockHandler>& after,
+                const std::function<at::Tensor()>& loss);
+/// Calls `hook` with the gradient of the first of the tensors that gets one.
+void on_gradient(const std::vector<at::Tensor>& tensors,
+                 std::function<void(const at::Tensor&)> hook);
+
 } // namespace hasten::detail

@@ -1,6 +1,3 @@
-#include <ATen/core/grad_mode.h>
-#include <torch/nn/module.h>
-
 #include <algorithm>
 #include <iomanip>
 #include <sstream>
@@ -15,9 +12,9 @@ namespace hasten {
 namespace detail {
 
 // Divides a step into intervals between events. Each interval has a peak and a name.
-class MeterHandler final : public BlockHandler {
+class ReportMeter final : public StepMeter {
  public:
-  explicit MeterHandler(std::shared_ptr<BlockHandler> inner) : inner_(std::move(inner)) {}
+  explicit ReportMeter(std::shared_ptr<BlockHandler> inner) : inner_(std::move(inner)) {}
 
   std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
                                const std::string& name, std::vector<at::Tensor> inputs,
@@ -30,29 +27,20 @@ class MeterHandler final : public BlockHandler {
                                              : block_part(block, forward)(std::move(inputs));
     report.blocks[number].saved_bytes = memory_stats().live_bytes - before;
     report.blocks[number].forward_peak = end_stretch("forward of " + name);
-    for (const at::Tensor& output : outputs) {
-      if (output.defined() && output.requires_grad()) {
-        output.register_hook([this, number](const at::Tensor&) {
-          end_backward("after the last block");
-          derived_ = static_cast<int64_t>(number);
-        });
-        break;
-      }
-    }
+    on_gradient(outputs, [this, number](const at::Tensor&) {
+      end_backward();
+      derived_ = static_cast<int64_t>(number);
+    });
     return outputs;
   }
 
-  void begin() {
-    reset_peak_memory();
-    level_ = memory_stats().live_bytes;
-  }
-  void end() { end_backward("after the last block"); }
+  void end() override { end_backward(); }
 
   ActivationReport report{};
 
  private:
   int64_t end_stretch(const std::string& name) {
-    const int64_t peak = memory_stats().peak_bytes - level_;
+    const int64_t peak = memory_stats().peak_bytes - level;
     if (peak > report.peak_bytes) {
       report.peak_bytes = peak;
       report.peak_at = name;
@@ -60,9 +48,9 @@ class MeterHandler final : public BlockHandler {
     reset_peak_memory();
     return peak;
   }
-  void end_backward(const std::string& without_block) {
+  void end_backward() {
     if (derived_ < 0) {
-      end_stretch(without_block);
+      end_stretch("after the last block");
       return;
     }
     BlockMemory& block = report.blocks[static_cast<size_t>(derived_)];
@@ -70,7 +58,6 @@ class MeterHandler final : public BlockHandler {
   }
 
   std::shared_ptr<BlockHandler> inner_;
-  int64_t level_ = 0;
   int64_t derived_ = -1; // the block whose backward is running
 };
 
@@ -94,28 +81,9 @@ std::string ActivationReport::text() const {
 
 ActivationReport measure_activations(const std::shared_ptr<torch::nn::Module>& model,
                                      const std::function<at::Tensor()>& loss) {
-  install_memory_meter();
-  const detail::Untouched untouched(*model);
   const std::shared_ptr<detail::BlockHandler> inner = detail::attached_handler(model);
-  const auto meter = std::make_shared<detail::MeterHandler>(inner);
-  const auto put_back = [&] {
-    if (inner) {
-      detail::attach_handler(model, inner);
-    } else {
-      gradient_checkpointing_disable(model);
-    }
-  };
-  detail::attach_handler(model, meter);
-  const at::AutoGradMode grad_mode(true);
-  try {
-    meter->begin();
-    loss().backward();
-    meter->end();
-  } catch (...) {
-    put_back();
-    throw;
-  }
-  put_back();
+  const auto meter = std::make_shared<detail::ReportMeter>(inner);
+  detail::meter_step(model, meter, inner, loss);
   return meter->report;
 }
 

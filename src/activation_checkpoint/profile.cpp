@@ -32,6 +32,16 @@ namespace detail {
 
 static int64_t live_now() { return memory_stats().live_bytes; }
 
+void on_gradient(const std::vector<at::Tensor>& tensors,
+                 std::function<void(const at::Tensor&)> hook) {
+  const auto derived = std::find_if(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  });
+  if (derived != tensors.end()) {
+    derived->register_hook(std::move(hook));
+  }
+}
+
 // Bytes and seconds since its construction.
 class Probe {
  public:
@@ -87,26 +97,16 @@ static int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-static std::string tensors_text(const std::vector<at::Tensor>& tensors) {
+static std::string tensors_text(char kind, const std::vector<at::Tensor>& tensors) {
   std::ostringstream text;
   for (const at::Tensor& tensor : tensors) {
+    text << " " << kind;
     if (tensor.defined()) {
-      text << " i" << tensor.sizes() << tensor.dtype().name() << tensor.requires_grad();
+      text << tensor.sizes() << tensor.dtype().name() << tensor.requires_grad();
     } else {
-      text << " i-";
+      text << "-";
     }
   }
-  return text.str();
-}
-
-static std::string shapes_text(const torch::nn::Module& block,
-                               const std::vector<at::Tensor>& inputs) {
-  std::ostringstream text;
-  text << block.name() << block.is_training();
-  for (const at::Tensor& parameter : block.parameters()) {
-    text << " p" << parameter.sizes() << parameter.dtype().name() << parameter.requires_grad();
-  }
-  text << tensors_text(inputs);
   return text.str();
 }
 
@@ -258,23 +258,24 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
   return profile;
 }
 
-class ProfileHandler final : public BlockHandler {
+class ProfileHandler final : public StepMeter {
  public:
   std::vector<at::Tensor> call(const std::shared_ptr<torch::nn::Module>& block,
                                const std::string& name, std::vector<at::Tensor> inputs,
                                const Forward& forward) override {
     const RegionForward part = block_part(block, forward);
-    const std::string shapes = shapes_text(*block, inputs);
+    const std::string shapes = block->name() + (block->is_training() ? "1" : "0") +
+                               tensors_text('p', block->parameters()) + tensors_text('i', inputs);
     hashed_ += name + shapes + "\n";
     if (profile.blocks.empty()) {
-      profile.before_bytes = live_now() - level_;
+      profile.before_bytes = live_now() - level;
       watch_first(inputs);
     } else {
       profile.other_seconds += other_.seconds();
     }
     std::vector<at::Tensor> outputs = run_region(part, inputs, {});
     // A block with a smaller output is measured separately: BERT's last block computes one token.
-    const std::string kind = shapes + " ->" + tensors_text(outputs);
+    const std::string kind = shapes + " ->" + tensors_text('i', outputs);
     auto known = known_.find(kind);
     if (known == known_.end()) {
       known = known_.emplace(kind, measure_block(inputs, part)).first;
@@ -287,16 +288,10 @@ class ProfileHandler final : public BlockHandler {
     return outputs;
   }
 
-  /// Call it before the model's forward.
-  void begin() {
-    reset_peak_memory();
-    level_ = live_now();
-    other_ = Probe();
-  }
-  /// Call it after its backward.
-  void end() {
+  void begin() override { other_ = Probe(); }
+  void end() override {
     if (first_derived_) {
-      profile.first_peak_bytes = memory_stats().peak_bytes - level_;
+      profile.first_peak_bytes = memory_stats().peak_bytes - level;
     }
     profile.shapes_hash = hash_hex(hashed_);
   }
@@ -306,15 +301,10 @@ class ProfileHandler final : public BlockHandler {
  private:
   // When the input of the chain has its gradient, the backward of all blocks is done.
   void watch_first(const std::vector<at::Tensor>& inputs) {
-    for (const at::Tensor& input : inputs) {
-      if (input.defined() && input.requires_grad()) {
-        input.register_hook([this](const at::Tensor&) {
-          first_derived_ = true;
-          reset_peak_memory();
-        });
-        return;
-      }
-    }
+    on_gradient(inputs, [this](const at::Tensor&) {
+      first_derived_ = true;
+      reset_peak_memory();
+    });
   }
 
   // When the output of a block has its gradient, the backward of what follows is done. The last
@@ -323,27 +313,44 @@ class ProfileHandler final : public BlockHandler {
     const int64_t after = live_now();
     const size_t blocks = profile.blocks.size();
     reset_peak_memory();
-    for (const at::Tensor& output : outputs) {
-      if (output.defined() && output.requires_grad()) {
-        output.register_hook([this, after, blocks](const at::Tensor& gradient) {
-          if (blocks == profile.blocks.size()) {
-            profile.after_bytes = memory_stats().peak_bytes - after;
-            profile.after_left_bytes =
-                std::max<int64_t>(0, live_now() - after - static_cast<int64_t>(gradient.nbytes()));
-            profile.other_seconds += other_.seconds();
-          }
-        });
-        return;
+    on_gradient(outputs, [this, after, blocks](const at::Tensor& gradient) {
+      if (blocks == profile.blocks.size()) {
+        profile.after_bytes = memory_stats().peak_bytes - after;
+        profile.after_left_bytes =
+            std::max<int64_t>(0, live_now() - after - static_cast<int64_t>(gradient.nbytes()));
+        profile.other_seconds += other_.seconds();
       }
-    }
+    });
   }
 
   std::map<std::string, BlockProfile> known_{};
   std::string hashed_{};
-  int64_t level_ = 0;
   Probe other_{};
   bool first_derived_ = false;
 };
+
+void meter_step(const std::shared_ptr<torch::nn::Module>& model,
+                const std::shared_ptr<StepMeter>& meter, const std::shared_ptr<BlockHandler>& after,
+                const std::function<at::Tensor()>& loss) {
+  install_memory_meter();
+  const Untouched untouched(*model);
+  attach_handler(model, meter);
+  const at::AutoGradMode grad_mode(true);
+  const auto put_back = [&] {
+    after ? attach_handler(model, after) : gradient_checkpointing_disable(model);
+  };
+  try {
+    reset_peak_memory();
+    meter->level = live_now();
+    meter->begin();
+    loss().backward();
+    meter->end();
+  } catch (...) {
+    put_back();
+    throw;
+  }
+  put_back();
+}
 
 static void require_loss_of_profile(const at::Tensor& loss) {
   if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
@@ -359,22 +366,12 @@ static void require_loss_of_profile(const at::Tensor& loss) {
 
 ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model,
                                  const std::function<at::Tensor()>& loss) {
-  install_memory_meter();
-  const detail::Untouched untouched(*model);
   const auto handler = std::make_shared<detail::ProfileHandler>();
-  detail::attach_handler(model, handler);
-  const at::AutoGradMode grad_mode(true);
-  try {
-    handler->begin();
+  detail::meter_step(model, handler, nullptr, [&] {
     at::Tensor value = loss();
     detail::require_loss_of_profile(value);
-    value.backward();
-    handler->end();
-  } catch (...) {
-    gradient_checkpointing_disable(model);
-    throw;
-  }
-  gradient_checkpointing_disable(model);
+    return value;
+  });
   if (handler->profile.blocks.empty()) {
     throw InputError("activation_checkpoint::profile_activations",
                      "blocks=0 in the model's forward",
