@@ -15,7 +15,9 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <span>
 #include <unordered_map>
+#include <utility>
 
 #include "block_regions.h"
 #include "hasten/activation_checkpoint/op_policy.h"
@@ -26,6 +28,10 @@ namespace hasten::detail {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
 constexpr int kNoTensor = -1;
+
+static bool contains(const std::vector<int>& values, int value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
 
 // One block's call.
 struct ProgramStep {
@@ -57,27 +63,24 @@ struct Program {
   /// Values that steps [first, last) read but do not make, in the order of first use.
   std::vector<int> externals(size_t first, size_t last) const {
     std::vector<int> found;
-    std::vector<int> made;
-    const auto has = [](const std::vector<int>& list, int value) {
-      return std::find(list.begin(), list.end(), value) != list.end();
-    };
     for (size_t i = first; i < last; ++i) {
       for (const int value : steps[i].inputs) {
-        if (value != kNoTensor && !has(made, value) && !has(found, value)) {
+        if (value != kNoTensor && !made_in(value, first, i) && !contains(found, value)) {
           found.push_back(value);
         }
       }
-      made.insert(made.end(), steps[i].outputs.begin(), steps[i].outputs.end());
     }
     return found;
   }
-
+  bool made_in(int value, size_t first, size_t last) const {
+    return std::ranges::any_of(
+        std::span(steps).subspan(first, last - first),
+        [&](const ProgramStep& step) { return contains(step.outputs, value); });
+  }
   bool read_in(int value, size_t first, size_t last) const {
-    return std::any_of(steps.begin() + static_cast<int64_t>(first),
-                       steps.begin() + static_cast<int64_t>(last), [&](const ProgramStep& step) {
-                         return std::find(step.inputs.begin(), step.inputs.end(), value) !=
-                                step.inputs.end();
-                       });
+    return std::ranges::any_of(
+        std::span(steps).subspan(first, last - first),
+        [&](const ProgramStep& step) { return contains(step.inputs, value); });
   }
 };
 
@@ -100,8 +103,8 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
     tensors[externals[i]] = std::move(given[i]);
   }
   given.clear();
-  const auto is_wanted = [&](int value) {
-    return std::find(wanted.begin(), wanted.end(), value) != wanted.end();
+  const auto is_needed = [&](int value, size_t from) {
+    return contains(wanted, value) || program->read_in(value, from, last);
   };
   for (size_t at = first; at < last;) {
     const auto region = std::find_if(inner.begin(), inner.end(), [&](const StepRegion& candidate) {
@@ -126,7 +129,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
       }
       for (size_t i = at; i < next; ++i) {
         for (const int value : program->steps[i].outputs) {
-          if (is_wanted(value) || program->read_in(value, next, last)) {
+          if (is_needed(value, next)) {
             made.push_back(value);
           }
         }
@@ -148,10 +151,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
       }
     }
     outputs.clear();
-    for (auto it = tensors.begin(); it != tensors.end();) {
-      const bool needed = is_wanted(it->first) || program->read_in(it->first, next, last);
-      it = needed ? std::next(it) : tensors.erase(it);
-    }
+    std::erase_if(tensors, [&](const auto& entry) { return !is_needed(entry.first, next); });
     at = next;
   }
   std::vector<at::Tensor> results;
@@ -189,8 +189,7 @@ class PlanPass {
     std::vector<at::Tensor> outputs =
         open_.empty() ? part(std::move(inputs)) : run_innermost(part, std::move(inputs));
     for (const at::Tensor& output : outputs) {
-      const int value = program_->value_of(output);
-      program_->steps[step].outputs.push_back(value);
+      program_->steps[step].outputs.push_back(program_->value_of(output));
     }
     while (!open_.empty() && open_.back().blocks.last == index + 1) {
       const OpenRegion closed = std::move(open_.back());
@@ -209,43 +208,39 @@ class PlanPass {
     std::vector<int> known{}; // values that are its inputs
   };
 
+  // The hooks of the region around the one at this depth.
+  SavedHookFactory* hooks_around(size_t depth) const {
+    return depth == 0 ? current_hook_factory() : open_[depth - 1].region.get();
+  }
+
   // The region's kept results are saved under the hooks of the region around it.
   std::vector<at::Tensor> run_innermost(const RegionForward& part, std::vector<at::Tensor> inputs) {
-    const size_t depth = open_.size() - 1;
-    const HookScope under(depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
-    return open_[depth].region->run_forward(part, std::move(inputs));
+    const HookScope under(hooks_around(open_.size() - 1));
+    return open_.back().region->run_forward(part, std::move(inputs));
   }
 
   // Saves inputs that the open regions do not have yet: from outermost to innermost, each under the
   // hooks of the region around it.
   void add_inputs(const std::vector<at::Tensor>& inputs, const std::vector<int>& values) {
     for (size_t depth = 0; depth < open_.size(); ++depth) {
-      OpenRegion& open = open_[depth];
-      for (size_t i = 0; i < inputs.size(); ++i) {
-        save_input(depth, open, inputs[i], values[i]);
-      }
-      *open.last_step = program_->steps.size();
+      save_inputs(depth, inputs, values);
+      *open_[depth].last_step = program_->steps.size();
     }
   }
 
-  void save_input(size_t depth, OpenRegion& open, const at::Tensor& input, int value) {
-    if (value == kNoTensor ||
-        std::find(open.known.begin(), open.known.end(), value) != open.known.end()) {
-      return;
-    }
-    // A step of the region makes this value.
-    const size_t first = open.blocks.first < first_block_
-                             ? 0
-                             : static_cast<size_t>(open.blocks.first - first_block_);
-    for (size_t i = first; i + 1 < program_->steps.size(); ++i) {
-      const auto& made = program_->steps[i].outputs;
-      if (std::find(made.begin(), made.end(), value) != made.end()) {
-        return;
+  void save_inputs(size_t depth, const std::vector<at::Tensor>& inputs,
+                   const std::vector<int>& values) {
+    OpenRegion& open = open_[depth];
+    const auto first = static_cast<size_t>(std::max<int64_t>(0, open.blocks.first - first_block_));
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      // A step of the region may make this value.
+      if (values[i] != kNoTensor && !contains(open.known, values[i]) &&
+          !program_->made_in(values[i], first, program_->steps.size() - 1)) {
+        open.known.push_back(values[i]);
+        const HookScope under(hooks_around(depth));
+        open.region->save_inputs({inputs[i]});
       }
     }
-    open.known.push_back(value);
-    const HookScope under(depth == 0 ? current_hook_factory() : open_[depth - 1].region.get());
-    open.region->save_inputs({input});
   }
 
   void open_regions(int64_t index, size_t step, const std::vector<at::Tensor>& inputs,
@@ -253,8 +248,7 @@ class PlanPass {
     for (const PlanRegion& blocks : plan_->regions) {
       const bool inside = blocks.first <= index && index < blocks.last;
       const bool is_open = std::any_of(open_.begin(), open_.end(), [&](const OpenRegion& open) {
-        return open.blocks.first == blocks.first && open.blocks.last == blocks.last &&
-               open.blocks.choice == blocks.choice;
+        return open.blocks == blocks;
       });
       if (!inside || is_open) {
         continue;
@@ -268,9 +262,7 @@ class PlanPass {
       open.last_step = std::make_shared<size_t>(step + 1);
       open.region->set_recompute(recompute_of(blocks, step, open.last_step));
       open_.push_back(std::move(open));
-      for (size_t i = 0; i < inputs.size(); ++i) {
-        save_input(open_.size() - 1, open_.back(), inputs[i], values[i]);
-      }
+      save_inputs(open_.size() - 1, inputs, values);
     }
   }
 
@@ -346,38 +338,30 @@ class PlanHandler final : public BlockHandler {
       return recomputed ? run_region(part, std::move(inputs), options_) : part(std::move(inputs));
     }
     // A call that does not continue the order starts another pass.
-    std::shared_ptr<PlanPass> pass = take_pass();
+    std::shared_ptr<PlanPass>& unfinished = unfinished_pass();
+    std::shared_ptr<PlanPass> pass = std::exchange(unfinished, nullptr);
     if (!pass || pass->next() != found->second || found->second == 0) {
       pass = std::make_shared<PlanPass>(plan_, options_);
     }
     std::vector<at::Tensor> outputs = pass->call(found->second, block, std::move(inputs), forward);
     if (!pass->done()) {
-      put_pass(std::move(pass)); // not reached after an exception
+      unfinished = std::move(pass); // not reached after an exception
     }
     return outputs;
   }
 
  private:
-  std::shared_ptr<PlanPass> take_pass() {
+  // This thread's own.
+  std::shared_ptr<PlanPass>& unfinished_pass() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = passes_.find(std::this_thread::get_id());
-    if (it == passes_.end()) {
-      return nullptr;
-    }
-    auto pass = std::move(it->second);
-    passes_.erase(it);
-    return pass;
-  }
-  void put_pass(std::shared_ptr<PlanPass> pass) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    passes_[std::this_thread::get_id()] = std::move(pass);
+    return passes_[std::this_thread::get_id()];
   }
 
   std::shared_ptr<const ActivationPlan> plan_;
   ActivationCheckpointOptions options_;
   std::unordered_map<std::string, int64_t> indices_{};
   std::mutex mutex_;
-  std::map<std::thread::id, std::shared_ptr<PlanPass>> passes_{};
+  std::map<std::thread::id, std::shared_ptr<PlanPass>> passes_{}; // addresses must stay
 };
 
 std::shared_ptr<BlockHandler> make_plan_handler(std::shared_ptr<const ActivationPlan> plan,

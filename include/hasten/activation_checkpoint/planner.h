@@ -93,6 +93,8 @@ struct PlanRegion {
   int64_t last = 0;
   /// keep_ops is only valid for regions of one block.
   BlockChoice choice = BlockChoice::keep;
+
+  bool operator==(const PlanRegion&) const = default;
 };
 
 class ActivationPlan {
