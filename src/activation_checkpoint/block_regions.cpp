@@ -66,10 +66,6 @@ class ModeHandler final : public BlockHandler {
   std::unordered_map<const torch::nn::Module*, int64_t> indices_{};
 };
 
-std::shared_ptr<BlockHandler> make_mode_handler(const GradientCheckpointingOptions& options) {
-  return std::make_shared<ModeHandler>(options);
-}
-
 class HandlerLink final : public BlockInterceptor {
  public:
   HandlerLink(std::shared_ptr<BlockHandler> handler, std::string name)
@@ -97,20 +93,15 @@ class SequentialPart final : public torch::nn::Module {
   at::Tensor forward(at::Tensor x) {
     // The registry finds the block by the identity of the first entry.
     const auto chain = find_block_chain(entries_[0].ptr().get());
-    Forward run = [this](std::vector<at::Tensor> inputs) {
+    Forward run = [this, alive = shared_from_this()](std::vector<at::Tensor> inputs) {
       at::Tensor y = std::move(inputs[0]);
       for (torch::nn::AnyModule& entry : entries_) {
         y = entry.forward(std::move(y));
       }
       return std::vector<at::Tensor>{std::move(y)};
     };
-    if (!chain) {
-      return run({std::move(x)})[0];
-    }
-    return run_block_chain(chain, {std::move(x)},
-                           [run, alive = shared_from_this()](std::vector<at::Tensor> inputs) {
-                             return run(std::move(inputs));
-                           })[0];
+    return chain ? run_block_chain(chain, {std::move(x)}, std::move(run))[0]
+                 : run({std::move(x)})[0];
   }
 
  private:
@@ -127,9 +118,6 @@ static std::vector<size_t> part_lengths(torch::nn::SequentialImpl& container) {
   std::vector<size_t> lengths;
   size_t leaves = 0;
   const auto cut_leaves = [&] {
-    if (leaves == 0) {
-      return;
-    }
     const auto parts = static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(leaves))));
     for (size_t part = 0; part < parts; ++part) {
       lengths.push_back(leaves * (part + 1) / parts - leaves * part / parts);
@@ -148,8 +136,8 @@ static std::vector<size_t> part_lengths(torch::nn::SequentialImpl& container) {
   return lengths;
 }
 
-// Wraps the container's entries. Returns a function that restores them.
-static std::function<void()> wrap_sequential(
+// Wraps the container's entries. They are restored at the end of the returned object.
+static std::shared_ptr<void> wrap_sequential(
     const std::shared_ptr<torch::nn::SequentialImpl>& container) {
   std::vector<torch::nn::AnyModule> before(container->begin(), container->end());
   size_t at = 0;
@@ -163,45 +151,20 @@ static std::function<void()> wrap_sequential(
     }
     at += length;
   }
-  return [weak = std::weak_ptr<torch::nn::SequentialImpl>(container), before] {
-    if (const auto alive = weak.lock()) {
-      std::copy(before.begin(), before.end(), alive->begin());
-    }
-  };
-}
-
-BlockAttachments::BlockAttachments(const std::shared_ptr<torch::nn::Module>& model,
-                                   std::shared_ptr<BlockHandler> handler) {
-  std::vector<std::shared_ptr<torch::nn::SequentialImpl>> containers;
-  std::unordered_set<const torch::nn::Module*> seen; // shared modules occur twice
-  for (const auto& entry : model->named_modules()) {
-    const auto& module = entry.value();
-    if (!seen.insert(module.get()).second) {
-      continue;
-    }
-    attachments_.push_back(attach_block(module, BlockStage::checkpoint,
-                                        std::make_shared<HandlerLink>(handler, entry.key())));
-    if (auto container = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module)) {
-      containers.push_back(std::move(container));
-    }
-  }
-  for (const auto& container : containers) {
-    unwrap_.push_back(wrap_sequential(container));
-  }
-}
-
-BlockAttachments::~BlockAttachments() {
-  for (const auto& unwrap : unwrap_) {
-    unwrap();
-  }
+  return {nullptr, [weak = std::weak_ptr<torch::nn::SequentialImpl>(container), before](void*) {
+            if (const auto alive = weak.lock()) {
+              std::copy(before.begin(), before.end(), alive->begin());
+            }
+          }};
 }
 
 // The enabled models. Leaked, because static destructors may still use it.
 struct EnabledModels {
   struct Entry {
-    std::weak_ptr<torch::nn::Module> model;
-    std::unique_ptr<BlockAttachments> attachments;
-    std::shared_ptr<BlockHandler> handler;
+    std::weak_ptr<torch::nn::Module> model{};
+    std::shared_ptr<BlockHandler> handler{};
+    std::vector<BlockAttachment> attachments{};
+    std::vector<std::shared_ptr<void>> wrapped{}; // Sequentials
   };
   std::mutex mutex;
   std::map<const torch::nn::Module*, Entry> entries{};
@@ -224,10 +187,26 @@ static void drop_attachments(const torch::nn::Module* model) {
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
                     std::shared_ptr<BlockHandler> handler) {
   drop_attachments(model.get());
-  auto attachments = std::make_unique<BlockAttachments>(model, handler);
+  EnabledModels::Entry enabled{model, handler};
+  std::vector<std::shared_ptr<torch::nn::SequentialImpl>> containers;
+  std::unordered_set<const torch::nn::Module*> seen; // shared modules occur twice
+  for (const auto& entry : model->named_modules()) {
+    const auto& module = entry.value();
+    if (!seen.insert(module.get()).second) {
+      continue;
+    }
+    enabled.attachments.push_back(attach_block(
+        module, BlockStage::checkpoint, std::make_shared<HandlerLink>(handler, entry.key())));
+    if (auto container = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module)) {
+      containers.push_back(std::move(container));
+    }
+  }
+  for (const auto& container : containers) {
+    enabled.wrapped.push_back(wrap_sequential(container));
+  }
   EnabledModels& models = enabled_models();
   const std::lock_guard<std::mutex> lock(models.mutex);
-  models.entries[model.get()] = {model, std::move(attachments), std::move(handler)};
+  models.entries[model.get()] = std::move(enabled);
 }
 
 std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::Module>& model) {
@@ -259,7 +238,7 @@ void gradient_checkpointing_enable(const std::shared_ptr<torch::nn::Module>& mod
     detail::drop_attachments(model.get());
     return;
   }
-  detail::attach_handler(model, detail::make_mode_handler(options));
+  detail::attach_handler(model, std::make_shared<detail::ModeHandler>(options));
 }
 
 void gradient_checkpointing_disable(const std::shared_ptr<torch::nn::Module>& model) {
@@ -272,10 +251,7 @@ bool gradient_checkpointing_called(const std::shared_ptr<torch::nn::Module>& mod
 }
 
 bool gradient_checkpointing_enabled(const std::shared_ptr<torch::nn::Module>& model) {
-  detail::EnabledModels& models = detail::enabled_models();
-  const std::lock_guard<std::mutex> lock(models.mutex);
-  const auto it = models.entries.find(model.get());
-  return it != models.entries.end() && !it->second.model.expired();
+  return detail::attached_handler(model) != nullptr;
 }
 
 } // namespace hasten

@@ -41,26 +41,9 @@ class BlockHandler {
                                        const Forward& forward) = 0;
 };
 
-/// Handles each block separately, by the mode of GradientCheckpointing.
-std::shared_ptr<BlockHandler> make_mode_handler(const GradientCheckpointingOptions& options);
 /// Follows a plan for the blocks with these names.
 std::shared_ptr<BlockHandler> make_plan_handler(std::shared_ptr<const ActivationPlan> plan,
                                                 const ActivationCheckpointOptions& options);
-
-/// Attaches a handler to every module of a model while it lives. The modules that are called
-/// through call_block are its blocks.
-class BlockAttachments {
- public:
-  BlockAttachments(const std::shared_ptr<torch::nn::Module>& model,
-                   std::shared_ptr<BlockHandler> handler);
-  BlockAttachments(const BlockAttachments&) = delete;
-  BlockAttachments& operator=(const BlockAttachments&) = delete;
-  ~BlockAttachments();
-
- private:
-  std::vector<BlockAttachment> attachments_{};
-  std::vector<std::function<void()>> unwrap_{}; // restore the Sequentials
-};
 
 /// The handler that is attached to the model, or null.
 std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::Module>& model);
@@ -80,7 +63,8 @@ class Untouched {
   RandomState random_{};
 };
 
-/// Attaches a handler to the model and replaces an earlier one.
+/// Attaches a handler to every module of the model and replaces an earlier one. The modules that
+/// are called through call_block are the model's blocks.
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
                     std::shared_ptr<BlockHandler> handler);
 
