@@ -82,7 +82,7 @@ struct ActivationCheckpointOptions {
 
 namespace detail {
 
-using RegionForward = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
+using RegionForward = Forward;
 
 // Runs forward(inputs) as a region. Inputs may be undefined.
 std::vector<at::Tensor> run_region(RegionForward forward, std::vector<at::Tensor> inputs,
@@ -91,44 +91,20 @@ std::vector<at::Tensor> run_region(RegionForward forward, std::vector<at::Tensor
 
 template <typename Fn, typename... Args>
 auto run_region_of(const ActivationCheckpointOptions& options, Fn&& fn, Args&&... args) {
-  static_assert((!kBorrows<std::decay_t<Args>> && ...),
-                "activation_checkpoint binds arguments by value: pass a std::vector or a "
-                "std::string instead of a view");
   using Result = std::decay_t<std::invoke_result_t<Fn&, Args...>>;
   static_assert(!std::is_void_v<Result>, "a region returns tensors");
-  using Bound = std::tuple<std::decay_t<Args>...>;
-  auto bound = std::make_shared<Bound>(std::forward<Args>(args)...);
-  TensorTaker inputs;
-  inputs(*bound);
-  auto result = std::make_shared<ResultShape<Result>>();
-  auto kept_fn = std::make_shared<std::decay_t<Fn>>(std::forward<Fn>(fn));
-
-  RegionForward forward = [kept_fn, bound, result](std::vector<at::Tensor> tensors) {
-    Bound values = *bound;
-    TensorPutter put(std::move(tensors));
-    put(values);
-    Result output = std::apply(
-        [&](auto&... value) { return std::invoke(*kept_fn, static_cast<Passed<Args>>(value)...); },
-        values);
-    TensorTaker outputs;
-    outputs(output);
-    if (result->wanted) {
-      result->shape.emplace(std::move(output));
-    }
-    return std::move(outputs.tensors);
-  };
-
+  using Call = TensorCall<Result, std::decay_t<Fn>, Args...>;
+  const std::shared_ptr<Call> call(new Call{std::forward<Fn>(fn), {std::forward<Args>(args)...}});
   std::vector<at::Tensor> outputs =
-      run_region(std::move(forward), std::move(inputs.tensors), options);
-  result->wanted = false;
+      run_region([call](std::vector<at::Tensor> inputs) { return call->run(std::move(inputs)); },
+                 call->take_inputs(), options);
+  std::optional<Result> value = call->take_shape();
   if (outputs.empty()) {
     throw_no_tensor(options);
   }
-  Result value = std::move(*result->shape);
-  result->shape.reset();
   TensorPutter put(std::move(outputs));
-  put(value);
-  return value;
+  put(*value);
+  return std::move(*value);
 }
 
 template <typename Tuple, size_t... I>
@@ -139,12 +115,11 @@ auto run_region_with_last(Tuple&& all, std::index_sequence<I...>) {
                        std::forward<std::tuple_element_t<I, All>>(std::get<I>(all))...);
 }
 
+// Whether the last of several types is ActivationCheckpointOptions.
 template <typename... Args>
-inline constexpr bool kEndsWithOptions = false;
-template <typename First, typename... Rest>
-inline constexpr bool kEndsWithOptions<First, Rest...> =
-    sizeof...(Rest) == 0 ? std::is_same_v<std::decay_t<First>, ActivationCheckpointOptions>
-                         : kEndsWithOptions<Rest...>;
+inline constexpr bool kEndsWithOptions =
+    std::is_same_v<std::decay_t<std::tuple_element_t<sizeof...(Args) - 1, std::tuple<Args...>>>,
+                   ActivationCheckpointOptions>;
 
 } // namespace detail
 

@@ -186,15 +186,6 @@ struct TensorPutter : TensorVisitor<TensorPutter> {
   }
 };
 
-// The result of a call without its tensors, from which the result is built again. It is kept
-// only until call_block returns, so that a Forward that is held for backward keeps no output
-// alive.
-template <typename Result>
-struct ResultShape {
-  bool wanted = true;
-  std::optional<Result> shape{};
-};
-
 template <typename T>
 inline constexpr bool kBorrows = false; // refers to memory of the caller
 template <typename T>
@@ -207,58 +198,80 @@ template <typename A>
 using Passed =
     std::conditional_t<std::is_array_v<std::remove_reference_t<A>>, std::decay_t<A>&, A&&>;
 
-template <typename Result, typename Block, typename... Args>
-Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, Args&&... args) {
+// A call of `fn` whose tensors are apart from its other arguments and from the rest of its result.
+// What it holds is enough to run it again in backward.
+template <typename Result, typename Fn, typename... Args>
+struct TensorCall {
   static_assert((!kBorrows<std::decay_t<Args>> && ...),
-                "call_block binds arguments by value: pass a std::vector or a "
-                "std::string instead of a view");
-  using Bound = std::tuple<std::decay_t<Args>...>;
-  auto bound = std::make_shared<Bound>(std::forward<Args>(args)...);
-  TensorTaker inputs;
-  inputs(*bound);
-  const size_t input_count = inputs.tensors.size();
-  auto result = std::make_shared<ResultShape<Result>>();
+                "call_block and activation_checkpoint bind arguments by value: pass a std::vector "
+                "or a std::string instead of a view");
+  Fn fn;
+  std::tuple<std::decay_t<Args>...> arguments;
+  // The result without its tensors. It is kept only until the call returns, so that a Forward that
+  // is held for backward keeps no output alive.
+  bool shape_wanted = true;
+  std::optional<Result> shape{};
 
-  // It owns the block, but not the chain: an interceptor may keep a Forward.
-  Forward block_forward = [&block, owner = chain->block, bound, result,
-                           input_count](std::vector<at::Tensor> tensors) {
-    if (tensors.size() != input_count) {
-      throw_tensor_count(*owner, "inputs", tensors.size(), input_count);
-    }
-    Bound values = *bound;
-    TensorPutter put(std::move(tensors));
+  std::vector<at::Tensor> take_inputs() {
+    TensorTaker inputs;
+    inputs(arguments);
+    return std::move(inputs.tensors);
+  }
+  std::vector<at::Tensor> run(std::vector<at::Tensor> inputs) {
+    auto values = arguments;
+    TensorPutter put(std::move(inputs));
     put(values);
     Result output = std::apply(
-        [&block](auto&... value) { return block.forward(static_cast<Passed<Args>>(value)...); },
+        [this](auto&... value) { return std::invoke(fn, static_cast<Passed<Args>>(value)...); },
         values);
     TensorTaker outputs;
     outputs(output);
-    if (result->wanted) {
-      result->shape.emplace(std::move(output));
+    if (shape_wanted) {
+      shape.emplace(std::move(output));
     }
     return std::move(outputs.tensors);
-  };
+  }
+  // Empty if it did not run.
+  std::optional<Result> take_shape() {
+    shape_wanted = false;
+    return std::exchange(shape, std::nullopt);
+  }
+};
 
+template <typename Result, typename Block, typename... Args>
+Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, Args&&... args) {
+  const auto run = [&block](auto&&... value) {
+    return block.forward(std::forward<decltype(value)>(value)...);
+  };
+  using Call = TensorCall<Result, decltype(run), Args...>;
+  const std::shared_ptr<Call> call(new Call{run, {std::forward<Args>(args)...}});
+  std::vector<at::Tensor> inputs = call->take_inputs();
+  // It owns the block, but not the chain: an interceptor may keep a Forward.
+  Forward block_forward = [owner = chain->block, call,
+                           input_count = inputs.size()](std::vector<at::Tensor> tensors) {
+    if (tensors.size() != input_count) {
+      throw_tensor_count(*owner, "inputs", tensors.size(), input_count);
+    }
+    return call->run(std::move(tensors));
+  };
   std::vector<at::Tensor> outputs =
-      run_block_chain(chain, std::move(inputs.tensors), std::move(block_forward));
-  result->wanted = false;
-  if (!result->shape) {
+      run_block_chain(chain, std::move(inputs), std::move(block_forward));
+  std::optional<Result> value = call->take_shape();
+  if (!value) {
     // The block did not run: only a result of plain tensors can be built.
     if constexpr (std::is_default_constructible_v<Result>) {
-      result->shape.emplace();
+      value.emplace();
     } else {
       throw_tensor_count(*chain->block, "outputs without the block", 0, 0);
     }
   }
-  Result value = std::move(*result->shape);
-  result->shape.reset();
   const size_t output_count = outputs.size();
   TensorPutter put(std::move(outputs));
-  put(value);
+  put(*value);
   if (put.used != output_count) {
     throw_tensor_count(*chain->block, "outputs", output_count, put.used);
   }
-  return value;
+  return std::move(*value);
 }
 
 template <typename Block>
