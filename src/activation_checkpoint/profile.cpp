@@ -5,6 +5,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
@@ -336,20 +337,13 @@ void meter_step(const std::shared_ptr<torch::nn::Module>& model,
   const Untouched untouched(*model);
   attach_handler(model, meter);
   const at::AutoGradMode grad_mode(true);
-  const auto put_back = [&] {
-    after ? attach_handler(model, after) : gradient_checkpointing_disable(model);
-  };
-  try {
-    reset_peak_memory();
-    meter->level = live_now();
-    meter->begin();
-    loss().backward();
-    meter->end();
-  } catch (...) {
-    put_back();
-    throw;
-  }
-  put_back();
+  const auto put_back = c10::make_scope_exit(
+      [&] { after ? attach_handler(model, after) : gradient_checkpointing_disable(model); });
+  reset_peak_memory();
+  meter->level = live_now();
+  meter->begin();
+  loss().backward();
+  meter->end();
 }
 
 static void require_loss_of_profile(const at::Tensor& loss) {

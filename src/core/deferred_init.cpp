@@ -43,15 +43,10 @@ struct DeferredRange {
   size_t end = 0;
 };
 static DeferredRange range_of(const at::Tensor& tensor, size_t storage) {
-  if (tensor.numel() == 0) {
-    return {storage, 0, 0};
-  }
-  auto last = static_cast<size_t>(tensor.storage_offset());
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += static_cast<size_t>((tensor.size(dim) - 1) * tensor.stride(dim));
-  }
-  return {storage, static_cast<size_t>(tensor.storage_offset()) * tensor.itemsize(),
-          (last + 1) * tensor.itemsize()};
+  const auto offset = static_cast<size_t>(tensor.storage_offset());
+  return {storage, offset * tensor.itemsize(),
+          at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                           offset)};
 }
 
 static bool covers_storage(const at::Tensor& tensor) {
@@ -59,30 +54,23 @@ static bool covers_storage(const at::Tensor& tensor) {
 }
 
 static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
-  std::vector<at::Generator> found = {at::detail::getDefaultCPUGenerator()};
+  std::vector<GeneratorState> states = {state_now(at::detail::getDefaultCPUGenerator())};
   for (const c10::IValue& argument : passing.arguments()) {
-    if (argument.isGenerator()) {
-      const at::Generator generator = argument.toGenerator();
-      if (generator.device().is_cpu() && generator != found[0]) {
-        found.push_back(generator);
-      }
+    if (argument.isGenerator() && argument.toGenerator().device().is_cpu() &&
+        argument.toGenerator() != states[0].generator) {
+      states.push_back(state_now(argument.toGenerator()));
     }
-  }
-  std::vector<GeneratorState> states;
-  for (const at::Generator& generator : found) {
-    states.push_back(state_now(generator));
   }
   return states;
 }
 
 // Those whose state has changed since.
 static std::vector<GeneratorState> used_generators(std::vector<GeneratorState> before) {
-  const auto unused = [](const GeneratorState& then) {
+  std::erase_if(before, [](const GeneratorState& then) {
     const at::Tensor now = state_now(then.generator).state;
     return now.nbytes() == then.state.nbytes() &&
            std::memcmp(now.const_data_ptr(), then.state.const_data_ptr(), now.nbytes()) == 0;
-  };
-  before.erase(std::remove_if(before.begin(), before.end(), unused), before.end());
+  });
   return before;
 }
 
@@ -240,12 +228,12 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
       return describe_tensor(tensor, write, described);
     }));
   }
-  if (overwrites_first(info.name) && arguments[0].isTensor() && find(arguments[0].toTensor()) &&
+  if (overwrites_first(info.name) && find(arguments[0].toTensor()) &&
       covers_storage(arguments[0].toTensor())) {
     const size_t storage = *find(arguments[0].toTensor());
     const auto itself = [&](const DeferredRange& range) { return range.storage == storage; };
     if (std::count_if(described.reads.begin(), described.reads.end(), itself) == 1) {
-      described.reads.erase(std::find_if(described.reads.begin(), described.reads.end(), itself));
+      std::erase_if(described.reads, itself);
       op.overwrites = storage;
       op.overwritten_bytes = arguments[0].toTensor().storage().nbytes();
     }

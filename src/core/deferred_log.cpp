@@ -5,11 +5,11 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <unordered_set>
 
 #include "hasten/base/error.h"
 #include "hasten/core/recompute.h"
@@ -46,7 +46,7 @@ at::Tensor without_graph(const at::Tensor& tensor) {
   return at::Tensor(impl->shallow_copy_and_detach(version, true));
 }
 
-static void let_go(c10::StorageImpl& twin) {
+static void free_memory(c10::StorageImpl& twin) {
   twin.set_data_ptr_noswap(c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
   twin.set_nbytes(size_t{0});
 }
@@ -74,27 +74,20 @@ at::Tensor DeferredLog::on_twin(const at::Tensor& tensor, size_t storage) const 
 
 void DeferredLog::before_change(const at::Tensor& outside) {
   for (DeferredOp& op : ops_) {
-    const auto meant = [&](const auto& entry) { return same_storage(entry.first, outside); };
-    if (std::none_of(op.outside.begin(), op.outside.end(), meant)) {
-      continue;
-    }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    std::vector<std::pair<at::Tensor, uint32_t>> kept;
-    for (const auto& entry : op.outside) {
-      if (!meant(entry)) {
-        kept.push_back(entry);
+    for (auto& [held, version] : op.outside) {
+      if (!same_storage(held, outside)) {
         continue;
       }
-      const at::Tensor held = entry.first;
+      const at::AutoDispatchBelowADInplaceOrView below;
       const at::Tensor copy = held.clone();
-      kept.emplace_back(copy, version_of(copy));
       for (c10::IValue& argument : op.arguments) {
         argument = map_tensors(argument, [&](const at::Tensor& tensor) {
           return tensor.is_same(held) ? copy : tensor;
         });
       }
+      held = copy;
+      version = version_of(copy);
     }
-    op.outside = std::move(kept);
   }
 }
 
@@ -111,9 +104,15 @@ static void give_data(c10::StorageImpl& real, c10::DataPtr&& data) {
 }
 
 void DeferredLog::allocate(size_t storage) {
-  if (const auto real = find(storage); real && deferred_place(*real)) {
+  if (is_evicted(storage)) {
+    const auto real = find(storage);
     give_data(*real, c10::GetCPUAllocator()->allocate(real->nbytes()));
   }
+}
+
+bool DeferredLog::is_evicted(size_t storage) const {
+  const auto real = find(storage);
+  return real && deferred_place(*real) != nullptr;
 }
 
 // Goes backwards. An entry counts if it creates contents that a later entry needs.
@@ -151,88 +150,59 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
   return steps;
 }
 
-// Restores the states of generators.
-class GeneratorGuard {
- public:
-  GeneratorGuard() = default;
-  GeneratorGuard(const GeneratorGuard&) = delete;
-  GeneratorGuard& operator=(const GeneratorGuard&) = delete;
-  ~GeneratorGuard() {
-    for (const GeneratorState& before : before_) {
-      put(before);
+static void put_state(const GeneratorState& then) {
+  at::Generator generator = then.generator;
+  const std::scoped_lock lock(generator.mutex());
+  generator.set_state(then.state);
+}
+
+// Operators in kernels see the default dtype and random states of that time and no autograd,
+// autocast or observer.
+void DeferredLog::replay(const std::vector<Step>& steps,
+                         const std::unordered_set<size_t>& targets) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const UnseenOps unseen;
+  std::vector<GeneratorState> before;
+  const auto put_back = c10::make_scope_exit([&before, dtype = c10::get_default_dtype()] {
+    std::for_each(before.begin(), before.end(), &put_state);
+    c10::set_default_dtype(dtype);
+  });
+  for (const Step& step : steps) {
+    for (const GeneratorState& then : ops_[step.op].generators) {
+      const auto is_same = [&](const GeneratorState& s) { return s.generator == then.generator; };
+      if (std::none_of(before.begin(), before.end(), is_same)) {
+        before.push_back(state_now(then.generator));
+      }
+      put_state(then);
+    }
+    run(ops_[step.op]);
+    for (const size_t s : step.done) {
+      if (targets.count(s) == 0) {
+        free_memory(*storages_[s].twin);
+      }
     }
   }
-  void set(const GeneratorState& then) {
-    const bool known =
-        std::any_of(before_.begin(), before_.end(),
-                    [&](const GeneratorState& other) { return other.generator == then.generator; });
-    if (!known) {
-      before_.push_back(state_now(then.generator));
-    }
-    put(then);
-  }
-
- private:
-  static void put(const GeneratorState& then) {
-    at::Generator generator = then.generator;
-    const std::scoped_lock lock(generator.mutex());
-    generator.set_state(then.state);
-  }
-  std::vector<GeneratorState> before_{};
-};
-
-// Operators in kernels see the default dtype of that time and no autograd, autocast or observer.
-class ReplayGuard {
- public:
-  ReplayGuard() = default;
-  ReplayGuard(const ReplayGuard&) = delete;
-  ReplayGuard& operator=(const ReplayGuard&) = delete;
-  ~ReplayGuard() { c10::set_default_dtype(dtype_); }
-
- private:
-  caffe2::TypeMeta dtype_ = c10::get_default_dtype();
-  at::AutoDispatchBelowADInplaceOrView below_{};
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
-  UnseenOps unseen_{};
-};
+}
 
 void DeferredLog::restore(const std::vector<size_t>& storages) {
   std::vector<size_t> wanted;
   std::unordered_set<size_t> targets;
   for (const size_t s : storages) {
-    const auto real = find(s);
     // A tied tensor occurs twice, but its storage gets memory once.
-    if (real && deferred_place(*real) != nullptr && targets.insert(s).second) {
+    if (is_evicted(s) && targets.insert(s).second) {
       wanted.push_back(s);
     }
   }
   const std::vector<Step> steps = slice_of(wanted);
-  struct LetTwinsGo {
-    DeferredLog& log;
-    const std::vector<Step>& steps;
-    ~LetTwinsGo() {
-      for (const Step& step : steps) {
-        for (const size_t s : step.done) {
-          let_go(*log.storages_[s].twin);
-        }
-      }
-    }
-  } const let_twins_go{*this, steps};
-  {
-    const ReplayGuard replay;
-    GeneratorGuard generators;
+  const auto free_twins = c10::make_scope_exit([&] {
     for (const Step& step : steps) {
-      for (const GeneratorState& then : ops_[step.op].generators) {
-        generators.set(then);
-      }
-      run(ops_[step.op]);
       for (const size_t s : step.done) {
-        if (targets.count(s) == 0) {
-          let_go(*storages_[s].twin);
-        }
+        free_memory(*storages_[s].twin);
       }
     }
-  }
+  });
+  replay(steps, targets);
   for (const size_t s : wanted) {
     c10::StorageImpl& twin = *storages_[s].twin;
     const auto real = find(s);
@@ -300,8 +270,7 @@ void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& re
 void DeferredLog::prune() {
   std::vector<size_t> waiting;
   for (size_t s = 0; s < storages_.size(); ++s) {
-    const auto real = find(s);
-    if (real && deferred_place(*real) != nullptr) {
+    if (is_evicted(s)) {
       waiting.push_back(s);
     }
   }

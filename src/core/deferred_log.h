@@ -19,6 +19,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -82,7 +83,9 @@ class DeferredLog : public std::enable_shared_from_this<DeferredLog> {
     std::vector<size_t> done{}; // storages that no later step uses
   };
 
+  bool is_evicted(size_t storage) const;
   std::vector<Step> slice_of(const std::vector<size_t>& storages) const;
+  void replay(const std::vector<Step>& steps, const std::unordered_set<size_t>& targets);
   void run(DeferredOp& op);
   void take_results(const DeferredOp& op, const torch::jit::Stack& results);
 
