@@ -39,24 +39,8 @@ constexpr int64_t kMostRows = 512; // per thread
 // For fewer columns the call costs more than it saves.
 constexpr int64_t kFewestColumns = 16;
 
-static bool find_onednn() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  return at::hasMKLDNN() && at::hasMKL() && at::native::mkldnn_matmul != nullptr &&
-         __builtin_cpu_supports("avx512f") && !__builtin_cpu_is("intel");
-#else
-  return false;
-#endif
-}
-
-/// Where torch itself uses oneDNN for bf16 products.
-static bool find_onednn_bf16() {
-#if defined(__x86_64__) && defined(__GNUC__)
-  return at::hasMKLDNN() && at::native::mkldnn_matmul != nullptr &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq");
-#else
-  return false;
-#endif
+[[maybe_unused]] static bool has_onednn() {
+  return at::hasMKLDNN() && at::native::mkldnn_matmul != nullptr;
 }
 
 /// The largest piece of at most `rows` rows, where rows >= kFewestRows.
@@ -244,18 +228,14 @@ static bool plain(const at::Tensor& tensor, at::ScalarType type) {
   return tensor.is_cpu() && tensor.scalar_type() == type && tensor.layout() == at::kStrided;
 }
 
-static bool gains(int64_t rows, int64_t in, int64_t out) {
-  return rows >= kFewestRows && in >= kFewestColumns && out >= kFewestColumns;
-}
-
 /// Whether shapes and types allow oneDNN and the product is large enough to gain.
 static bool fits_onednn(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const at::ScalarType type = weight.scalar_type();
   return at::globalContext().userEnabledMkldnn() && plain(weight, type) && weight.dim() == 2 &&
          (!bias.defined() ||
           (plain(bias, type) && bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
-         x.dim() >= 2 && x.size(-1) == weight.size(1) &&
-         gains(x.numel() / weight.size(1), weight.size(1), weight.size(0));
+         x.dim() >= 2 && x.size(-1) == weight.size(1) && weight.size(0) >= kFewestColumns &&
+         weight.size(1) >= kFewestColumns && x.numel() / weight.size(1) >= kFewestRows;
 }
 
 static bool float_or_bf16(const at::Tensor& tensor) {
@@ -290,15 +270,23 @@ at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   return at::linear(x, weight, maybe_bias);
 }
 
+#if defined(__x86_64__) && defined(__GNUC__)
 bool linear_uses_onednn() {
-  static const bool uses = detail::find_onednn();
+  static const bool uses = detail::has_onednn() && at::hasMKL() &&
+                           __builtin_cpu_supports("avx512f") && !__builtin_cpu_is("intel");
   return uses;
 }
 
+// Where torch itself uses oneDNN for bf16 products.
 bool linear_uses_bf16() {
-  static const bool uses = detail::find_onednn_bf16();
+  static const bool uses = detail::has_onednn() && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return uses;
 }
+#else
+bool linear_uses_onednn() { return false; }
+bool linear_uses_bf16() { return false; }
+#endif
 
 } // namespace hasten
 
