@@ -37,18 +37,6 @@ struct MemoryCounters {
   }
 };
 
-// The live limits. The smallest one counts.
-struct MemoryLimits {
-  std::mutex mutex;
-  std::multiset<int64_t> bytes;
-  void change(int64_t limit, bool add);
-};
-
-MemoryLimits& memory_limits() {
-  static auto* limits = new MemoryLimits; // never destroyed
-  return *limits;
-}
-
 MemoryCounters& memory_counters() {
   static MemoryCounters counters;
   return counters;
@@ -81,14 +69,18 @@ void free_rehearsed(void* context) {
   block->counters->live -= block->bytes;
 }
 
-void MemoryLimits::change(int64_t limit, bool add) {
+// The smallest of the live limits counts.
+void change_limits(int64_t limit, bool add) {
+  static std::mutex mutex;
+  static auto* limits = new std::multiset<int64_t>; // never destroyed
   const std::scoped_lock lock(mutex);
   if (add) {
-    bytes.insert(limit);
+    limits->insert(limit);
   } else {
-    bytes.erase(bytes.find(limit));
+    limits->erase(limits->find(limit));
   }
-  memory_counters().limit = bytes.empty() ? std::numeric_limits<int64_t>::max() : *bytes.begin();
+  memory_counters().limit =
+      limits->empty() ? std::numeric_limits<int64_t>::max() : *limits->begin();
 }
 
 [[noreturn]] void refuse_memory(int64_t bytes, int64_t live, int64_t limit) {
@@ -155,7 +147,7 @@ class CountingAllocator final : public c10::Allocator {
 int64_t process_status_bytes(const std::string& key) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
-    if (line.compare(0, key.size(), key) == 0) {
+    if (line.starts_with(key)) {
       return std::stoll(line.substr(key.size())) * 1024;
     }
   }
@@ -189,19 +181,17 @@ MemoryLimit::MemoryLimit(int64_t bytes) : bytes_(bytes) {
     throw InputError("core::MemoryLimit", "bytes=" + std::to_string(bytes), "above 0");
   }
   install_memory_meter();
-  detail::memory_limits().change(bytes, true);
+  detail::change_limits(bytes, true);
 }
 
-MemoryLimit::~MemoryLimit() { detail::memory_limits().change(bytes_, false); }
+MemoryLimit::~MemoryLimit() { detail::change_limits(bytes_, false); }
 
 bool is_out_of_memory(const std::exception& error) {
-  if (dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-      dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
-    return true;
-  }
-  return dynamic_cast<const c10::Error*>(&error) != nullptr &&
-         std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") !=
-             std::string_view::npos;
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+         dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         (dynamic_cast<const c10::Error*>(&error) != nullptr &&
+          std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") !=
+              std::string_view::npos);
 }
 
 int64_t peak_resident_bytes() { return detail::process_status_bytes("VmHWM:"); }
