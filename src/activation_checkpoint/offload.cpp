@@ -49,14 +49,13 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
           ::pwrite(fd_, from + done, static_cast<size_t>(bytes - done), place + done);
       if (wrote <= 0 && errno != EINTR) {
         const int error = errno;
-        release(place, bytes);
+        free(place, bytes);
         throw Error("activation_checkpoint::SavedTensorOffload",
                     "cannot write " + std::to_string(bytes) + " bytes: " + std::strerror(error),
                     "free space for saved tensors", "choose another folder, or offload less");
       }
       done += std::max<ssize_t>(0, wrote);
     }
-    used_ += pages(bytes);
     return place;
   }
 
@@ -72,8 +71,9 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
   }
 
   void free(int64_t place, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     used_ -= pages(bytes);
-    release(place, bytes);
+    free_.emplace(pages(bytes), place);
   }
   int64_t used() const { return used_; }
 
@@ -83,19 +83,11 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
   }
   int64_t take(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = free_.find(bytes);
-    if (found != free_.end()) {
-      const int64_t place = found->second;
-      free_.erase(found);
-      return place;
+    used_ += bytes;
+    if (const auto found = free_.extract(bytes)) {
+      return found.mapped();
     }
-    const int64_t place = end_;
-    end_ += bytes;
-    return place;
-  }
-  void release(int64_t place, int64_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.emplace(pages(bytes), place);
+    return std::exchange(end_, end_ + bytes);
   }
 
   int fd_ = -1;
@@ -141,15 +133,14 @@ class OffloadFactory final : public SavedHookFactory {
     const auto storage = tensor.storage();
     const auto version = tensor.is_inference() ? 0 : tensor._version();
     Written& known = written_[storage.unsafeGetStorageImpl()];
-    auto alive = known.written.lock();
+    auto written = known.written.lock();
     // The entry is valid only while its storage lives, because addresses are reused.
-    if (alive && !known.storage.expired() && known.version == version) {
-      return alive;
+    if (!written || known.storage.expired() || known.version != version) {
+      written = std::make_shared<OffloadedStorage>(file_, storage.data(),
+                                                   static_cast<int64_t>(storage.nbytes()));
+      known = {c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()), version,
+               written};
     }
-    auto written = std::make_shared<OffloadedStorage>(file_, storage.data(),
-                                                      static_cast<int64_t>(storage.nbytes()));
-    known = {c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl()), version,
-             written};
     return written;
   }
 
@@ -206,27 +197,21 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> OffloadFactory::make_hooks(
   return std::make_unique<OffloadHook>(*this);
 }
 
-static const SavedTensorOffloadOptions& require_own_engine(
-    const SavedTensorOffloadOptions& options) {
-  if (!hook_engine_installed()) {
+} // namespace detail
+
+struct SavedTensorOffload::Impl {
+  detail::OffloadFactory factory;
+  detail::HookScope scope{&factory};
+};
+
+SavedTensorOffload::SavedTensorOffload(const SavedTensorOffloadOptions& options) {
+  if (!detail::hook_engine_installed()) {
     throw Error("activation_checkpoint::SavedTensorOffload",
                 "another autograd engine (a Python interpreter's) is installed in this process",
                 "torch's own engine", "offload in a process without Python");
   }
-  return options;
+  impl_.reset(new Impl{detail::OffloadFactory(options)});
 }
-
-} // namespace detail
-
-struct SavedTensorOffload::Impl {
-  explicit Impl(const SavedTensorOffloadOptions& options)
-      : factory(detail::require_own_engine(options)), scope(&factory) {}
-  detail::OffloadFactory factory;
-  detail::HookScope scope;
-};
-
-SavedTensorOffload::SavedTensorOffload(const SavedTensorOffloadOptions& options)
-    : impl_(std::make_unique<Impl>(options)) {}
 SavedTensorOffload::~SavedTensorOffload() = default;
 int64_t SavedTensorOffload::bytes() const { return impl_->factory.used(); }
 
