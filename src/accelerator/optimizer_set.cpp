@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
 
@@ -126,7 +127,7 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
   step_scaled(optimizer, lists);
   if (!local) { // local ranks may have different numbers
     auto& steps = windows_.shared()->steps;
-    steps = steps * 0x9e3779b97f4a7c15ull + static_cast<uint64_t>(optimizer.index) + 1;
+    steps = mix(steps, static_cast<uint64_t>(optimizer.index) + 1);
     done_.push_back({[this, &optimizer] { step(optimizer); }, optimizer.index});
   }
   return StepResult::stepped;

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
 
@@ -23,7 +24,7 @@ void OrderCheck::compare(const nlohmann::json& more) {
   // Ranks compare a digest first, and send the calls only if it differs.
   uint64_t digest = 0;
   for (const std::string& call : calls_) {
-    digest = digest * 0x9e3779b97f4a7c15ull + std::hash<std::string>{}(call);
+    digest = mix(digest, std::hash<std::string>{}(call));
   }
   const auto ranks =
       inner_->all_gather_object({{"calls", digest}, {"more", more}}, "comparing the ranks");

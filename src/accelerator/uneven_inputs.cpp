@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
 
@@ -31,7 +32,7 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t steps) {
   if (loader == nullptr) {
     return 0;
   }
-  const uint64_t mixed = (steps * 0x9e3779b97f4a7c15ull + loader->index) * 0x9e3779b97f4a7c15ull;
+  const uint64_t mixed = mix(mix(steps, loader->index), 0);
   return (mixed >> 49) + 1;
 }
 

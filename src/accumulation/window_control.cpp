@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten {
 
@@ -45,10 +46,9 @@ double window_fingerprint(const WindowTotals& window) {
                    (window.buffers ? 4 : 0);
   for (const uint64_t next : {window.models, window.steps, static_cast<uint64_t>(window.round),
                               std::bit_cast<uint64_t>(window.loss_scale)}) {
-    value = (value * 0x9e3779b97f4a7c15ull) ^ next;
+    value = mix(value, 0) ^ next;
   }
-  value *= 0x9e3779b97f4a7c15ull;
-  return static_cast<double>(value >> 48);
+  return static_cast<double>(mix(value, 0) >> 48);
 }
 
 // Equality of `count` ranks: the one case in which the sum's square is as large

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
 
@@ -20,7 +21,7 @@ static uint64_t sample_bits(const void* data, int64_t numel) {
   for (int64_t i = 0; i < numel; i += step) {
     Bits bits;
     std::memcpy(&bits, bytes + i * sizeof(Bits), sizeof(Bits));
-    sample = (sample ^ bits) * 0x9e3779b97f4a7c15ull;
+    sample = mix(sample ^ bits, 0);
   }
   return sample;
 }

@@ -11,6 +11,8 @@
 #include <sstream>
 #include <unordered_set>
 
+#include "hasten/core/random.h"
+
 namespace hasten::detail {
 
 SavedShape SavedShape::of(const at::Tensor& tensor) {
@@ -36,7 +38,7 @@ static uint64_t sample_of(const at::Tensor& tensor) {
   for (const size_t element : {size_t{0}, last / 3, last - last / 3, last}) {
     uint64_t bits = 0;
     std::memcpy(&bits, data + element * size, std::min(size, sizeof(bits)));
-    sample = sample * 0x9E3779B97F4A7C15ull + bits;
+    sample = mix(sample, bits);
   }
   return sample;
 }

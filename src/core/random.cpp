@@ -32,17 +32,7 @@ void seed_dropout(uint64_t seed, int data_rank) {
   at::manual_seed(stream_seed("dropout", seed, static_cast<uint64_t>(data_rank)));
 }
 
-OrderRng::OrderRng(uint64_t seed, uint64_t epoch) : state_(stream_seed("order", seed, epoch)) {}
-
-uint64_t OrderRng::next() {
-  // SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-  // generators, 2014).
-  state_ += 0x9e3779b97f4a7c15ULL;
-  uint64_t z = state_;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-  return z ^ (z >> 31);
-}
+OrderRng::OrderRng(uint64_t seed, uint64_t epoch) : seed_(stream_seed("order", seed, epoch)) {}
 
 uint64_t OrderRng::below(uint64_t bound) {
   // Draws again if the value is one of the 2^64 mod bound smallest, so that the others divide

@@ -7,19 +7,20 @@
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
 
 uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
-  const auto mix = [&sum](uint64_t value) {
-    sum = (sum ^ value) * 0x9e3779b97f4a7c15ull;
+  const auto add = [&sum](uint64_t value) {
+    sum = mix(sum ^ value, 0);
     sum ^= sum >> 32;
   };
   if (tensor.layout() != at::kStrided) {
     return sum;
   }
   for (const int64_t size : tensor.sizes()) {
-    mix(static_cast<uint64_t>(size));
+    add(static_cast<uint64_t>(size));
   }
   if (!tensor.is_cpu()) {
     return sum;
@@ -31,7 +32,7 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
   for (int64_t i = 0; i < own.numel(); i += step) {
     uint64_t bits = 0;
     std::memcpy(&bits, bytes + i * each, std::min<size_t>(each, sizeof bits));
-    mix(bits);
+    add(bits);
   }
   return sum;
 }

@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "hasten/core/memory_rehearsal.h"
+#include "hasten/core/random.h"
 
 // The loader of the library selects the clone for the CPU's vector width.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
@@ -26,13 +27,6 @@ namespace hasten::detail {
 
 // Elements that share one pair of 32-bit keys.
 constexpr int64_t kDropoutBlock = 4096;
-
-uint64_t dropout_block_key(uint64_t seed, uint64_t block) {
-  uint64_t z = seed + (block + 1) * 0x9E3779B97F4A7C15ull; // splitmix64
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
 
 // A 32-bit hash of the counter decides. It uses only integer multiplies and shifts, so that the
 // loop vectorises.
@@ -103,7 +97,7 @@ static void apply_dropout(const DropoutNumbers& in, const DropoutNumbers& residu
   alignas(64) float out_buffer[kDropoutBlock];
   for (int64_t at = first; at < first + count; at += kDropoutBlock) {
     const auto size = static_cast<int32_t>(std::min(kDropoutBlock, first + count - at));
-    const uint64_t key = dropout_block_key(seed, static_cast<uint64_t>(at / kDropoutBlock));
+    const uint64_t key = splitmix64(seed, static_cast<uint64_t>(at / kDropoutBlock));
     float* target = out.narrow ? out_buffer : static_cast<float*>(out.data) + at;
     dropout_block(in.read(at, size, in_buffer), residual.read(at, size, residual_buffer), target,
                   size, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), threshold,

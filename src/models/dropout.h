@@ -17,7 +17,4 @@ at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p
 /// Draws a seed from torch's default CPU generator.
 uint64_t draw_dropout_seed();
 
-/// Two 32-bit keys for the elements of one block, mixed from `seed` and `block`.
-uint64_t dropout_block_key(uint64_t seed, uint64_t block);
-
 } // namespace hasten::detail

@@ -15,6 +15,7 @@
 #include "dropout.h"
 #include "hasten/base/error.h"
 #include "hasten/core/memory_rehearsal.h"
+#include "hasten/core/random.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -162,7 +163,7 @@ static RowDropout row_dropout(uint64_t seed, int64_t row, double p) {
   if (p <= 0) {
     return {};
   }
-  const uint64_t key = dropout_block_key(seed, static_cast<uint64_t>(row));
+  const uint64_t key = splitmix64(seed, static_cast<uint64_t>(row));
   return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
           static_cast<uint32_t>(std::min(std::round(p * 4294967296.0), 4294967295.0)),
           static_cast<float>(1.0 / (1.0 - p))};

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "hasten/core/random.h"
 #include "step_kernels.h"
 
 // The loader of the library selects the clone for the CPU's vector width.
@@ -106,8 +107,8 @@ class StepBlock {
   void store_moment(int which, T* values, int64_t at, int64_t n) const {
     if constexpr (std::is_same_v<T, float>) {
       if (!moments_direct_) {
-        const uint64_t key = mix_step_key(a_.rounding_key + static_cast<uint64_t>(which),
-                                          static_cast<uint64_t>(at / kStepBlock));
+        const uint64_t key = splitmix64(a_.rounding_key + static_cast<uint64_t>(which),
+                                        static_cast<uint64_t>(at / kStepBlock));
         store_bf16_at_random(values, static_cast<uint16_t*>(a_.moments[which]) + at,
                              static_cast<int32_t>(n), static_cast<uint32_t>(key),
                              static_cast<uint32_t>(key >> 32));

@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "hasten/base/error.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
 
@@ -252,8 +253,8 @@ void StepEngine::run(const StepPass& pass) {
     }
     work.numbers = numbers_of(work);
     if (arrays.moment_type == StepType::bf16) {
-      arrays.rounding_key = mix_step_key(
-          mix_step_key(options_.seed, static_cast<uint64_t>(*work.entry->parts.step)), work.index);
+      arrays.rounding_key = splitmix64(
+          splitmix64(options_.seed, static_cast<uint64_t>(*work.entry->parts.step)), work.index);
     }
     if (work.by_tensors) {
       run_by_tensors(work, pass);

@@ -77,9 +77,6 @@ void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
 /// (null without beta1). Whole tensors, in three passes.
 void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
 
-/// Derives a separate key for each part.
-uint64_t mix_step_key(uint64_t key, uint64_t part);
-
 /// Sum over one tensor of |x| or x^2, or the largest |x| (NaN if there is one). Adds kStepBlock
 /// elements in fp32 (fp64 for fp64), and these sums in fp64.
 enum class NormKind : uint8_t { l1, l2, max };

@@ -134,13 +134,6 @@ void follow_parameter(const void* parameter, StepType type, float* master, int64
   }
 }
 
-uint64_t mix_step_key(uint64_t key, uint64_t part) {
-  uint64_t z = key + (part + 1) * 0x9E3779B97F4A7C15ull; // splitmix64
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
-
 // Elements that one or several vector registers add in parallel.
 constexpr int64_t kStepLanes = 32;
 

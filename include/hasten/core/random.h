@@ -10,6 +10,23 @@
 
 namespace hasten {
 
+namespace detail {
+
+/// Mixes `next` into a hash. Multiplicative hashing (Knuth, TAOCP 6.4): the factor is 2^64 divided
+/// by the golden ratio.
+constexpr uint64_t mix(uint64_t hash, uint64_t next) { return hash * 0x9e3779b97f4a7c15u + next; }
+
+/// Value `index` of the SplitMix64 generator with this seed (Steele, Lea, Flood: Fast splittable
+/// pseudorandom number generators, 2014).
+constexpr uint64_t splitmix64(uint64_t seed, uint64_t index) {
+  uint64_t z = mix(index + 1, seed);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+} // namespace detail
+
 /// The 64-bit seed of the stream `name` for `seed`, `a` and `b`: XXH64 (seed 0) of the bytes of
 /// the name, a zero byte, then `seed`, `a`, `b` as little-endian 64-bit words. The same on every
 /// machine and in every version.
@@ -28,7 +45,7 @@ void seed_dropout(uint64_t seed, int data_rank);
 class OrderRng {
  public:
   OrderRng(uint64_t seed, uint64_t epoch);
-  uint64_t next();
+  uint64_t next() { return detail::splitmix64(seed_, drawn_++); }
   /// Uniform in 0 … bound - 1, without modulo bias; bound ≥ 1.
   uint64_t below(uint64_t bound);
   /// Fisher-Yates over [first, first + count).
@@ -43,7 +60,8 @@ class OrderRng {
   }
 
  private:
-  uint64_t state_;
+  uint64_t seed_;
+  uint64_t drawn_ = 0;
 };
 
 } // namespace hasten
