@@ -22,6 +22,8 @@ namespace detail {
 // Changes of contents are found by hashes of pieces of this many bytes.
 constexpr size_t kDeferredPiece = 256 << 10;
 
+static thread_local bool deferred_scope_open = false;
+
 // Operators for which the previous values of the first argument do not matter.
 static bool overwrites_first(const std::string& name) {
   static const std::unordered_set<std::string> names = {
@@ -82,11 +84,14 @@ class DeferredRecorder final : public OpObserver {
  public:
   explicit DeferredRecorder(const DeferredInitOptions& options)
       : resident_bytes_(options.resident_bytes) {
-    scope_.emplace(this);
+    deferred_scope_open = true;
   }
   DeferredRecorder(const DeferredRecorder&) = delete;
   DeferredRecorder& operator=(const DeferredRecorder&) = delete;
-  ~DeferredRecorder() override { log_->open = false; }
+  ~DeferredRecorder() override {
+    log_->open = false;
+    deferred_scope_open = false;
+  }
 
   void pass(const OpPassing& passing) override;
   void finish(const torch::nn::Module& module);
@@ -123,10 +128,8 @@ class DeferredRecorder final : public OpObserver {
   std::vector<Tracked> tracked_{}; // [storage]
   int64_t resident_ = 0; // bytes, including storages that were destroyed meanwhile
   uint64_t count_ = 0; // number of operators
-  std::optional<OpScope> scope_{};
+  std::optional<OpScope> scope_{std::in_place, this};
 };
-
-static thread_local bool deferred_scope_open = false;
 
 std::optional<size_t> DeferredRecorder::find(const at::Tensor& tensor) const {
   if (!tensor.has_storage()) {
@@ -364,29 +367,20 @@ void DeferredRecorder::finish(const torch::nn::Module& module) {
   log_->prune();
 }
 
-DeferredScope::DeferredScope(const DeferredInitOptions& options) {
+std::shared_ptr<DeferredRecorder> record_deferred(const DeferredInitOptions& options) {
   if (options.resident_bytes < 0) {
     throw InputError("core::deferred_init",
                      "resident_bytes=" + std::to_string(options.resident_bytes), "0 or more");
   }
-  if (!deferred_scope_open) {
-    recorder_ = std::make_unique<DeferredRecorder>(options);
-    deferred_scope_open = true;
-  }
+  return deferred_scope_open ? nullptr : std::make_shared<DeferredRecorder>(options);
 }
 
-DeferredScope::~DeferredScope() {
-  if (recorder_) {
-    deferred_scope_open = false;
-  }
-}
-
-void DeferredScope::finish(const torch::nn::Module* module) {
+void finish_deferred(DeferredRecorder* recorder, const torch::nn::Module* module) {
   if (module == nullptr) {
     throw InputError("core::deferred_init", "the function returned null", "a module");
   }
-  if (recorder_) {
-    recorder_->finish(*module);
+  if (recorder != nullptr) {
+    recorder->finish(*module);
   }
 }
 

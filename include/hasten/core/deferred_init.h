@@ -47,20 +47,11 @@ namespace detail {
 
 class DeferredRecorder;
 
-// While it lives, operators of this thread are recorded. Does nothing inside another scope.
-class DeferredScope {
- public:
-  explicit DeferredScope(const DeferredInitOptions& options);
-  DeferredScope(const DeferredScope&) = delete;
-  DeferredScope& operator=(const DeferredScope&) = delete;
-  ~DeferredScope();
-  // Frees the memory of the module's parameters and buffers. All other tensors of the scope get
-  // their values.
-  void finish(const torch::nn::Module* module);
-
- private:
-  std::unique_ptr<DeferredRecorder> recorder_;
-};
+// Records the operators of this thread while the result lives. Null inside another scope.
+std::shared_ptr<DeferredRecorder> record_deferred(const DeferredInitOptions& options);
+// Frees the memory of the module's parameters and buffers. All other tensors of the scope get
+// their values. `recorder` may be null.
+void finish_deferred(DeferredRecorder* recorder, const torch::nn::Module* module);
 
 } // namespace detail
 
@@ -70,7 +61,7 @@ class DeferredScope {
 /// Throws InputError if `make` returns null, or resident_bytes < 0.
 template <typename Make>
 auto deferred_init(Make&& make, const DeferredInitOptions& options = {}) {
-  detail::DeferredScope scope(options);
+  const auto recorder = detail::record_deferred(options);
   auto made = std::forward<Make>(make)();
   static_assert(std::is_convertible_v<decltype(&*made), const torch::nn::Module*>,
                 "deferred_init's function returns a module, by shared_ptr or holder");
@@ -78,7 +69,7 @@ auto deferred_init(Make&& make, const DeferredInitOptions& options = {}) {
   if (made) {
     module = &*made;
   }
-  scope.finish(module);
+  detail::finish_deferred(recorder.get(), module);
   return made;
 }
 
