@@ -155,7 +155,7 @@ class LinearNode final : public torch::autograd::Node {
 
   static at::Tensor run(bool narrow,
                         const at::Tensor& x, // [rows, in]; fp32 or bf16 if narrow
-                        const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+                        const at::Tensor& weight, const at::Tensor& bias) {
     const auto in = [&](const at::Tensor& tensor) {
       return narrow ? tensor.to(at::kBFloat16) : tensor;
     };
@@ -165,14 +165,12 @@ class LinearNode final : public torch::autograd::Node {
       const at::NoGradGuard no_grad;
       kept = in(x);
       product = linear_operator(kept, in(weight).t(),
-                                bias ? std::optional<at::Tensor>(in(*bias)) : std::nullopt);
+                                bias.defined() ? std::optional(in(bias)) : std::nullopt);
     }
-    const at::Tensor none;
-    const at::Tensor& bias_or_none = bias ? *bias : none;
-    if (torch::autograd::compute_requires_grad(x, weight, bias_or_none)) {
+    if (torch::autograd::compute_requires_grad(x, weight, bias)) {
       const auto node = c10::make_intrusive<LinearNode>(narrow, narrow ? kept : x, x.scalar_type());
       node->weight_ = torch::autograd::SavedVariable(weight, false);
-      node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias_or_none));
+      node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
       torch::autograd::set_history(product, node);
     }
     return product;
@@ -244,7 +242,7 @@ static bool float_or_bf16(const at::Tensor& tensor) {
 
 /// Views x [..., in] as [rows, in], and the result as [..., out].
 static at::Tensor linear_by_rows(bool narrow, const at::Tensor& x, const at::Tensor& weight,
-                                 const std::optional<at::Tensor>& bias) {
+                                 const at::Tensor& bias) {
   const at::Tensor product = LinearNode::run(narrow, x.reshape({-1, x.size(-1)}), weight, bias);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
@@ -254,20 +252,18 @@ static at::Tensor linear_by_rows(bool narrow, const at::Tensor& x, const at::Ten
 } // namespace detail
 
 at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  const std::optional<at::Tensor> maybe_bias =
-      bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt;
   const auto narrow = autocast_dtype(at::kCPU);
   if (detail::fits_onednn(x, weight, bias)) {
     if (narrow == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
         detail::float_or_bf16(weight)) {
-      return detail::linear_by_rows(true, x, weight, maybe_bias);
+      return detail::linear_by_rows(true, x, weight, bias);
     }
     if (!narrow && linear_uses_onednn() && detail::plain(x, at::kFloat) &&
         detail::plain(weight, at::kFloat)) {
-      return detail::linear_by_rows(false, x, weight, maybe_bias);
+      return detail::linear_by_rows(false, x, weight, bias);
     }
   }
-  return at::linear(x, weight, maybe_bias);
+  return at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
