@@ -37,12 +37,6 @@ std::shared_ptr<SharedRegions>& shared_regions() {
   return regions;
 }
 
-static ActivationCheckpointOptions effective_options(const ActivationCheckpointOptions& options) {
-  ActivationCheckpointOptions effective = options;
-  effective.early_stop = early_stop_override().value_or(options.early_stop);
-  return effective;
-}
-
 std::vector<at::Tensor> run_region(RegionForward forward, std::vector<at::Tensor> inputs,
                                    const ActivationCheckpointOptions& options) {
   if (!at::GradMode::is_enabled()) {
@@ -51,7 +45,9 @@ std::vector<at::Tensor> run_region(RegionForward forward, std::vector<at::Tensor
   if (!hook_engine_installed()) {
     return run_reentrant(std::move(forward), std::move(inputs), options);
   }
-  const auto region = std::make_shared<Region>(effective_options(options));
+  ActivationCheckpointOptions effective = options;
+  effective.early_stop = early_stop_override().value_or(options.early_stop);
+  const auto region = std::make_shared<Region>(std::move(effective));
   region->save_inputs(inputs);
   region->save_state(inputs);
   const uint64_t first_node = at::sequence_number::peek();

@@ -22,11 +22,7 @@ struct SimplePlan {
 std::vector<SimplePlan> simple_plans(const ChainProfile& profile);
 
 /// Cost of one forward and backward. observe_peak() returns its peak.
-struct StepCost {
-  int64_t peak_bytes = 0;
-  double seconds = 0;
-};
-StepCost observe_step(const std::shared_ptr<torch::nn::Module>& model,
+PlanCost observe_step(const std::shared_ptr<torch::nn::Module>& model,
                       const std::function<at::Tensor()>& loss);
 
 } // namespace hasten::detail

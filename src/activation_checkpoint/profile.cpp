@@ -375,8 +375,8 @@ ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model
   return handler->profile;
 }
 
-detail::StepCost detail::observe_step(const std::shared_ptr<torch::nn::Module>& model,
-                                      const std::function<at::Tensor()>& loss) {
+PlanCost detail::observe_step(const std::shared_ptr<torch::nn::Module>& model,
+                              const std::function<at::Tensor()>& loss) {
   install_memory_meter();
   const detail::Untouched untouched(*model);
   const at::AutoGradMode grad_mode(true);

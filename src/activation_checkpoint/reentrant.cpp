@@ -101,10 +101,7 @@ std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Ten
     call->derived.push_back(input.defined() && input.requires_grad());
   }
   call->forward = std::move(forward);
-  call->once = once_place();
-  if (!call->once.store) {
-    call->once = {std::make_shared<OnceStore>(), 0, false};
-  }
+  call->once = OncePlace::now_or_new();
   at::Tensor anchor = at::ones({});
   anchor.set_requires_grad(true);
   return ReentrantRegion::apply(anchor, at::TensorList(inputs), call);

@@ -111,12 +111,9 @@ class Region::RecomputeFactory final : public SavedHookFactory {
 Region::Region(ActivationCheckpointOptions options, const Region* parent)
     : options_(std::move(options)) {
   // A nested region continues the run_once() values of the outer one.
-  once_ = once_place();
-  if (!once_.store && parent != nullptr) {
-    once_ = {parent->once_.store, parent->once_.store->values.size(), false};
-  }
-  if (!once_.store) {
-    once_ = {std::make_shared<OnceStore>(), 0, false};
+  once_ = OncePlace::now_or_new();
+  if (!once_place().store && parent != nullptr) {
+    once_ = {parent->once_.store, parent->once_.store->size(), false};
   }
   if (options_.policy || options_.debug) {
     ops_ = std::make_shared<OpStore>();
@@ -145,7 +142,7 @@ std::vector<at::Tensor> Region::run_forward(const RegionForward& part,
                                             std::vector<at::Tensor> inputs) {
   std::optional<OnceScope> once;
   if (!once_place().store) {
-    once.emplace(OncePlace{once_.store, once_.store->values.size(), false});
+    once.emplace(OncePlace{once_.store, once_.store->size(), false});
   }
   std::optional<OpRecorder> recorder;
   std::optional<OpScope> ops;

@@ -87,7 +87,6 @@ class RecomputeScope {
   StateScope<RandomState> random_;
   StateScope<AutocastState> autocast_;
   bool casts_;
-  RecomputeFlag flag_{};
   OnceScope once_;
   at::AutoGradMode grad_mode_{true};
 };

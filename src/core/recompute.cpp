@@ -11,14 +11,13 @@ namespace hasten {
 
 namespace detail {
 
-static thread_local int recompute_depth = 0;
-
-RecomputeFlag::RecomputeFlag() { ++recompute_depth; }
-RecomputeFlag::~RecomputeFlag() { --recompute_depth; }
-
 OncePlace& once_place() {
   static thread_local OncePlace place;
   return place;
+}
+
+OncePlace OncePlace::now_or_new() {
+  return once_place().store ? once_place() : OncePlace{std::make_shared<OnceStore>()};
 }
 
 OnceScope::OnceScope(OncePlace place) : before_(std::exchange(once_place(), std::move(place))) {}
@@ -26,7 +25,7 @@ OnceScope::~OnceScope() { once_place() = std::move(before_); }
 
 } // namespace detail
 
-bool in_recompute() { return detail::recompute_depth > 0; }
+bool in_recompute() { return detail::once_place().replays; }
 
 std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>& make) {
   detail::OncePlace& place = detail::once_place();
@@ -34,11 +33,11 @@ std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>&
     const at::NoGradGuard no_grad;
     return make();
   }
-  if (place.replays && place.next >= place.store->values.size()) {
+  if (place.replays && place.next >= place.store->size()) {
     throw Error("core::run_once",
                 "call " + std::to_string(place.next + 1) +
                     " of a recomputation, but forward only made " +
-                    std::to_string(place.store->values.size()),
+                    std::to_string(place.store->size()),
                 "the same calls in both", "let the calls depend only on the region's inputs");
   }
   if (!place.replays) {
@@ -52,11 +51,11 @@ std::vector<at::Tensor> run_once(const std::function<std::vector<at::Tensor>()>&
       // Detached, because its graph may hold the region, which holds the store.
       tensor = tensor.defined() ? tensor.detach() : tensor;
     }
-    store->values.resize(std::max(store->values.size(), here + 1));
-    store->values[here] = made;
+    store->resize(std::max(store->size(), here + 1));
+    (*store)[here] = made;
     return made;
   }
-  return place.store->values[place.next++];
+  return (*place.store)[place.next++];
 }
 
 at::Tensor run_once(const std::function<at::Tensor()>& make) {

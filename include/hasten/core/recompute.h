@@ -26,15 +26,6 @@ at::Tensor run_once(const std::function<at::Tensor()>& make);
 
 namespace detail {
 
-// While it lives, this thread is recomputing.
-class RecomputeFlag {
- public:
-  RecomputeFlag();
-  RecomputeFlag(const RecomputeFlag&) = delete;
-  RecomputeFlag& operator=(const RecomputeFlag&) = delete;
-  ~RecomputeFlag();
-};
-
 // The dispatch key at which observers see operators. Torch reserves it for a mode and has no
 // kernels on it.
 constexpr auto kOpKey = c10::DispatchKey::Fake;
@@ -47,15 +38,16 @@ class UnseenOps {
 };
 
 // The results that run_once() kept, in the order of its calls.
-struct OnceStore {
-  std::vector<std::vector<at::Tensor>> values{};
-};
+using OnceStore = std::vector<std::vector<at::Tensor>>;
 
 // A thread's position in a store. Nested regions share the store of the outer one.
 struct OncePlace {
   std::shared_ptr<OnceStore> store{};
   size_t next = 0;
-  bool replays = false;
+  bool replays = false; // this thread recomputes
+
+  // Of this thread, or the first one of a new store.
+  static OncePlace now_or_new();
 };
 OncePlace& once_place();
 
