@@ -1,7 +1,6 @@
 #include "hasten/optim/make_optimizer.h"
 
 #include <algorithm>
-#include <charconv>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -23,80 +22,22 @@ namespace detail {
 
 constexpr const char* kMakeOptimizer = "optim::make_optimizer";
 
-/// Parses "name=value,…". Each name is read once; the remaining names are unknown.
-class OptimizerArgs {
- public:
-  explicit OptimizerArgs(const std::string& text) {
-    for (size_t at = 0; at < text.size();) {
-      const size_t comma = std::min(text.find(',', at), text.size());
-      std::string item = text.substr(at, comma - at);
-      std::erase(item, ' ');
-      const size_t equals = item.find('=');
-      if (equals == std::string::npos || equals == 0) {
-        throw InputError(kMakeOptimizer, "optim_args=" + text, "name=value,name=value");
-      }
-      values_[item.substr(0, equals)] = item.substr(equals + 1);
-      at = comma + 1;
+/// "name=value,…" by name.
+std::map<std::string, std::string> named_texts(const std::string& text) {
+  std::map<std::string, std::string> values;
+  for (size_t at = 0; at < text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    std::string item = text.substr(at, comma - at);
+    std::erase(item, ' ');
+    const size_t equals = item.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      throw InputError(kMakeOptimizer, "optim_args=" + text, "name=value,name=value");
     }
+    values[item.substr(0, equals)] = item.substr(equals + 1);
+    at = comma + 1;
   }
-
-  void take(const char* name, double& field) { take_number(name, field, "a number"); }
-  void take(const char* name, uint64_t& field) {
-    take_number(name, field, "a whole number, 0 or more");
-  }
-  void take(const char* name, std::optional<double>& field) {
-    double value = -1;
-    take(name, value);
-    if (value != -1) {
-      field = value;
-    }
-  }
-  void take(const char* name, bool& field) {
-    if (const std::string* text = find(name)) {
-      require(*text == "true" || *text == "True" || *text == "false" || *text == "False", name,
-              *text, "true or false");
-      field = *text == "true" || *text == "True";
-    }
-  }
-
-  void refuse_others(const std::string& optimizer) const {
-    if (values_.empty()) {
-      return;
-    }
-    refuse_name(kMakeOptimizer, "optim_args", values_.begin()->first, known_,
-                "one of " + joined_names(known_) + " for " + optimizer);
-  }
-
- private:
-  template <typename Number>
-  void take_number(const char* name, Number& field, const char* what) {
-    if (const std::string* text = find(name)) {
-      const char* end = text->data() + text->size();
-      const auto read = std::from_chars(text->data(), end, field);
-      require(read.ec == std::errc() && read.ptr == end, name, *text, what);
-    }
-  }
-  // The result is valid until the next call.
-  const std::string* find(const char* name) {
-    known_.emplace_back(name);
-    const auto found = values_.find(name);
-    if (found == values_.end()) {
-      return nullptr;
-    }
-    taken_ = found->second;
-    values_.erase(found);
-    return &taken_;
-  }
-  static void require(bool good, const char* name, const std::string& text, const char* what) {
-    if (!good) {
-      throw InputError(kMakeOptimizer, std::string("optim_args: ") + name + "=" + text, what);
-    }
-  }
-
-  std::map<std::string, std::string> values_{};
-  std::vector<std::string> known_{};
-  std::string taken_{};
-};
+  return values;
+}
 
 /// Makes the optimizer of `groups` and gives each group exactly its options.
 template <typename Optimizer, typename Options>
@@ -130,7 +71,7 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
 }
 
 template <typename Options>
-Options adam_options(OptimizerArgs& args, const OptimizerSettings& settings) {
+Options adam_options(NamedOptions& args, const OptimizerSettings& settings) {
   double beta1 = settings.adam_beta1;
   double beta2 = settings.adam_beta2;
   double eps = settings.adam_epsilon;
@@ -147,7 +88,7 @@ Options adam_options(OptimizerArgs& args, const OptimizerSettings& settings) {
   return options;
 }
 
-AdafactorOptions adafactor_options(OptimizerArgs& args, const OptimizerSettings& settings) {
+AdafactorOptions adafactor_options(NamedOptions& args, const OptimizerSettings& settings) {
   AdafactorOptions options(settings.learning_rate);
   options.weight_decay(settings.weight_decay);
   options.scale_parameter(false);
@@ -156,7 +97,9 @@ AdafactorOptions adafactor_options(OptimizerArgs& args, const OptimizerSettings&
   args.take("eps2", std::get<1>(options.eps()));
   args.take("clip_threshold", options.clip_threshold());
   args.take("decay_rate", options.decay_rate());
-  args.take("beta1", options.beta1());
+  if (double beta1 = 0; args.take("beta1", beta1) && beta1 != -1) {
+    options.beta1(beta1);
+  }
   args.take("scale_parameter", options.scale_parameter());
   args.take("relative_step", options.relative_step());
   args.take("warmup_init", options.warmup_init());
@@ -169,17 +112,16 @@ auto with_named_optimizer(const std::string& name, const OptimizerSettings& sett
                           const Use& use) {
   const auto& names = optimizer_names();
   if (std::find(names.begin(), names.end(), name) == names.end()) {
-    const std::string near = nearest_name(name, names.data(), names.data() + names.size());
-    throw InputError(kMakeOptimizer, "optim=" + name, "one of " + joined_names(names),
-                     near.empty() ? "" : "write " + near);
+    throw InputError(kMakeOptimizer, "optim=" + name, "one of " + joined(names),
+                     write_nearest(name, names));
   }
-  OptimizerArgs args(settings.args);
+  NamedOptions args(kMakeOptimizer, "optim_args", name, named_texts(settings.args));
   FusedOptions fused;
   args.take("bf16_moments", fused.bf16_moments);
   args.take("master_weights", fused.master_weights);
   args.take("seed", fused.seed);
   const auto finish = [&]<typename Optimizer>(const auto& options) {
-    args.refuse_others(name);
+    args.refuse_others();
     return use.template operator()<Optimizer>(options, fused);
   };
   if (name == "adam") {
