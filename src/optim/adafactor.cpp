@@ -15,10 +15,10 @@ namespace detail {
 
 class AdafactorRules final : public RulesOf<AdafactorOptions> {
  public:
-  AdafactorRules() : RulesOf("optim::Adafactor") {}
+  AdafactorRules()
+      : RulesOf({"optim::Adafactor", adafactor_step, /*by_elements=*/false, /*by_rows=*/true}) {}
   void check_own(const AdafactorOptions& options) const override {
     const auto [eps, least_rms] = options.eps();
-    require_not_negative(where(), "lr", options.lr());
     require_option(eps > 0 && std::isfinite(eps), where(), "eps[0]", eps, "above 0");
     require_not_negative(where(), "eps[1]", least_rms);
     require_option(options.clip_threshold() > 0, where(), "clip_threshold",
@@ -28,15 +28,10 @@ class AdafactorRules final : public RulesOf<AdafactorOptions> {
     if (options.beta1()) {
       require_beta(where(), "beta1", *options.beta1());
     }
-    require_not_negative(where(), "weight_decay", options.weight_decay());
     if (options.warmup_init() && !options.relative_step()) {
       throw InputError(where(), "warmup_init=true with relative_step=false", "both or neither");
     }
   }
-  int64_t state_kind(const Options& options) const override { return own(options).beta1() ? 1 : 0; }
-  bool by_elements() const override { return false; }
-  bool by_rows() const override { return true; }
-  bool rounds_moments() const override { return false; }
   StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<AdafactorParamState>(slot);
     return {&state.step(),
@@ -73,10 +68,6 @@ class AdafactorRules final : public RulesOf<AdafactorOptions> {
     numbers.clip_threshold = o.clip_threshold();
     numbers.scale_parameter = o.scale_parameter();
     return numbers;
-  }
-  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass, int64_t,
-           int64_t) const override {
-    adafactor_step(arrays, numbers, pass);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     const auto rms = [](const at::Tensor& x) {

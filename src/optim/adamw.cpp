@@ -23,16 +23,8 @@ class AdamRules final : public RulesOf<OwnOptions> {
  public:
   using typename StepRules::Options;
   using typename StepRules::State;
-  AdamRules() : RulesOf<OwnOptions>(kDecoupled<OwnOptions> ? "optim::AdamW" : "optim::Adam") {}
-  void check_own(const OwnOptions& options) const override {
-    require_not_negative(this->where(), "lr", options.lr());
-    require_betas(this->where(), options.betas());
-    require_not_negative(this->where(), "eps", options.eps());
-    require_not_negative(this->where(), "weight_decay", options.weight_decay());
-  }
-  int64_t state_kind(const Options& options) const override {
-    return this->own(options).amsgrad() ? 1 : 0;
-  }
+  AdamRules()
+      : RulesOf<OwnOptions>({kDecoupled<OwnOptions> ? "optim::AdamW" : "optim::Adam", adam_step}) {}
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<OwnState, TorchState>(slot);
     return {&state.step(),
@@ -60,10 +52,6 @@ class AdamRules final : public RulesOf<OwnOptions> {
     numbers.eps = o.eps();
     numbers.amsgrad = o.amsgrad();
     return numbers;
-  }
-  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
-           int64_t begin, int64_t end) const override {
-    adam_step(arrays, numbers, pass, begin, end);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     const auto step =

@@ -14,13 +14,7 @@ namespace detail {
 
 class LambRules final : public RulesOf<LambOptions> {
  public:
-  LambRules() : RulesOf("optim::Lamb") {}
-  void check_own(const LambOptions& options) const override {
-    require_not_negative(where(), "lr", options.lr());
-    require_betas(where(), options.betas());
-    require_not_negative(where(), "eps", options.eps());
-    require_not_negative(where(), "weight_decay", options.weight_decay());
-  }
+  LambRules() : RulesOf({"optim::Lamb", lamb_step, /*by_elements=*/false}) {}
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LambParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg(), &state.exp_avg_sq()}};
@@ -36,11 +30,6 @@ class LambRules final : public RulesOf<LambOptions> {
     numbers.root = 1 / std::sqrt(1 - std::pow(numbers.beta2, k));
     numbers.eps = o.eps();
     return numbers;
-  }
-  bool by_elements() const override { return false; }
-  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass, int64_t,
-           int64_t) const override {
-    lamb_step(arrays, numbers, pass);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     at::Tensor& mean = t.moments[0];

@@ -13,12 +13,7 @@ namespace detail {
 
 class LionRules final : public RulesOf<LionOptions> {
  public:
-  LionRules() : RulesOf("optim::Lion") {}
-  void check_own(const LionOptions& options) const override {
-    require_not_negative(where(), "lr", options.lr());
-    require_betas(where(), options.betas());
-    require_not_negative(where(), "weight_decay", options.weight_decay());
-  }
+  LionRules() : RulesOf({"optim::Lion", lion_step}) {}
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LionParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg()}};
@@ -30,10 +25,6 @@ class LionRules final : public RulesOf<LionOptions> {
     numbers.keep = 1 - o.lr() * o.weight_decay();
     std::tie(numbers.beta1, numbers.beta2) = o.betas();
     return numbers;
-  }
-  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
-           int64_t begin, int64_t end) const override {
-    lion_step(arrays, numbers, pass, begin, end);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     at::Tensor& mean = t.moments[0];

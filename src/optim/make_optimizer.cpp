@@ -1,13 +1,13 @@
 #include "hasten/optim/make_optimizer.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
-#include <functional>
 #include <map>
-#include <numeric>
-#include <type_traits>
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/lamb.h"
@@ -106,74 +106,6 @@ AdafactorOptions adafactor_options(NamedOptions& args, const OptimizerSettings& 
   return options;
 }
 
-/// Calls use.template operator()<Optimizer>(options, fused) for the optimizer with this name.
-template <typename Use>
-auto with_named_optimizer(const std::string& name, const OptimizerSettings& settings,
-                          const Use& use) {
-  const auto& names = optimizer_names();
-  if (std::find(names.begin(), names.end(), name) == names.end()) {
-    throw InputError(kMakeOptimizer, "optim=" + name, "one of " + joined(names),
-                     write_nearest(name, names));
-  }
-  NamedOptions args(kMakeOptimizer, "optim_args", name, named_texts(settings.args));
-  FusedOptions fused;
-  args.take("bf16_moments", fused.bf16_moments);
-  args.take("master_weights", fused.master_weights);
-  args.take("seed", fused.seed);
-  const auto finish = [&]<typename Optimizer>(const auto& options) {
-    args.refuse_others();
-    return use.template operator()<Optimizer>(options, fused);
-  };
-  if (name == "adam") {
-    return finish.template operator()<Adam>(
-        adam_options<torch::optim::AdamOptions>(args, settings));
-  }
-  if (name == "lamb") {
-    return finish.template operator()<Lamb>(adam_options<LambOptions>(args, settings));
-  }
-  if (name == "adafactor") {
-    return finish.template operator()<Adafactor>(adafactor_options(args, settings));
-  }
-  if (name == "sgd") {
-    torch::optim::SGDOptions options(settings.learning_rate);
-    options.weight_decay(settings.weight_decay);
-    args.take("momentum", options.momentum());
-    args.take("dampening", options.dampening());
-    args.take("nesterov", options.nesterov());
-    return finish.template operator()<SGD>(options);
-  }
-  if (name == "lion") {
-    LionOptions options(settings.learning_rate);
-    options.weight_decay(settings.weight_decay);
-    args.take("beta1", std::get<0>(options.betas()));
-    args.take("beta2", std::get<1>(options.betas()));
-    return finish.template operator()<Lion>(options);
-  }
-  return finish.template operator()<AdamW>(
-      adam_options<torch::optim::AdamWOptions>(args, settings));
-}
-
-/// Elements in the moments of one parameter.
-template <typename Optimizer, typename Options>
-int64_t moment_numbers(const Options& options, const std::vector<int64_t>& shape, int64_t numel) {
-  if constexpr (std::is_same_v<Optimizer, SGD>) {
-    return options.momentum() != 0 ? numel : 0;
-  } else if constexpr (std::is_same_v<Optimizer, Lion>) {
-    return numel;
-  } else if constexpr (std::is_same_v<Optimizer, Adafactor>) {
-    const bool factored = shape.size() >= 2 && numel > 0;
-    const int64_t squares =
-        !factored ? numel : numel / shape.back() + numel / shape[shape.size() - 2];
-    return squares + (options.beta1() ? numel : 0);
-  } else {
-    bool amsgrad = false;
-    if constexpr (requires { options.amsgrad(); }) {
-      amsgrad = options.amsgrad();
-    }
-    return numel * (amsgrad ? 3 : 2);
-  }
-}
-
 } // namespace detail
 
 const std::vector<std::string>& optimizer_names() {
@@ -189,29 +121,60 @@ void check_optimizer(const std::string& name, const OptimizerSettings& settings)
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const std::string& name, const std::vector<torch::optim::OptimizerParamGroup>& groups,
     const OptimizerSettings& settings) {
-  return detail::with_named_optimizer(
-      name, settings, [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
-        return detail::made_of<Optimizer>(groups, options, fused);
-      });
+  const auto& names = optimizer_names();
+  if (std::find(names.begin(), names.end(), name) == names.end()) {
+    throw InputError(detail::kMakeOptimizer, "optim=" + name, "one of " + joined(names),
+                     write_nearest(name, names));
+  }
+  detail::NamedOptions args(detail::kMakeOptimizer, "optim_args", name,
+                            detail::named_texts(settings.args));
+  FusedOptions fused;
+  args.take("bf16_moments", fused.bf16_moments);
+  args.take("master_weights", fused.master_weights);
+  args.take("seed", fused.seed);
+  const auto made = [&]<typename Optimizer>(const auto& options) {
+    args.refuse_others();
+    return detail::made_of<Optimizer>(groups, options, fused);
+  };
+  if (name == "adam") {
+    return made.template operator()<Adam>(
+        detail::adam_options<torch::optim::AdamOptions>(args, settings));
+  }
+  if (name == "lamb") {
+    return made.template operator()<Lamb>(detail::adam_options<LambOptions>(args, settings));
+  }
+  if (name == "adafactor") {
+    return made.template operator()<Adafactor>(detail::adafactor_options(args, settings));
+  }
+  if (name == "sgd") {
+    torch::optim::SGDOptions options(settings.learning_rate);
+    options.weight_decay(settings.weight_decay);
+    args.take("momentum", options.momentum());
+    args.take("dampening", options.dampening());
+    args.take("nesterov", options.nesterov());
+    return made.template operator()<SGD>(options);
+  }
+  if (name == "lion") {
+    LionOptions options(settings.learning_rate);
+    options.weight_decay(settings.weight_decay);
+    args.take("beta1", std::get<0>(options.betas()));
+    args.take("beta2", std::get<1>(options.betas()));
+    return made.template operator()<Lion>(options);
+  }
+  return made.template operator()<AdamW>(
+      detail::adam_options<torch::optim::AdamWOptions>(args, settings));
 }
 
 int64_t optimizer_state_bytes(const std::string& name, const OptimizerSettings& settings,
                               const std::vector<std::vector<int64_t>>& shapes,
                               at::ScalarType dtype) {
-  return detail::with_named_optimizer(
-      name, settings, [&]<typename Optimizer>(const auto& options, const FusedOptions& fused) {
-        const bool half = dtype == at::kBFloat16 || dtype == at::kHalf;
-        const bool rounds = fused.bf16_moments && !std::is_same_v<Optimizer, Adafactor>;
-        const int64_t moment = dtype == at::kDouble ? 8 : rounds ? 2 : 4;
-        int64_t bytes = 0;
-        for (const auto& shape : shapes) {
-          const int64_t numel =
-              std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-          bytes += moment * detail::moment_numbers<Optimizer>(options, shape, numel);
-          bytes += half && fused.master_weights ? 4 * numel : 0;
-        }
-        return bytes;
-      });
+  std::vector<at::Tensor> parameters;
+  for (const auto& shape : shapes) {
+    parameters.push_back(at::empty(shape, at::TensorOptions(at::kMeta).dtype(dtype)));
+  }
+  const auto optimizer =
+      make_optimizer(name, {torch::optim::OptimizerParamGroup(parameters)}, settings);
+  return dynamic_cast<FusedOptimizer&>(*optimizer).engine().make_state(*optimizer);
 }
 
 } // namespace hasten

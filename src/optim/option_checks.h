@@ -10,7 +10,6 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -32,10 +31,6 @@ inline void require_not_negative(const char* where, const char* name, double val
 }
 inline void require_beta(const char* where, const char* name, double value) {
   require_option(value >= 0 && value < 1, where, name, value, "0 or more, below 1");
-}
-inline void require_betas(const char* where, const std::tuple<double, double>& betas) {
-  require_beta(where, "beta1", std::get<0>(betas));
-  require_beta(where, "beta2", std::get<1>(betas));
 }
 
 /// Values that a user gave by name, as text. Each is read once; the remaining names are unknown.

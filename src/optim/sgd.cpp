@@ -14,11 +14,9 @@ namespace detail {
 
 class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
  public:
-  SgdRules() : RulesOf("optim::SGD") {}
+  SgdRules() : RulesOf({"optim::SGD", sgd_step}) {}
   void check_own(const torch::optim::SGDOptions& options) const override {
-    require_not_negative(where(), "lr", options.lr());
     require_not_negative(where(), "momentum", options.momentum());
-    require_not_negative(where(), "weight_decay", options.weight_decay());
     require_option(std::isfinite(options.dampening()), where(), "dampening", options.dampening(),
                    "a finite number");
     if (options.nesterov()) {
@@ -27,9 +25,6 @@ class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
       require_option(options.dampening() == 0, where(), "dampening", options.dampening(),
                      "0 with nesterov=true");
     }
-  }
-  int64_t state_kind(const Options& options) const override {
-    return own(options).momentum() > 0 ? 1 : 0;
   }
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<SGDParamState, torch::optim::SGDParamState>(slot);
@@ -51,10 +46,6 @@ class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
     numbers.share = begins ? 1 : 1 - o.dampening();
     numbers.nesterov = o.nesterov();
     return numbers;
-  }
-  void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
-           int64_t begin, int64_t end) const override {
-    sgd_step(arrays, numbers, pass, begin, end);
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     at::Tensor direction = t.gradient;

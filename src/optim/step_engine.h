@@ -28,18 +28,30 @@ struct StepTensors {
   int64_t step = 0;
 };
 
+/// What an optimizer's kernel is and needs.
+struct StepTraits {
+  const char* where; // "optim::AdamW"
+  void (*kernel)(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
+                 int64_t begin, int64_t end);
+  /// False: the kernel needs the whole tensor at a time, and numel > 0.
+  bool by_elements = true;
+  /// Whether the kernel uses rows and columns. It then has moments of other shapes, which are never
+  /// rounded.
+  bool by_rows = false;
+};
+
 /// The part of an optimizer that differs between optimizers.
 class StepRules {
  public:
   using Options = torch::optim::OptimizerOptions;
   using State = torch::optim::OptimizerParamState;
 
+  explicit StepRules(StepTraits traits) : traits_(traits) {}
   virtual ~StepRules() = default;
-  virtual const char* where() const = 0; // "optim::AdamW"
+  const StepTraits& traits() const { return traits_; }
+  const char* where() const { return traits_.where; }
   /// Throws InputError if the options have another type or are out of range.
   virtual void check(const Options& options) const = 0;
-  /// A number for the set of moments that these options need; it changes when the set changes.
-  virtual int64_t state_kind(const Options&) const { return 0; }
   /// Makes the state, or adds what it lacks, without tensors.
   virtual StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
   /// Moment `which`, filled with 0, of `dtype`; undefined if there is none. It has the parameter's
@@ -48,14 +60,10 @@ class StepRules {
                                  at::ScalarType dtype) const;
   /// `fresh`: moment 0 was made for this step.
   virtual StepNumbers numbers(const Options& options, int64_t step, bool fresh) const = 0;
-  /// False: run() needs the whole tensor at a time, and numel > 0.
-  virtual bool by_elements() const { return true; }
-  /// Whether the kernel uses rows and columns.
-  virtual bool by_rows() const { return false; }
-  virtual bool rounds_moments() const { return true; }
-  virtual void run(const StepArrays& arrays, const StepNumbers& numbers, const StepPass& pass,
-                   int64_t begin, int64_t end) const = 0;
   virtual void run(StepTensors& tensors, const StepNumbers& numbers) const = 0;
+
+ private:
+  const StepTraits traits_;
 };
 
 class StepEngine {
@@ -64,8 +72,10 @@ class StepEngine {
       : rules_(std::move(rules)), options_(options) {}
 
   /// Verifies the options of all groups and removes repeated parameters.
-  void check(torch::optim::Optimizer& optimizer);
-  void update(torch::optim::Optimizer& optimizer, const StepPass& pass);
+  void check(torch::optim::Optimizer& optimizer) const;
+  void update(torch::optim::Optimizer& optimizer, const StepPass& pass) const;
+  /// Makes the state of all parameters and returns its bytes.
+  int64_t make_state(torch::optim::Optimizer& optimizer) const;
 
   const StepRules& rules() const { return *rules_; }
   FusedOptions& options() { return options_; }
@@ -73,50 +83,29 @@ class StepEngine {
   void force_tensor_operations() { only_tensors_ = true; }
 
  private:
-  struct Entry {
-    c10::TensorImpl* parameter = nullptr;
-    torch::optim::OptimizerParamState* state = nullptr; // null: look_at_state() must run
-    StateParts parts{};
-    std::array<c10::TensorImpl*, 4> known{}; // moments and master
-    StepArrays arrays{};
-    bool fresh = false;
-  };
-  struct Group {
-    int64_t state_kind = -1;
-    std::vector<Entry> entries{}; // in the order of params()
-  };
-  /// A parameter with a gradient in this step.
+  /// A parameter in this step.
   struct StepItem {
-    Entry* entry = nullptr;
-    const at::Tensor* parameter = nullptr;
-    const StepRules::Options* options = nullptr;
-    size_t index = 0; // index over all groups
-    size_t numbers = 0; // index in numbers_
+    const at::Tensor& parameter;
+    const StepRules::Options& options;
+    uint64_t index; // over all groups
+    StateParts parts{};
+    StepArrays arrays{};
+    StepNumbers numbers{};
+    bool fresh = false;
     bool by_tensors = false;
     at::Tensor copy{}; // the gradient, if its strides differ from the parameter's
   };
 
-  void find_entries(torch::optim::Optimizer& optimizer);
-  void rebuild(torch::optim::Optimizer& optimizer);
-  void take_gradient(StepItem& work) const;
-  void take_state(torch::optim::Optimizer& optimizer, StepItem& work) const;
-  void look_at_state(torch::optim::Optimizer& optimizer, StepItem& work) const;
-  void run(const StepPass& pass);
-  void run_by_tensors(const StepItem& work, const StepPass& pass) const;
-  void finish(const StepPass& pass) const;
-  size_t numbers_of(const StepItem& work);
+  void take_parameter(StepItem& item) const;
+  void take_gradient(StepItem& item) const;
+  void take_state(torch::optim::Optimizer& optimizer, StepItem& item) const;
+  void run(std::vector<StepItem>& items, const StepPass& pass) const;
+  void run_by_tensors(const StepItem& item, const StepPass& pass) const;
+  void finish(const std::vector<StepItem>& items, const StepPass& pass) const;
 
   const std::unique_ptr<StepRules> rules_;
   FusedOptions options_;
   bool only_tensors_ = false;
-  std::vector<Group> groups_{};
-  std::vector<StepItem> work_{};
-  std::vector<StepNumbers> numbers_{};
-  struct {
-    const StepRules::Options* options = nullptr;
-    int64_t step = 0;
-    bool fresh = false;
-  } numbers_for_{};
 };
 
 } // namespace hasten::detail

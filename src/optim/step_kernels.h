@@ -72,10 +72,11 @@ void sgd_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, i
 void lion_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
                int64_t end);
 /// Moments: mean, mean square. Whole tensors, in two passes.
-void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
+void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t, int64_t);
 /// Moments: mean square by row, by column (not factored: mean square, null), mean
 /// (null without beta1). Whole tensors, in three passes.
-void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass);
+void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t,
+                    int64_t);
 
 /// Sum over one tensor of |x| or x^2, or the largest |x| (NaN if there is one). Adds kStepBlock
 /// elements in fp32 (fp64 for fp64), and these sums in fp64.

@@ -78,7 +78,7 @@ void lamb_step_as(const StepArrays& a, const StepNumbers& numbers, const StepPas
   }
 }
 
-void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass) {
+void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t, int64_t) {
   in_step_type(a, [&]<typename T>(T) { lamb_step_as<T>(a, k, pass); });
 }
 
@@ -255,7 +255,8 @@ class AdafactorStep {
   std::vector<T> row_factors_{}, column_factors_{};
 };
 
-void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass) {
+void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t,
+                    int64_t) {
   in_step_type(a, [&]<typename T>(T) { AdafactorStep<T>(a, k, pass).run(); });
 }
 

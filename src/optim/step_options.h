@@ -23,23 +23,32 @@ std::unique_ptr<StepRules> make_rules();
 template <typename OwnOptions>
 class RulesOf : public StepRules {
  public:
-  explicit RulesOf(const char* where) : where_(where) {}
-  const char* where() const final { return where_; }
-  void check(const Options& options) const final { check_own(own(options)); }
+  using StepRules::StepRules;
+  void check(const Options& options) const final {
+    const OwnOptions& o = own(options);
+    require_not_negative(where(), "lr", o.lr());
+    if constexpr (requires { o.betas(); }) {
+      require_beta(where(), "beta1", std::get<0>(o.betas()));
+      require_beta(where(), "beta2", std::get<1>(o.betas()));
+    }
+    if constexpr (requires { require_not_negative(where(), "eps", o.eps()); }) {
+      require_not_negative(where(), "eps", o.eps());
+    }
+    require_not_negative(where(), "weight_decay", o.weight_decay());
+    check_own(o);
+  }
 
  protected:
-  virtual void check_own(const OwnOptions& options) const = 0;
+  /// Checks what only this optimizer has.
+  virtual void check_own(const OwnOptions&) const {}
   const OwnOptions& own(const Options& options) const {
     const auto* own = dynamic_cast<const OwnOptions*>(&options);
     if (own == nullptr) {
-      throw InputError(where_, "a parameter group has options of another optimizer",
+      throw InputError(where(), "a parameter group has options of another optimizer",
                        "options of this one, or none");
     }
     return *own;
   }
-
- private:
-  const char* const where_;
 };
 
 /// The state in `slot` as State: existing, converted from torch's Base, or new.
@@ -75,7 +84,7 @@ SteppedByEngine<Base, Options, State>::SteppedByEngine(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults,
     FusedOptions fused)
     : Base(param_groups, base_defaults<Base>(std::move(defaults))),
-      engine_(std::make_shared<StepEngine>(make_rules<Options>(), fused)) {
+      FusedOptimizer(std::make_shared<StepEngine>(make_rules<Options>(), fused)) {
   if constexpr (std::is_same_v<Base, torch::optim::Optimizer>) {
     // LibTorch merges group options only for its own optimizers.
     for (size_t i = 0; i < param_groups.size(); ++i) {
@@ -84,7 +93,7 @@ SteppedByEngine<Base, Options, State>::SteppedByEngine(
       }
     }
   }
-  engine_->check(*this);
+  engine().check(*this);
 }
 
 template <typename Base, typename Options, typename State>
@@ -100,29 +109,8 @@ at::Tensor SteppedByEngine<Base, Options, State>::step(LossClosure closure) {
     const at::AutoGradMode grad_mode(true);
     loss = closure();
   }
-  engine_->update(*this, {});
+  engine().update(*this, {});
   return loss;
-}
-
-template <typename Base, typename Options, typename State>
-void SteppedByEngine<Base, Options, State>::step_scaled(double factor) {
-  engine_->update(*this, {.factor = factor, .after = GradientAfter::scaled});
-}
-
-template <typename Base, typename Options, typename State>
-void SteppedByEngine<Base, Options, State>::step_and_zero(double factor) {
-  engine_->update(*this, {.factor = factor, .after = GradientAfter::zero});
-}
-
-template <typename Base, typename Options, typename State>
-std::string SteppedByEngine<Base, Options, State>::name() const {
-  const std::string where = engine_->rules().where();
-  return where.substr(where.rfind(':') + 1);
-}
-
-template <typename Base, typename Options, typename State>
-bool SteppedByEngine<Base, Options, State>::by_elements() const {
-  return engine_->rules().by_elements();
 }
 
 template <typename Base, typename Options, typename State>

@@ -27,24 +27,37 @@
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace hasten {
 
+namespace detail {
+class StepEngine;
+}
+
 class FusedOptimizer {
  public:
-  virtual ~FusedOptimizer() = default;
   /// step() with every gradient multiplied by `factor`. Afterwards each grad() that was used has
   /// the product. Cost over step(): 4 bytes written per fp32 element; nothing with factor 1.
-  virtual void step_scaled(double factor) = 0;
+  void step_scaled(double factor);
   /// step_scaled() that fills each used grad() with zeros. It keeps their memory, for gradients
   /// that are views of buffers.
-  virtual void step_and_zero(double factor = 1) = 0;
+  void step_and_zero(double factor = 1);
   /// For example "AdamW".
-  virtual std::string name() const = 0;
+  std::string name() const;
   /// Whether each element is updated independently of the others, so that a shard of a tensor can
   /// be updated alone.
-  virtual bool by_elements() const = 0;
+  bool by_elements() const;
+  detail::StepEngine& engine() const { return *engine_; }
+
+ protected:
+  explicit FusedOptimizer(std::shared_ptr<detail::StepEngine> engine)
+      : engine_(std::move(engine)) {}
+  virtual ~FusedOptimizer() = default;
+
+ private:
+  std::shared_ptr<detail::StepEngine> engine_;
 };
 
 struct FusedOptions {
@@ -60,8 +73,6 @@ struct FusedOptions {
 };
 
 namespace detail {
-
-class StepEngine;
 
 /// Uses ATen's operations on the CPU, too.
 void engine_force_tensor_operations(StepEngine& engine);
@@ -79,16 +90,8 @@ class SteppedByEngine : public Base, public FusedOptimizer {
   /// Makes one optimizer step. Gradients do not change. Returns the closure's loss, or an undefined
   /// tensor.
   at::Tensor step(LossClosure closure = nullptr) override;
-  void step_scaled(double factor) override;
-  void step_and_zero(double factor = 1) override;
-  std::string name() const override;
-  bool by_elements() const override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
-  StepEngine& engine() const { return *engine_; }
-
- private:
-  std::shared_ptr<StepEngine> engine_{};
 };
 
 void write_state_tensor(torch::serialize::OutputArchive& archive, const char* name,
