@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -97,44 +98,46 @@ void visit_group_options(Options& options, const Visit& visit) {
   }
 }
 
-template <typename StateType, typename OptionsType>
+template <typename OptimizerType, typename StateType, typename OptionsType>
 struct OptimizerKind {
+  using Optimizer = OptimizerType;
   using State = StateType;
   using Options = OptionsType;
   const char* name;
-  StepEngine* engine = nullptr; // set for hasten's own optimizers, which accept any floating dtype
 };
+
+/// Calls use(kind) for the known optimizers, until it returns true: derived classes first. Returns
+/// whether it did.
+template <typename Use>
+bool any_optimizer_kind(const Use& use) {
+  namespace of_torch = torch::optim;
+  return use(OptimizerKind<AdamW, AdamWParamState, of_torch::AdamWOptions>{"AdamW"}) ||
+         use(OptimizerKind<Adam, AdamParamState, of_torch::AdamOptions>{"Adam"}) ||
+         use(OptimizerKind<SGD, SGDParamState, of_torch::SGDOptions>{"SGD"}) ||
+         use(OptimizerKind<Lion, LionParamState, LionOptions>{"Lion"}) ||
+         use(OptimizerKind<Lamb, LambParamState, LambOptions>{"Lamb"}) ||
+         use(OptimizerKind<Adafactor, AdafactorParamState, AdafactorOptions>{"Adafactor"}) ||
+         use(OptimizerKind<of_torch::AdamW, of_torch::AdamWParamState, of_torch::AdamWOptions>{
+             "AdamW"}) ||
+         use(OptimizerKind<of_torch::Adam, of_torch::AdamParamState, of_torch::AdamOptions>{
+             "Adam"}) ||
+         use(OptimizerKind<of_torch::SGD, of_torch::SGDParamState, of_torch::SGDOptions>{"SGD"}) ||
+         use(OptimizerKind<of_torch::RMSprop, of_torch::RMSpropParamState,
+                           of_torch::RMSpropOptions>{"RMSprop"}) ||
+         use(OptimizerKind<of_torch::Adagrad, of_torch::AdagradParamState,
+                           of_torch::AdagradOptions>{"Adagrad"});
+}
 
 // Calls use(kind) with the optimizer's kind.
 template <typename Use>
-auto with_optimizer_kind(const torch::optim::Optimizer& optimizer, const Use& use) {
-  namespace torchs = torch::optim;
-  const auto own = [&]<typename Optimizer, typename State, typename Options>(const char* name) {
-    const auto* found = dynamic_cast<const Optimizer*>(&optimizer);
-    if (found != nullptr) {
-      use(OptimizerKind<State, Options>{name, &found->engine()});
+void with_optimizer_kind(const torch::optim::Optimizer& optimizer, const Use& use) {
+  const bool known = any_optimizer_kind([&]<typename Kind>(Kind kind) {
+    const bool found = dynamic_cast<const typename Kind::Optimizer*>(&optimizer) != nullptr;
+    if (found) {
+      use(kind);
     }
-    return found != nullptr;
-  };
-  const auto of_torch =
-      [&]<typename Optimizer, typename State, typename Options>(const char* name) {
-        const bool found = dynamic_cast<const Optimizer*>(&optimizer) != nullptr;
-        if (found) {
-          use(OptimizerKind<State, Options>{name});
-        }
-        return found;
-      };
-#define HASTEN_OWN(name, options) own.template operator()<name, name##ParamState, options>(#name)
-#define HASTEN_OF_TORCH(name) \
-  of_torch.template operator()<torchs::name, torchs::name##ParamState, torchs::name##Options>(#name)
-  const bool known = HASTEN_OWN(AdamW, torchs::AdamWOptions) ||
-                     HASTEN_OWN(Adam, torchs::AdamOptions) || HASTEN_OWN(SGD, torchs::SGDOptions) ||
-                     HASTEN_OWN(Lion, LionOptions) || HASTEN_OWN(Lamb, LambOptions) ||
-                     HASTEN_OWN(Adafactor, AdafactorOptions) || HASTEN_OF_TORCH(AdamW) ||
-                     HASTEN_OF_TORCH(Adam) || HASTEN_OF_TORCH(SGD) || HASTEN_OF_TORCH(RMSprop) ||
-                     HASTEN_OF_TORCH(Adagrad);
-#undef HASTEN_OWN
-#undef HASTEN_OF_TORCH
+    return found;
+  });
   if (!known) {
     throw InputError(
         kOptimizerStateWhere,
@@ -151,12 +154,6 @@ const std::string& parameter_name(const ParameterNames& names, const at::Tensor&
 [[noreturn]] void refuse_optimizer_state(const std::string& what, const std::string& expected) {
   throw InputError(kOptimizerStateWhere, what, expected);
 }
-
-// The new state of one parameter.
-struct LoadedMoments {
-  void* key = nullptr;
-  std::unique_ptr<torch::optim::OptimizerParamState> state{};
-};
 
 std::vector<int64_t> moment_shape(std::string_view moment, const at::Tensor& parameter) {
   auto shape = parameter.sizes().vec();
@@ -204,14 +201,12 @@ std::unique_ptr<State> read_moments(const at::Tensor& parameter, const std::stri
   return any ? std::move(state) : nullptr;
 }
 
-std::vector<std::string> group_names(const torch::optim::OptimizerParamGroup& group,
-                                     const ParameterNames& names) {
-  std::vector<std::string> list;
+std::set<std::string> group_names(const torch::optim::OptimizerParamGroup& group,
+                                  const ParameterNames& names) {
+  std::set<std::string> list;
   for (const at::Tensor& parameter : group.params()) {
-    list.push_back(parameter_name(names, parameter));
+    list.insert(parameter_name(names, parameter));
   }
-  std::sort(list.begin(), list.end());
-  list.erase(std::unique(list.begin(), list.end()), list.end());
   return list;
 }
 
@@ -240,40 +235,29 @@ void check_groups(const torch::optim::Optimizer& optimizer, const ParameterNames
   }
 }
 
-// Visits `state` if it is one of `States`.
-template <typename... States>
-bool visit_state_as(torch::optim::OptimizerParamState& state,
-                    const std::function<void(at::Tensor&)>& use) {
-  const auto try_as = [&]<typename State>(State* as) {
-    if (as != nullptr) {
-      visit_moments(*as, [&](const char*, at::Tensor& tensor) {
+} // namespace detail
+
+bool visit_state_tensors(torch::optim::OptimizerParamState& state,
+                         const std::function<void(at::Tensor&)>& use) {
+  return detail::any_optimizer_kind([&]<typename Kind>(Kind) {
+    auto* known = dynamic_cast<typename Kind::State*>(&state);
+    if (known != nullptr) {
+      detail::visit_moments(*known, [&](const char*, at::Tensor& tensor) {
         if (tensor.defined()) {
           use(tensor);
         }
       });
     }
-    return as != nullptr;
-  };
-  return (try_as(dynamic_cast<States*>(&state)) || ...);
-}
-
-} // namespace detail
-
-bool visit_state_tensors(torch::optim::OptimizerParamState& state,
-                         const std::function<void(at::Tensor&)>& use) {
-  return detail::visit_state_as<AdamWParamState, AdamParamState, SGDParamState, LionParamState,
-                                LambParamState, AdafactorParamState, torch::optim::AdamWParamState,
-                                torch::optim::AdamParamState, torch::optim::SGDParamState,
-                                torch::optim::RMSpropParamState, torch::optim::AdagradParamState>(
-      state, use);
+    return known != nullptr;
+  });
 }
 
 void save_optimizer_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
                           NamedTensors& tensors, nlohmann::json& values) {
   detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
     values["kind"] = kind.name;
-    if (kind.engine != nullptr) {
-      values["rounding_seed"] = kind.engine->options().seed;
+    if (const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer)) {
+      values["rounding_seed"] = fused->engine().options().seed;
     }
     values["steps"] = nlohmann::json::object();
     values["groups"] = nlohmann::json::array();
@@ -315,13 +299,15 @@ std::function<void()> prepare_optimizer_load(torch::optim::Optimizer& optimizer,
                                              const ParameterNames& names,
                                              const NamedTensors& tensors,
                                              const nlohmann::json& values) {
-  using Loaded = std::vector<detail::LoadedMoments>;
-  auto loaded = std::make_shared<Loaded>();
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
-  detail::StepEngine* engine = nullptr;
+  /// The new options of each group, and the new state of each parameter.
+  struct Loaded {
+    std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options{};
+    std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> states{};
+  };
+  const auto loaded = std::make_shared<Loaded>();
+  auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   detail::with_optimizer_kind(optimizer, [&]<typename Kind>(Kind kind) {
     detail::check_groups(optimizer, names, kind.name, values);
-    engine = kind.engine;
     const at::NoGradGuard no_grad;
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
       const auto& group = optimizer.param_groups()[i];
@@ -330,30 +316,31 @@ std::function<void()> prepare_optimizer_load(torch::optim::Optimizer& optimizer,
           static_cast<const typename Kind::Options&>(group.options()));
       detail::visit_group_options(
           *target, [&](const char* name, auto& value) { saved.at(name).get_to(value); });
-      options.push_back(std::move(target));
+      loaded->options.push_back(std::move(target));
       for (const at::Tensor& parameter : group.params()) {
-        auto state = detail::read_moments<typename Kind::State>(
-            parameter, detail::parameter_name(names, parameter), tensors, values.at("steps"),
-            kind.engine != nullptr);
-        loaded->push_back({parameter.unsafeGetTensorImpl(), std::move(state)});
+        // hasten's own optimizers accept any floating dtype.
+        loaded->states.emplace_back(
+            parameter.unsafeGetTensorImpl(),
+            detail::read_moments<typename Kind::State>(
+                parameter, detail::parameter_name(names, parameter), tensors, values.at("steps"),
+                /*any_dtype=*/fused != nullptr));
       }
     }
   });
   const uint64_t seed =
-      engine == nullptr ? 0 : values.value("rounding_seed", engine->options().seed);
-  auto shared_options = std::make_shared<decltype(options)>(std::move(options));
-  return [&optimizer, loaded, shared_options, engine, seed] {
-    if (engine != nullptr) {
-      engine->options().seed = seed;
+      fused == nullptr ? 0 : values.value("rounding_seed", fused->engine().options().seed);
+  return [&optimizer, loaded, fused, seed] {
+    if (fused != nullptr) {
+      fused->engine().options().seed = seed;
     }
-    for (size_t i = 0; i < shared_options->size(); ++i) {
-      optimizer.param_groups()[i].set_options(std::move((*shared_options)[i]));
+    for (size_t i = 0; i < loaded->options.size(); ++i) {
+      optimizer.param_groups()[i].set_options(std::move(loaded->options[i]));
     }
-    for (detail::LoadedMoments& moments : *loaded) {
-      if (moments.state) {
-        optimizer.state()[moments.key] = std::move(moments.state);
+    for (auto& [key, state] : loaded->states) {
+      if (state) {
+        optimizer.state()[key] = std::move(state);
       } else {
-        optimizer.state().erase(moments.key);
+        optimizer.state().erase(key);
       }
     }
   };
