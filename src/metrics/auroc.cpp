@@ -11,7 +11,6 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kAuroc = "metrics::Auroc";
 constexpr double kLogitRange = 24; // logits beyond ±24 share the end bins
 
 struct AurocSums {
@@ -40,12 +39,10 @@ AurocSums auroc_sums(const at::Tensor& counts) {
 
 } // namespace detail
 
-Auroc::Auroc(AurocOptions options) : options_(options) {
-  if (options.bins < 2) {
-    throw InputError(detail::kAuroc, "bins=" + std::to_string(options.bins), "at least 2");
-  }
-  counts_.tensor = at::zeros({2, options.bins + 1}, at::kLong);
-}
+Auroc::Auroc(AurocOptions options)
+    : SumMetric("metrics::Auroc",
+                {2, detail::at_least("metrics::Auroc", "bins", options.bins, 2) + 1}, at::kLong),
+      options_(options) {}
 
 void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
   const bool columns = scores.dim() == 2 && scores.size(1) == 2;
@@ -53,8 +50,7 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
       labels.size(0) != scores.size(0) ||
       !at::isIntegralType(labels.scalar_type(), /*includeBool=*/true)) {
     throw InputError(
-        detail::kAuroc,
-        "scores=" + detail::form_text(scores) + ", labels=" + detail::form_text(labels),
+        where_, "scores=" + detail::form_text(scores) + ", labels=" + detail::form_text(labels),
         "scores [B] or [B, 2] of a float type and labels [B] of an integer type");
   }
   const auto truth = labels.detach().to(at::kCPU, at::kLong);
@@ -64,7 +60,7 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
     return;
   }
   if (rows.lt(0).logical_or(rows.gt(1)).any().item<bool>()) {
-    throw InputError(detail::kAuroc,
+    throw InputError(where_,
                      "labels from " + std::to_string(rows.min().item<int64_t>()) + " to " +
                          std::to_string(rows.max().item<int64_t>()),
                      "0 and 1, or -100 to skip a sample");
@@ -76,7 +72,7 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
   logits = logits.masked_select(kept);
   if (!options_.from_logits) {
     if (logits.lt(0).logical_or(logits.gt(1)).any().item<bool>()) {
-      throw InputError(detail::kAuroc,
+      throw InputError(where_,
                        "scores from " + std::to_string(logits.min().item<double>()) + " to " +
                            std::to_string(logits.max().item<double>()),
                        "probabilities, 0 to 1", "set from_logits");
@@ -90,11 +86,11 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
                         .masked_fill(logits.isnan(), static_cast<double>(options_.bins))
                         .to(at::kLong);
   const int64_t row = options_.bins + 1;
-  counts_.tensor += at::bincount(rows * row + bins, {}, 2 * row).view({2, row});
+  sums_.tensor += at::bincount(rows * row + bins, {}, 2 * row).view({2, row});
 }
 
 double Auroc::compute() const {
-  const auto sums = detail::auroc_sums(counts_.tensor);
+  const auto sums = detail::auroc_sums(sums_.tensor);
   if (sums.has_nan || sums.positives == 0 || sums.negatives == 0) {
     return std::numeric_limits<double>::quiet_NaN();
   }
@@ -102,23 +98,11 @@ double Auroc::compute() const {
 }
 
 double Auroc::error_bound() const {
-  const auto sums = detail::auroc_sums(counts_.tensor);
+  const auto sums = detail::auroc_sums(sums_.tensor);
   if (sums.positives == 0 || sums.negatives == 0) {
     return 0;
   }
   return sums.together / 2 / (sums.positives * sums.negatives);
 }
-
-void Auroc::set_state(const at::Tensor& state) {
-  detail::check_metric_state(detail::kAuroc, state, counts_.tensor);
-  counts_.tensor.copy_(state);
-}
-
-void Auroc::merge_state(const at::Tensor& other) {
-  detail::check_metric_state(detail::kAuroc, other, counts_.tensor);
-  counts_.tensor += other;
-}
-
-void Auroc::reset() { counts_.tensor.zero_(); }
 
 } // namespace hasten

@@ -15,8 +15,6 @@ namespace detail {
 
 constexpr const char* kClassificationMetrics = "metrics::ClassificationMetrics";
 
-double ratio_or_zero(double part, double whole) { return whole == 0 ? 0 : part / whole; }
-
 // Throws InputError unless every value is in 0 … count - 1.
 void check_labels(const at::Tensor& values, int64_t count, const char* what) {
   if (values.numel() == 0) {
@@ -33,13 +31,12 @@ void check_labels(const at::Tensor& values, int64_t count, const char* what) {
 
 } // namespace detail
 
-ClassificationMetrics::ClassificationMetrics(int64_t num_labels) : num_labels_(num_labels) {
-  if (num_labels < 2) {
-    throw InputError(detail::kClassificationMetrics, "num_labels=" + std::to_string(num_labels),
-                     "at least 2");
-  }
-  confusion_.tensor = at::zeros({num_labels, num_labels}, at::kLong);
-}
+ClassificationMetrics::ClassificationMetrics(int64_t num_labels)
+    : SumMetric(detail::kClassificationMetrics,
+                {detail::at_least(detail::kClassificationMetrics, "num_labels", num_labels, 2),
+                 num_labels},
+                at::kLong),
+      num_labels_(num_labels) {}
 
 void ClassificationMetrics::update(const at::Tensor& predictions, const at::Tensor& labels) {
   const bool chosen = predictions.dim() == 1 &&
@@ -65,26 +62,14 @@ void ClassificationMetrics::update(const at::Tensor& predictions, const at::Tens
   const auto columns = predicted.masked_select(kept);
   detail::check_labels(rows, num_labels_, "label");
   detail::check_labels(columns, num_labels_, "predicted label");
-  confusion_.tensor += at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
-                           .view({num_labels_, num_labels_});
+  sums_.tensor += at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
+                      .view({num_labels_, num_labels_});
 }
 
-void ClassificationMetrics::reset() { confusion_.tensor.zero_(); }
-
-void ClassificationMetrics::set_state(const at::Tensor& state) {
-  detail::check_metric_state(detail::kClassificationMetrics, state, confusion_.tensor);
-  confusion_.tensor.copy_(state);
-}
-
-void ClassificationMetrics::merge_state(const at::Tensor& other) {
-  detail::check_metric_state(detail::kClassificationMetrics, other, confusion_.tensor);
-  confusion_.tensor += other;
-}
-
-int64_t ClassificationMetrics::rows() const { return confusion_.tensor.sum().item<int64_t>(); }
+int64_t ClassificationMetrics::rows() const { return sums_.tensor.sum().item<int64_t>(); }
 
 std::vector<ClassScores> ClassificationMetrics::per_class() const {
-  const auto cells = confusion_.tensor.accessor<int64_t, 2>();
+  const auto cells = sums_.tensor.accessor<int64_t, 2>();
   std::vector<ClassScores> scores(num_labels_);
   for (int64_t label = 0; label < num_labels_; ++label) {
     int64_t truth = 0;
@@ -107,7 +92,7 @@ std::map<std::string, double> ClassificationMetrics::compute() const {
 }
 
 double ClassificationMetrics::accuracy() const {
-  return detail::ratio_or_zero(static_cast<double>(confusion_.tensor.trace().item<int64_t>()),
+  return detail::ratio_or_zero(static_cast<double>(sums_.tensor.trace().item<int64_t>()),
                                static_cast<double>(rows()));
 }
 
@@ -116,7 +101,7 @@ double ClassificationMetrics::average_of(double ClassScores::*score, Average ave
     return accuracy(); // one label per sample: an error is a false negative and a false positive
   }
   const auto scores = per_class();
-  const auto predicted = confusion_.tensor.sum(0);
+  const auto predicted = sums_.tensor.sum(0);
   double sum = 0;
   double weights = 0;
   for (int64_t label = 0; label < num_labels_; ++label) {
@@ -142,7 +127,7 @@ double ClassificationMetrics::f1(Average average) const {
 }
 
 double ClassificationMetrics::matthews_corrcoef() const {
-  const auto matrix = confusion_.tensor.to(at::kDouble);
+  const auto matrix = sums_.tensor.to(at::kDouble);
   const auto truth = matrix.sum(1);
   const auto predicted = matrix.sum(0);
   const double n = matrix.sum().item<double>();

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/metrics/metric.h"
 
 namespace hasten::detail {
 
@@ -17,6 +18,14 @@ std::string form_text(const at::Tensor& tensor) {
   return text.str();
 }
 
+int64_t at_least(const char* where, const char* name, int64_t value, int64_t least) {
+  if (value < least) {
+    throw InputError(where, name + ("=" + std::to_string(value)),
+                     "at least " + std::to_string(least));
+  }
+  return value;
+}
+
 void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own) {
   if (!state.defined() || state.sizes() != own.sizes() ||
       state.scalar_type() != own.scalar_type()) {
@@ -24,6 +33,21 @@ void check_metric_state(const char* where, const at::Tensor& state, const at::Te
                      "merge metrics with equal options");
   }
 }
+
+SumMetric::SumMetric(const char* where, at::IntArrayRef sizes, at::ScalarType dtype)
+    : where_(where), sums_(at::zeros(sizes, dtype)) {}
+
+void SumMetric::set_state(const at::Tensor& state) {
+  check_metric_state(where_, state, sums_.tensor);
+  sums_.tensor.copy_(state);
+}
+
+void SumMetric::merge_state(const at::Tensor& other) {
+  check_metric_state(where_, other, sums_.tensor);
+  sums_.tensor += other;
+}
+
+void SumMetric::reset() { sums_.tensor.zero_(); }
 
 RegressionBatch regression_batch(const char* where, const at::Tensor& predictions,
                                  const at::Tensor& targets, bool one_value) {

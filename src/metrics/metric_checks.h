@@ -6,14 +6,20 @@
 #include <cstdint>
 #include <string>
 
-#include "hasten/metrics/metric.h"
-
 namespace hasten::detail {
 
 inline constexpr int64_t kIgnoredLabel = -100; // as in cross_entropy
 
 /// "Float [3, 4]".
 std::string form_text(const at::Tensor& tensor);
+
+inline double ratio_or_zero(double part, double whole) { return whole == 0 ? 0 : part / whole; }
+
+/// `value`. Throws InputError "name=value" if it is below `least`.
+int64_t at_least(const char* where, const char* name, int64_t value, int64_t least);
+
+/// Throws InputError unless `state` has the sizes and dtype of `own`.
+void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own);
 
 /// Predictions and targets of a regression, flattened, as fp64 on the CPU.
 struct RegressionBatch {

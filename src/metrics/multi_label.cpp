@@ -9,32 +9,27 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kMultiLabelMetrics = "metrics::MultiLabelMetrics";
-
 /// 2 tp / (predicted + true), or 0 for 0 / 0.
 double f1_of(int64_t hits, int64_t predicted, int64_t truth) {
-  return predicted + truth == 0
-             ? 0.0
-             : 2.0 * static_cast<double>(hits) / static_cast<double>(predicted + truth);
+  return ratio_or_zero(2.0 * static_cast<double>(hits), static_cast<double>(predicted + truth));
 }
 
 } // namespace detail
 
 MultiLabelMetrics::MultiLabelMetrics(int64_t num_labels, double threshold)
-    : num_labels_(num_labels), threshold_(threshold) {
-  if (num_labels < 1) {
-    throw InputError(detail::kMultiLabelMetrics, "num_labels=" + std::to_string(num_labels),
-                     "at least 1");
-  }
-  counts_.tensor = at::zeros({3 * num_labels + 2}, at::kLong);
-}
+    : SumMetric(
+          "metrics::MultiLabelMetrics",
+          {3 * detail::at_least("metrics::MultiLabelMetrics", "num_labels", num_labels, 1) + 2},
+          at::kLong),
+      num_labels_(num_labels),
+      threshold_(threshold) {}
 
 void MultiLabelMetrics::update(const at::Tensor& logits, const at::Tensor& labels) {
   const bool fits = logits.dim() == 2 && logits.size(1) == num_labels_ &&
                     logits.is_floating_point() && labels.sizes() == logits.sizes();
   const at::Tensor truth = fits ? labels.detach().to(at::kCPU, at::kDouble) : at::Tensor();
   if (!fits || !truth.eq(0).logical_or(truth.eq(1)).all().item<bool>()) {
-    throw InputError(detail::kMultiLabelMetrics,
+    throw InputError(where_,
                      "logits=" + detail::form_text(logits) +
                          ", labels=" + detail::form_text(labels) +
                          (fits ? " with other values than 0 and 1" : ""),
@@ -43,31 +38,19 @@ void MultiLabelMetrics::update(const at::Tensor& logits, const at::Tensor& label
   const at::Tensor has = truth.gt(0);
   const at::Tensor said = logits.detach().cpu().gt(threshold_);
   const at::Tensor right = has.eq(said).all(1).sum().reshape({1});
-  counts_.tensor += at::cat({has.logical_and(said).sum(0), said.sum(0), has.sum(0),
-                             at::full({1}, labels.size(0), at::kLong), right});
+  sums_.tensor += at::cat({has.logical_and(said).sum(0), said.sum(0), has.sum(0),
+                           at::full({1}, labels.size(0), at::kLong), right});
 }
 
-void MultiLabelMetrics::set_state(const at::Tensor& state) {
-  detail::check_metric_state(detail::kMultiLabelMetrics, state, counts_.tensor);
-  counts_.tensor.copy_(state);
-}
-
-void MultiLabelMetrics::merge_state(const at::Tensor& other) {
-  detail::check_metric_state(detail::kMultiLabelMetrics, other, counts_.tensor);
-  counts_.tensor += other;
-}
-
-void MultiLabelMetrics::reset() { counts_.tensor.zero_(); }
-
-int64_t MultiLabelMetrics::rows() const { return counts_.tensor[3 * num_labels_].item<int64_t>(); }
+int64_t MultiLabelMetrics::rows() const { return sums_.tensor[3 * num_labels_].item<int64_t>(); }
 
 double MultiLabelMetrics::accuracy() const {
-  const auto right = counts_.tensor[3 * num_labels_ + 1].item<int64_t>();
-  return rows() == 0 ? 0.0 : static_cast<double>(right) / static_cast<double>(rows());
+  const auto right = sums_.tensor[3 * num_labels_ + 1].item<int64_t>();
+  return detail::ratio_or_zero(static_cast<double>(right), static_cast<double>(rows()));
 }
 
 double MultiLabelMetrics::f1(Average average) const {
-  const auto* counts = counts_.tensor.const_data_ptr<int64_t>();
+  const auto* counts = sums_.tensor.const_data_ptr<int64_t>();
   int64_t hits = 0, predicted = 0, truth = 0;
   double sum = 0, weighted = 0;
   for (int64_t label = 0; label < num_labels_; ++label) {
@@ -88,7 +71,7 @@ double MultiLabelMetrics::f1(Average average) const {
     case Average::weighted:
       break;
   }
-  return truth == 0 ? 0.0 : weighted / static_cast<double>(truth);
+  return detail::ratio_or_zero(weighted, static_cast<double>(truth));
 }
 
 std::map<std::string, double> MultiLabelMetrics::compute() const {

@@ -9,21 +9,15 @@
 
 namespace hasten {
 
-namespace detail {
-
-constexpr const char* kPerplexity = "metrics::Perplexity";
-
-} // namespace detail
-
-Perplexity::Perplexity(int64_t ignore_index) : ignore_index_(ignore_index) {}
+Perplexity::Perplexity(int64_t ignore_index)
+    : SumMetric("metrics::Perplexity", {2}, at::kDouble), ignore_index_(ignore_index) {}
 
 void Perplexity::update(const at::Tensor& logits, const at::Tensor& labels) {
   if (logits.dim() < 2 || !logits.is_floating_point() ||
       labels.sizes() != logits.sizes().slice(0, logits.dim() - 1) ||
       labels.scalar_type() != at::kLong) {
     throw InputError(
-        detail::kPerplexity,
-        "logits=" + detail::form_text(logits) + ", labels=" + detail::form_text(labels),
+        where_, "logits=" + detail::form_text(logits) + ", labels=" + detail::form_text(labels),
         "logits [..., vocabulary] of a float type and labels [...] of int64");
   }
   const auto flat = logits.detach().reshape({-1, logits.size(-1)});
@@ -36,7 +30,7 @@ void Perplexity::update(const at::Tensor& logits, const at::Tensor& labels) {
   const int64_t least = tokens.min().item<int64_t>();
   const int64_t most = tokens.max().item<int64_t>();
   if (least < 0 || most >= logits.size(-1)) {
-    throw InputError(detail::kPerplexity, "label=" + std::to_string(least < 0 ? least : most),
+    throw InputError(where_, "label=" + std::to_string(least < 0 ? least : most),
                      "0 to " + std::to_string(logits.size(-1) - 1) + ", or " +
                          std::to_string(ignore_index_) + " to skip a token");
   }
@@ -50,30 +44,15 @@ void Perplexity::update(const at::Tensor& logits, const at::Tensor& labels) {
 
 void Perplexity::update(double loss_sum, double tokens) {
   if (!(tokens >= 0)) {
-    throw InputError(detail::kPerplexity, "tokens=" + std::to_string(tokens), "at least 0");
+    throw InputError(where_, "tokens=" + std::to_string(tokens), "at least 0");
   }
-  loss_sum_ += loss_sum;
-  tokens_ += tokens;
+  sums_.tensor += at::tensor({loss_sum, tokens}, at::kDouble);
 }
+
+double Perplexity::tokens() const { return sums_.tensor[1].item<double>(); }
 
 double Perplexity::compute() const {
-  return std::exp(loss_sum_ / tokens_); // 0 / 0 is NaN
+  return std::exp(sums_.tensor[0].item<double>() / tokens()); // 0 / 0 is NaN
 }
-
-at::Tensor Perplexity::state() const { return at::tensor({loss_sum_, tokens_}, at::kDouble); }
-
-void Perplexity::set_state(const at::Tensor& state) {
-  detail::check_metric_state(detail::kPerplexity, state, this->state());
-  reset();
-  merge_state(state);
-}
-
-void Perplexity::merge_state(const at::Tensor& other) {
-  detail::check_metric_state(detail::kPerplexity, other, state());
-  loss_sum_ += other[0].item<double>();
-  tokens_ += other[1].item<double>();
-}
-
-void Perplexity::reset() { loss_sum_ = tokens_ = 0; }
 
 } // namespace hasten

@@ -57,44 +57,34 @@ void Moments::merge(const Moments& other) {
   count = total;
 }
 
-at::Tensor MeanError::state() const { return at::tensor({sum_, count_}, at::kDouble); }
+MeanError::MeanError() : SumMetric("metrics::MeanError", {2}, at::kDouble) {}
 
-void MeanError::set_state(const at::Tensor& state) {
-  check_metric_state("metrics::MeanError", state, this->state());
-  sum_ = state[0].item<double>();
-  count_ = state[1].item<double>();
+void MeanError::add(const at::Tensor& errors) {
+  sums_.tensor +=
+      at::tensor({errors.sum().item<double>(), static_cast<double>(errors.numel())}, at::kDouble);
 }
 
-void MeanError::merge_state(const at::Tensor& other) {
-  check_metric_state("metrics::MeanError", other, state());
-  sum_ += other[0].item<double>();
-  count_ += other[1].item<double>();
+double MeanError::mean() const {
+  return sums_.tensor[0].item<double>() / sums_.tensor[1].item<double>();
 }
-
-void MeanError::reset() { sum_ = count_ = 0; }
 
 } // namespace detail
 
 void MeanSquaredError::update(const at::Tensor& predictions, const at::Tensor& targets) {
   const auto batch =
       detail::regression_batch("metrics::MeanSquaredError", predictions, targets, false);
-  sum_ += (batch.predictions - batch.targets).square().sum().item<double>();
-  count_ += static_cast<double>(batch.targets.numel());
+  add((batch.predictions - batch.targets).square());
 }
 
-double MeanSquaredError::compute() const {
-  const double mean = sum_ / count_;
-  return squared_ ? mean : std::sqrt(mean);
-}
+double MeanSquaredError::compute() const { return squared_ ? mean() : std::sqrt(mean()); }
 
 void MeanAbsoluteError::update(const at::Tensor& predictions, const at::Tensor& targets) {
   const auto batch =
       detail::regression_batch("metrics::MeanAbsoluteError", predictions, targets, false);
-  sum_ += (batch.predictions - batch.targets).abs().sum().item<double>();
-  count_ += static_cast<double>(batch.targets.numel());
+  add((batch.predictions - batch.targets).abs());
 }
 
-double MeanAbsoluteError::compute() const { return sum_ / count_; }
+double MeanAbsoluteError::compute() const { return mean(); }
 
 void R2Score::update(const at::Tensor& predictions, const at::Tensor& targets) {
   const auto batch = detail::regression_batch("metrics::R2Score", predictions, targets, true);
@@ -118,21 +108,10 @@ at::Tensor R2Score::state() const {
       at::kDouble);
 }
 
-void R2Score::set_state(const at::Tensor& state) {
-  detail::check_metric_state("metrics::R2Score", state, this->state());
-  reset();
-  merge_state(state);
-}
-
 void R2Score::merge_state(const at::Tensor& other) {
   detail::check_metric_state("metrics::R2Score", other, state());
-  detail::Moments moments;
   const auto values = other.accessor<double, 1>();
-  moments.count = values[0];
-  moments.first_x = values[1];
-  moments.mean_x = values[2];
-  moments.xx = values[3];
-  targets_.merge(moments);
+  targets_.merge({.count = values[0], .first_x = values[1], .mean_x = values[2], .xx = values[3]});
   squared_errors_ += values[4];
 }
 
@@ -158,23 +137,11 @@ at::Tensor PearsonCorrCoef::state() const {
                     at::kDouble);
 }
 
-void PearsonCorrCoef::set_state(const at::Tensor& state) {
-  detail::check_metric_state("metrics::PearsonCorrCoef", state, this->state());
-  reset();
-  merge_state(state);
-}
-
 void PearsonCorrCoef::merge_state(const at::Tensor& other) {
   detail::check_metric_state("metrics::PearsonCorrCoef", other, state());
   const auto values = other.accessor<double, 1>();
-  moments_.merge({.count = values[0],
-                  .first_x = values[1],
-                  .first_y = values[2],
-                  .mean_x = values[3],
-                  .mean_y = values[4],
-                  .xx = values[5],
-                  .yy = values[6],
-                  .xy = values[7]});
+  moments_.merge(
+      {values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7]});
 }
 
 void PearsonCorrCoef::reset() { moments_ = {}; }

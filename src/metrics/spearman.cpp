@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <tuple>
@@ -43,11 +44,8 @@ std::vector<double> mean_ranks(const std::vector<double>& values,
 
 } // namespace detail
 
-SpearmanCorrCoef::SpearmanCorrCoef(int64_t capacity) : capacity_(capacity) {
-  if (capacity < 2) {
-    throw InputError(detail::kSpearman, "capacity=" + std::to_string(capacity), "at least 2");
-  }
-}
+SpearmanCorrCoef::SpearmanCorrCoef(int64_t capacity)
+    : capacity_(detail::at_least(detail::kSpearman, "capacity", capacity, 2)) {}
 
 void SpearmanCorrCoef::update(const at::Tensor& predictions, const at::Tensor& targets) {
   const auto batch = detail::regression_batch(detail::kSpearman, predictions, targets, true);
@@ -70,53 +68,26 @@ void SpearmanCorrCoef::add(double x, double y, double count) {
   y += 0.0;
   const uint64_t hash =
       stream_seed("spearman", 0, std::bit_cast<uint64_t>(x), std::bit_cast<uint64_t>(y));
-  if (full_ && hash > kept_.back().hash) {
-    return;
+  counts_[{hash, x, y}] += count;
+  if (static_cast<int64_t>(counts_.size()) > capacity_) {
+    counts_.erase(std::prev(counts_.end()));
   }
-  pending_.push_back({hash, x, y, count});
-  if (static_cast<int64_t>(pending_.size()) >= std::max<int64_t>(capacity_, 1024)) {
-    compact();
-  }
-}
-
-// A dropped pair cannot return, because the largest kept hash only decreases.
-void SpearmanCorrCoef::compact() const {
-  if (pending_.empty()) {
-    return;
-  }
-  kept_.insert(kept_.end(), pending_.begin(), pending_.end());
-  pending_.clear();
-  const auto key = [](const Pair& pair) { return std::tie(pair.hash, pair.x, pair.y); };
-  std::sort(kept_.begin(), kept_.end(),
-            [&](const Pair& a, const Pair& b) { return key(a) < key(b); });
-  size_t used = 0;
-  for (size_t i = 1; i < kept_.size(); ++i) {
-    if (key(kept_[i]) == key(kept_[used])) {
-      kept_[used].count += kept_[i].count;
-    } else {
-      kept_[++used] = kept_[i];
-    }
-  }
-  kept_.resize(std::min(used + 1, static_cast<size_t>(capacity_)));
-  full_ = static_cast<int64_t>(kept_.size()) == capacity_;
 }
 
 bool SpearmanCorrCoef::is_exact() const {
-  compact();
   double counted = nan_rows_;
-  for (const Pair& pair : kept_) {
-    counted += pair.count;
+  for (const auto& [pair, count] : counts_) {
+    counted += count;
   }
   return counted == rows_;
 }
 
 double SpearmanCorrCoef::compute() const {
-  compact();
   std::vector<double> x, y, counts;
-  for (const Pair& pair : kept_) {
-    x.push_back(pair.x);
-    y.push_back(pair.y);
-    counts.push_back(pair.count);
+  for (const auto& [pair, count] : counts_) {
+    x.push_back(std::get<1>(pair));
+    y.push_back(std::get<2>(pair));
+    counts.push_back(count);
   }
   const double rows = std::accumulate(counts.begin(), counts.end(), 0.0);
   if (rows < 2 || nan_rows_ > 0) {
@@ -140,24 +111,18 @@ double SpearmanCorrCoef::compute() const {
 }
 
 at::Tensor SpearmanCorrCoef::state() const {
-  compact();
   const at::Tensor state = at::zeros({capacity_ + 1, 3}, at::kDouble);
   auto values = state.accessor<double, 2>();
   values[0][0] = rows_;
   values[0][1] = nan_rows_;
-  for (size_t i = 0; i < kept_.size(); ++i) {
-    const auto row = static_cast<int64_t>(i) + 1;
-    values[row][0] = kept_[i].x;
-    values[row][1] = kept_[i].y;
-    values[row][2] = kept_[i].count;
+  int64_t row = 0;
+  for (const auto& [pair, count] : counts_) {
+    ++row;
+    values[row][0] = std::get<1>(pair);
+    values[row][1] = std::get<2>(pair);
+    values[row][2] = count;
   }
   return state;
-}
-
-void SpearmanCorrCoef::set_state(const at::Tensor& state) {
-  SpearmanCorrCoef fresh(capacity_);
-  fresh.merge_state(state);
-  *this = std::move(fresh);
 }
 
 void SpearmanCorrCoef::merge_state(const at::Tensor& other) {
@@ -166,7 +131,6 @@ void SpearmanCorrCoef::merge_state(const at::Tensor& other) {
   for (int64_t i = 1; i <= capacity_ && values[i][2] > 0; ++i) {
     add(values[i][0], values[i][1], values[i][2]);
   }
-  compact();
   rows_ += values[0][0];
   nan_rows_ += values[0][1];
 }

@@ -23,7 +23,9 @@ struct AurocOptions {
 /// 0 and 1 is as good as in the middle. Two samples in one bin count as tied. The value is exact
 /// unless a bin has samples of both labels with different scores, and never off by more than
 /// error_bound(): about 0.0003 at worst for logits spread over 10 units, usually far less.
-class Auroc : public Metric {
+/// state(): int64 [2, bins + 1], number of samples by label and bin. The last column counts NaN
+/// scores.
+class Auroc : public detail::SumMetric {
  public:
   explicit Auroc(AurocOptions options = {});
 
@@ -41,15 +43,8 @@ class Auroc : public Metric {
   /// that fall into one bin. Pairs with equal scores count too, although they cause no error.
   double error_bound() const;
 
-  /// int64 [2, bins + 1]: number of samples by label and bin. The last column counts NaN scores.
-  at::Tensor state() const override { return counts_.tensor; }
-  void set_state(const at::Tensor& state) override;
-  void merge_state(const at::Tensor& other) override;
-  void reset() override;
-
  private:
   AurocOptions options_;
-  detail::OwnTensor counts_{};
 };
 
 } // namespace hasten

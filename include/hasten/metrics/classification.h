@@ -31,7 +31,9 @@ enum class Average {
   weighted, // mean over the labels, weighted by their number of samples
 };
 
-class ClassificationMetrics : public Metric {
+/// state() is the confusion matrix, [num_labels, num_labels] int64. Rows are true labels, columns are
+/// predictions.
+class ClassificationMetrics : public detail::SumMetric {
  public:
   /// `num_labels` ≥ 2. Memory: 8 · num_labels² bytes.
   explicit ClassificationMetrics(int64_t num_labels);
@@ -42,14 +44,6 @@ class ClassificationMetrics : public Metric {
   /// -100 are not counted. The largest logit is the prediction; the first one if several are equal.
   /// Throws InputError for other shapes and for a label outside 0 … num_labels - 1.
   void update(const at::Tensor& predictions, const at::Tensor& labels);
-  void reset() override;
-
-  /// The confusion matrix, [num_labels, num_labels] int64 on the CPU. Rows are true labels, columns
-  /// are predictions. It shares memory with this object: compute() sees an all-reduce in place.
-  at::Tensor state() const override { return confusion_.tensor; }
-  /// Copies `state`. Throws InputError for another shape or dtype.
-  void set_state(const at::Tensor& state) override;
-  void merge_state(const at::Tensor& other) override;
 
   /// Number of samples counted.
   int64_t rows() const;
@@ -58,7 +52,7 @@ class ClassificationMetrics : public Metric {
   /// [label]
   std::vector<ClassScores> per_class() const;
   /// A copy of the matrix.
-  at::Tensor confusion_matrix() const { return confusion_.tensor.clone(); }
+  at::Tensor confusion_matrix() const { return sums_.tensor.clone(); }
   /// Share of samples that were predicted correctly; 0 without samples.
   double accuracy() const;
   double precision(Average average = Average::macro) const;
@@ -72,7 +66,6 @@ class ClassificationMetrics : public Metric {
   double average_of(double ClassScores::*score, Average average) const;
 
   int64_t num_labels_;
-  detail::OwnTensor confusion_{};
 };
 
 } // namespace hasten

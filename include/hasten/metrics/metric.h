@@ -31,9 +31,6 @@ struct OwnTensor {
   ~OwnTensor() = default;
 };
 
-/// Throws InputError unless `state` has the sizes and dtype of `own`.
-void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own);
-
 } // namespace detail
 
 class Metric {
@@ -58,5 +55,39 @@ class Metric {
   Metric(Metric&&) = default;
   Metric& operator=(Metric&&) = default;
 };
+
+namespace detail {
+
+/// A metric whose state is a tensor of sums. state() shares memory with the metric: compute() sees
+/// an all-reduce in place.
+class SumMetric : public Metric {
+ public:
+  at::Tensor state() const override { return sums_.tensor; }
+  void set_state(const at::Tensor& state) override;
+  void merge_state(const at::Tensor& other) override;
+  void reset() override;
+
+ protected:
+  /// `where` is for errors: "metrics::Auroc".
+  SumMetric(const char* where, at::IntArrayRef sizes, at::ScalarType dtype);
+
+  const char* where_;
+  OwnTensor sums_;
+};
+
+/// A metric whose states are merged by more than a sum.
+template <typename Self>
+class MergedMetric : public Metric {
+ public:
+  void set_state(const at::Tensor& state) override {
+    Self fresh = static_cast<Self&>(*this);
+    fresh.reset();
+    fresh.merge_state(state);
+    static_cast<Self&>(*this) = std::move(fresh);
+  }
+  bool state_is_sum() const override { return false; }
+};
+
+} // namespace detail
 
 } // namespace hasten

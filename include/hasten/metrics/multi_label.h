@@ -14,7 +14,9 @@
 
 namespace hasten {
 
-class MultiLabelMetrics : public Metric {
+/// state(): int64 [3 · num_labels + 2]: true positives by label, predicted by label, true by label,
+/// samples, samples whose labels are all correct.
+class MultiLabelMetrics : public detail::SumMetric {
  public:
   /// `num_labels` ≥ 1. A label is predicted if its logit is above `threshold`; 0 is a probability
   /// of one half. Memory: 24 · num_labels bytes.
@@ -35,17 +37,9 @@ class MultiLabelMetrics : public Metric {
   /// "accuracy", "f1_micro", "f1_macro".
   std::map<std::string, double> compute() const;
 
-  /// int64 [3 · num_labels + 2]: true positives by label, predicted by label, true by label,
-  /// samples, samples whose labels are all correct.
-  at::Tensor state() const override { return counts_.tensor; }
-  void set_state(const at::Tensor& state) override;
-  void merge_state(const at::Tensor& other) override;
-  void reset() override;
-
  private:
   int64_t num_labels_;
   double threshold_;
-  detail::OwnTensor counts_{};
 };
 
 } // namespace hasten

@@ -11,7 +11,8 @@
 
 namespace hasten {
 
-class Perplexity : public Metric {
+/// state(): double [2]: sum of losses, tokens.
+class Perplexity : public detail::SumMetric {
  public:
   /// Tokens with label `ignore_index` are not counted.
   explicit Perplexity(int64_t ignore_index = -100);
@@ -27,18 +28,10 @@ class Perplexity : public Metric {
 
   /// NaN if no token was counted; infinity if a token had probability 0.
   double compute() const;
-  double tokens() const { return tokens_; }
-
-  /// double [2]: sum of losses, tokens.
-  at::Tensor state() const override;
-  void set_state(const at::Tensor& state) override;
-  void merge_state(const at::Tensor& other) override;
-  void reset() override;
+  double tokens() const;
 
  private:
   int64_t ignore_index_;
-  double loss_sum_ = 0;
-  double tokens_ = 0;
 };
 
 } // namespace hasten

@@ -7,7 +7,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <vector>
+#include <map>
+#include <tuple>
 
 #include "hasten/metrics/metric.h"
 
@@ -15,18 +16,12 @@ namespace hasten {
 
 namespace detail {
 
-/// A mean of errors: their sum and count.
-class MeanError : public Metric {
- public:
-  /// double [2]: sum, count.
-  at::Tensor state() const override;
-  void set_state(const at::Tensor& state) override;
-  void merge_state(const at::Tensor& other) override;
-  void reset() override;
-
+/// A mean of errors. state(): double [2]: their sum and count.
+class MeanError : public SumMetric {
  protected:
-  double sum_ = 0;
-  double count_ = 0;
+  MeanError();
+  void add(const at::Tensor& errors);
+  double mean() const;
 };
 
 /// Moments of pairs (x, y) without cancellation: means and sums of products of deviations, merged
@@ -65,7 +60,7 @@ class MeanAbsoluteError : public detail::MeanError {
 
 /// Coefficient of determination: 1 - Σ(t - p)² / Σ(t - mean t)². As in scikit-learn it is NaN for
 /// fewer than two samples. If all targets are equal it is 1 for exact predictions, else 0.
-class R2Score : public Metric {
+class R2Score : public detail::MergedMetric<R2Score> {
  public:
   /// Shape: both [B] or [B, 1]. Throws InputError for others.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
@@ -74,9 +69,7 @@ class R2Score : public Metric {
   /// double [5]: samples; the targets' first value, mean minus that value, and sum of squared
   /// deviations; sum of squared errors.
   at::Tensor state() const override;
-  void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
-  bool state_is_sum() const override { return false; }
   void reset() override;
 
  private:
@@ -86,7 +79,7 @@ class R2Score : public Metric {
 
 /// Pearson's correlation coefficient. As in SciPy it is NaN if all predictions or all targets are
 /// equal, and for fewer than two samples.
-class PearsonCorrCoef : public Metric {
+class PearsonCorrCoef : public detail::MergedMetric<PearsonCorrCoef> {
  public:
   /// Shape: both [B] or [B, 1]. Throws InputError for others.
   void update(const at::Tensor& predictions, const at::Tensor& targets);
@@ -95,9 +88,7 @@ class PearsonCorrCoef : public Metric {
   /// double [8]: samples, two first values, two means minus these, three sums of products of
   /// deviations.
   at::Tensor state() const override;
-  void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
-  bool state_is_sum() const override { return false; }
   void reset() override;
 
  private:
@@ -109,7 +100,7 @@ class PearsonCorrCoef : public Metric {
 /// for bit the same for every split. Beyond that only the pairs with the smallest hashes are kept,
 /// with their true counts: a uniform sample of the distinct pairs, again the same for every split.
 /// The standard error is then about 1 / sqrt(capacity), 0.004 by default.
-class SpearmanCorrCoef : public Metric {
+class SpearmanCorrCoef : public detail::MergedMetric<SpearmanCorrCoef> {
  public:
   /// `capacity` ≥ 2. Memory: up to 80 · capacity bytes; state: 24 · capacity.
   explicit SpearmanCorrCoef(int64_t capacity = 65536);
@@ -125,25 +116,17 @@ class SpearmanCorrCoef : public Metric {
   /// double [capacity + 1, 3]: (samples, samples with NaN, 0), then (prediction, target, count) by
   /// rising hash, then zeros.
   at::Tensor state() const override;
-  void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
-  bool state_is_sum() const override { return false; }
   void reset() override;
 
  private:
-  struct Pair {
-    uint64_t hash = 0;
-    double x = 0, y = 0, count = 0;
-  };
   void add(double x, double y, double count);
-  void compact() const;
 
   int64_t capacity_;
   double rows_ = 0, nan_rows_ = 0;
-  // kept_: at most capacity_ distinct pairs, sorted by hash and values. pending_: pairs to be
-  // merged into it.
-  mutable std::vector<Pair> kept_{}, pending_{};
-  mutable bool full_ = false; // a pair whose hash is above kept_'s last is dropped
+  // Number of samples of each pair, [hash, prediction, target]. A pair that was dropped cannot
+  // return, because the largest key only decreases.
+  std::map<std::tuple<uint64_t, double, double>, double> counts_{};
 };
 
 } // namespace hasten
