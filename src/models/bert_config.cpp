@@ -4,6 +4,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 #include "hasten/models/bert.h"
 
 namespace hasten {
@@ -24,6 +25,32 @@ constexpr std::array<BertShape, 4> kBertShapes = {{
     {"bert-base", 12, 768},
 }};
 
+const BertShape* find_shape(std::string_view name) {
+  const auto* found = std::find_if(kBertShapes.begin(), kBertShapes.end(),
+                                   [&](const BertShape& shape) { return shape.name == name; });
+  return found == kBertShapes.end() ? nullptr : found;
+}
+
+// Call visit(key, value) for keys of config.json.
+void visit_sizes(auto& config, const auto& visit) {
+  visit("vocab_size", config.vocab_size);
+  visit("hidden_size", config.hidden_size);
+  visit("num_hidden_layers", config.num_hidden_layers);
+  visit("num_attention_heads", config.num_attention_heads);
+  visit("intermediate_size", config.intermediate_size);
+  visit("max_position_embeddings", config.max_position_embeddings);
+  visit("type_vocab_size", config.type_vocab_size);
+}
+void visit_plain_keys(auto& config, const auto& visit) {
+  visit_sizes(config, visit);
+  visit("pad_token_id", config.pad_token_id);
+  visit("hidden_act", config.hidden_act);
+  visit("hidden_dropout_prob", config.hidden_dropout_prob);
+  visit("attention_probs_dropout_prob", config.attention_probs_dropout_prob);
+  visit("initializer_range", config.initializer_range);
+  visit("layer_norm_eps", config.layer_norm_eps);
+}
+
 [[noreturn]] void throw_bad_config(std::string_view source, const std::string& what,
                                    const std::string& expected) {
   throw InputError(kConfigWhere, std::string(source) + ": " + what, expected);
@@ -31,16 +58,16 @@ constexpr std::array<BertShape, 4> kBertShapes = {{
 
 // Moves `key` from `json` to `value`; null counts as absent.
 template <typename T>
-void take_key(nlohmann::json& json, std::string_view source, const char* key, T& value,
-              const char* expected) {
+void take_key(nlohmann::json& json, std::string_view source, const char* key, T& value) {
   const auto found = json.find(key);
   if (found == json.end()) {
     return;
   }
   if (!found->is_null()) {
-    const bool fits = std::is_same_v<T, std::string> ? found->is_string()
-                      : std::is_same_v<T, int64_t>   ? found->is_number_integer()
-                                                     : found->is_number();
+    const auto [fits, expected] =
+        std::is_same_v<T, std::string> ? std::pair(found->is_string(), "a string")
+        : std::is_same_v<T, int64_t>   ? std::pair(found->is_number_integer(), "a whole number")
+                                       : std::pair(found->is_number(), "a number");
     if (!fits) {
       throw_bad_config(source, std::string(key) + "=" + found->dump(), expected);
     }
@@ -52,7 +79,7 @@ void take_key(nlohmann::json& json, std::string_view source, const char* key, T&
 // {"0": "negative", "1": "positive"} -> names by id.
 std::vector<std::string> take_labels(nlohmann::json& json, std::string_view source) {
   int64_t count = 2;
-  take_key(json, source, "num_labels", count, "a whole number");
+  take_key(json, source, "num_labels", count);
   if (count < 1 || count > 1'000'000) {
     throw_bad_config(source, "num_labels=" + std::to_string(count), "1 to 1000000");
   }
@@ -107,33 +134,18 @@ BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view so
   detail::refuse_other_architectures(json, source);
   nlohmann::json rest = json;
   BertConfig config;
-  const auto take = [&](const char* key, auto& value, const char* expected) {
-    detail::take_key(rest, source, key, value, expected);
+  const auto take = [&](const char* key, auto& value) {
+    detail::take_key(rest, source, key, value);
   };
-  constexpr const char* kWhole = "a whole number";
-  constexpr const char* kNumber = "a number";
-  constexpr const char* kText = "a string";
-  take("vocab_size", config.vocab_size, kWhole);
-  take("hidden_size", config.hidden_size, kWhole);
-  take("num_hidden_layers", config.num_hidden_layers, kWhole);
-  take("num_attention_heads", config.num_attention_heads, kWhole);
-  take("intermediate_size", config.intermediate_size, kWhole);
-  take("max_position_embeddings", config.max_position_embeddings, kWhole);
-  take("type_vocab_size", config.type_vocab_size, kWhole);
-  take("pad_token_id", config.pad_token_id, kWhole);
-  take("hidden_act", config.hidden_act, kText);
-  take("hidden_dropout_prob", config.hidden_dropout_prob, kNumber);
-  take("attention_probs_dropout_prob", config.attention_probs_dropout_prob, kNumber);
+  detail::visit_plain_keys(config, take);
   double classifier_dropout = -1;
-  take("classifier_dropout", classifier_dropout, kNumber);
+  take("classifier_dropout", classifier_dropout);
   if (classifier_dropout >= 0) {
     config.classifier_dropout = classifier_dropout;
   }
-  take("initializer_range", config.initializer_range, kNumber);
-  take("layer_norm_eps", config.layer_norm_eps, kNumber);
-  take("problem_type", config.problem_type, kText);
-  take("torch_dtype", config.dtype, kText);
-  take("dtype", config.dtype, kText);
+  take("problem_type", config.problem_type);
+  take("torch_dtype", config.dtype);
+  take("dtype", config.dtype);
   config.id2label = detail::take_labels(rest, source);
   const auto classes = rest.find("architectures");
   if (classes != rest.end()) {
@@ -150,34 +162,30 @@ BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view so
 }
 
 BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
-  for (const auto& known : detail::kBertShapes) {
-    if (known.name == shape) {
-      BertConfig config;
-      config.vocab_size = vocab_size;
-      config.num_hidden_layers = known.layers;
-      config.hidden_size = known.hidden;
-      config.num_attention_heads = known.hidden / 64;
-      config.intermediate_size = known.hidden * 4;
-      config.validate(shape);
-      return config;
-    }
+  const auto* known = detail::find_shape(shape);
+  if (known == nullptr) {
+    throw InputError(detail::kConfigWhere, "unknown shape=" + std::string(shape),
+                     "one of " + shapes_text() + ", or a model folder");
   }
-  throw InputError(detail::kConfigWhere, "unknown shape=" + std::string(shape),
-                   "one of " + shapes_text() + ", or a model folder");
+  BertConfig config;
+  config.vocab_size = vocab_size;
+  config.num_hidden_layers = known->layers;
+  config.hidden_size = known->hidden;
+  config.num_attention_heads = known->hidden / 64;
+  config.intermediate_size = known->hidden * 4;
+  config.validate(shape);
+  return config;
 }
 
 std::string BertConfig::shapes_text() {
-  std::string text;
+  std::vector<std::string> names;
   for (const auto& shape : detail::kBertShapes) {
-    text += (text.empty() ? "" : ", ") + std::string(shape.name);
+    names.emplace_back(shape.name);
   }
-  return text;
+  return joined(names);
 }
 
-bool BertConfig::is_shape(std::string_view name) {
-  return std::any_of(detail::kBertShapes.begin(), detail::kBertShapes.end(),
-                     [&](const auto& shape) { return shape.name == name; });
-}
+bool BertConfig::is_shape(std::string_view name) { return detail::find_shape(name) != nullptr; }
 
 nlohmann::json BertConfig::to_json() const {
   nlohmann::json json = parse_json(detail::kConfigWhere, "other_keys", other_keys);
@@ -187,26 +195,12 @@ nlohmann::json BertConfig::to_json() const {
     ids[std::to_string(i)] = id2label[i];
     names[id2label[i]] = i;
   }
-  json.update({
-      {"architectures", {"BertForSequenceClassification"}},
-      {"model_type", "bert"},
-      {"vocab_size", vocab_size},
-      {"hidden_size", hidden_size},
-      {"num_hidden_layers", num_hidden_layers},
-      {"num_attention_heads", num_attention_heads},
-      {"intermediate_size", intermediate_size},
-      {"max_position_embeddings", max_position_embeddings},
-      {"type_vocab_size", type_vocab_size},
-      {"pad_token_id", pad_token_id},
-      {"hidden_act", hidden_act},
-      {"hidden_dropout_prob", hidden_dropout_prob},
-      {"attention_probs_dropout_prob", attention_probs_dropout_prob},
-      {"initializer_range", initializer_range},
-      {"layer_norm_eps", layer_norm_eps},
-      {"id2label", ids},
-      {"label2id", names},
-      {"dtype", dtype},
-  });
+  json.update({{"architectures", {"BertForSequenceClassification"}},
+               {"model_type", "bert"},
+               {"id2label", ids},
+               {"label2id", names},
+               {"dtype", dtype}});
+  detail::visit_plain_keys(*this, [&](const char* key, const auto& value) { json[key] = value; });
   json["classifier_dropout"] =
       classifier_dropout ? nlohmann::json(*classifier_dropout) : nlohmann::json();
   if (!problem_type.empty()) {
@@ -216,21 +210,14 @@ nlohmann::json BertConfig::to_json() const {
 }
 
 void BertConfig::validate(std::string_view source) const {
-  const auto at_least = [&](const char* key, int64_t value, int64_t least) {
+  const auto check_size = [&](const char* key, int64_t value) {
     // The limit keeps the product of two sizes far from overflow.
-    if (value < least || value > 100'000'000) {
-      detail::throw_bad_config(source, key + ("=" + std::to_string(value)),
-                               std::to_string(least) + " to 100000000");
+    if (value < 1 || value > 100'000'000) {
+      detail::throw_bad_config(source, key + ("=" + std::to_string(value)), "1 to 100000000");
     }
   };
-  at_least("vocab_size", vocab_size, 1);
-  at_least("hidden_size", hidden_size, 1);
-  at_least("num_hidden_layers", num_hidden_layers, 1);
-  at_least("num_attention_heads", num_attention_heads, 1);
-  at_least("intermediate_size", intermediate_size, 1);
-  at_least("max_position_embeddings", max_position_embeddings, 1);
-  at_least("type_vocab_size", type_vocab_size, 1);
-  at_least("number of labels", num_labels(), 1);
+  detail::visit_sizes(*this, check_size);
+  check_size("number of labels", num_labels());
   if (hidden_size % num_attention_heads != 0) {
     detail::throw_bad_config(source,
                              "hidden_size=" + std::to_string(hidden_size) +

@@ -10,6 +10,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/io/sharded_safetensors.h"
@@ -45,13 +46,8 @@ std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder)
   return readers;
 }
 
-bool has_prefix(const std::string& name, std::string_view prefix) {
-  return name.compare(0, prefix.size(), prefix) == 0;
-}
-
 void replace_suffix(std::string& name, std::string_view suffix, std::string_view by) {
-  if (name.size() >= suffix.size() &&
-      name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0) {
+  if (name.ends_with(suffix)) {
     name.replace(name.size() - suffix.size(), suffix.size(), by);
   }
 }
@@ -61,7 +57,7 @@ std::string current_name(std::string name) {
   replace_suffix(name, "LayerNorm.gamma", "LayerNorm.weight");
   replace_suffix(name, "LayerNorm.beta", "LayerNorm.bias");
   for (const char* part : {"embeddings.", "encoder.", "pooler."}) {
-    if (has_prefix(name, part)) {
+    if (name.starts_with(part)) {
       return "bert." + name;
     }
   }
@@ -87,7 +83,7 @@ FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
           current == "bert.embeddings.token_type_ids") {
         continue; // buffers of old files, not parameters
       }
-      if (!has_prefix(current, "bert.") && !has_prefix(current, "classifier.")) {
+      if (!current.starts_with("bert.") && !current.starts_with("classifier.")) {
         found.left_out.push_back(name);
       } else if (!found.tensors.emplace(current, FoundTensor{&reader, name}).second) {
         throw InputError(kLoadWhere,
@@ -97,22 +93,6 @@ FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
     }
   }
   return found;
-}
-
-std::string listed(const std::vector<std::string>& items) {
-  std::string text;
-  for (const auto& item : items) {
-    text += (text.empty() ? "" : ", ") + item;
-  }
-  return text;
-}
-
-std::string shape_of(at::IntArrayRef sizes) {
-  std::string text;
-  for (const int64_t size : sizes) {
-    text += (text.empty() ? "" : ", ") + std::to_string(size);
-  }
-  return "[" + text + "]";
 }
 
 // Runs before anything of config.json's sizes is allocated. It accepts sizes up to about those of
@@ -158,11 +138,10 @@ void check_weights(const std::filesystem::path& folder,
   const auto parameters = model.named_parameters();
   for (const auto& parameter : parameters) {
     const std::string& name = parameter.key();
-    const bool may_lack = std::any_of(optional.begin(), optional.end(),
-                                      [&](const auto& prefix) { return has_prefix(name, prefix); });
     const auto match = found.find(name);
     if (match == found.end()) {
-      if (!may_lack) {
+      if (std::none_of(optional.begin(), optional.end(),
+                       [&](const auto& prefix) { return name.starts_with(prefix); })) {
         missing.push_back(name);
       }
       continue;
@@ -171,7 +150,8 @@ void check_weights(const std::filesystem::path& folder,
     if (at::IntArrayRef(entry.shape) != parameter.value().sizes() ||
         !at::isFloatingType(entry.dtype)) {
       wrong.push_back(name + " " + std::string(safetensors_dtype_name(entry.dtype)) +
-                      shape_of(entry.shape) + " instead of " + shape_of(parameter.value().sizes()));
+                      c10::str(at::IntArrayRef(entry.shape)) + " instead of " +
+                      c10::str(parameter.value().sizes()));
     }
   }
   for (const auto& [name, tensor] : found) {
@@ -179,23 +159,25 @@ void check_weights(const std::filesystem::path& folder,
       unexpected.push_back(name);
     }
   }
-  std::string what;
+  std::vector<std::string> problems;
   for (const auto& [kind, names] :
        {std::pair("missing", &missing), std::pair("unexpected", &unexpected),
         std::pair("wrongly shaped", &wrong)}) {
     if (!names->empty()) {
-      what += (what.empty() ? "" : "; ") + std::string(kind) + ": " + listed(*names);
+      problems.push_back(std::string(kind) + ": " + joined(*names));
     }
   }
-  if (!what.empty()) {
-    throw InputError(kLoadWhere, folder.string() + ": the weights do not fit config.json: " + what,
-                     "the tensors of a BERT of that configuration");
+  if (!problems.empty()) {
+    throw InputError(
+        kLoadWhere,
+        folder.string() + ": the weights do not fit config.json: " + joined(problems, "; "),
+        "the tensors of a BERT of that configuration");
   }
 }
 
 bool has_weights_of(const std::map<std::string, FoundTensor>& found, const std::string& prefix) {
   const auto first = found.lower_bound(prefix);
-  return first != found.end() && has_prefix(first->first, prefix);
+  return first != found.end() && first->first.starts_with(prefix);
 }
 
 // Row i of the result is the folder's row for label `wanted[i]`. nullopt if the names differ.
@@ -235,7 +217,7 @@ void decide_classifier(BertFolder& folder, const LoadBertOptions& options, Loade
   if (!has_weights_of(folder.found.tensors, "classifier.")) {
     reason = "the folder has none";
   } else if (!folder.rows) {
-    reason = "the folder's classifier has the labels " + listed(names_there);
+    reason = "the folder's classifier has the labels " + joined(names_there);
     folder.found.tensors.erase("classifier.weight");
     folder.found.tensors.erase("classifier.bias");
   }
@@ -248,7 +230,7 @@ void decide_classifier(BertFolder& folder, const LoadBertOptions& options, Loade
     loaded.report.push_back("the pooler is new, with random weights: the folder has none");
   }
   if (!folder.found.left_out.empty()) {
-    loaded.report.push_back("ignored weights of other tasks: " + listed(folder.found.left_out));
+    loaded.report.push_back("ignored weights of other tasks: " + joined(folder.found.left_out));
   }
 }
 
@@ -261,7 +243,7 @@ void copy_weights(const BertFolder& folder, BertForSequenceClassificationImpl& m
     }
     const auto& [reader, name] = match->second;
     at::Tensor weights = in_deferred_init() ? reader->tensor(name) : reader->read(name);
-    if (folder.rows && has_prefix(parameter.key(), "classifier.")) {
+    if (folder.rows && parameter.key().starts_with("classifier.")) {
       weights = weights.index_select(0, at::tensor(*folder.rows, at::kLong));
     }
     parameter.value().copy_(weights); // converts other floating types
