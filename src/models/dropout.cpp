@@ -8,36 +8,23 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <mutex>
 
 #include "hasten/core/memory_rehearsal.h"
 #include "hasten/core/random.h"
-
-// The loader of the library selects the clone for the CPU's vector width.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define HASTEN_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define HASTEN_VECTOR_CLONES
-#endif
+#include "hasten/core/vector_kernels.h"
 
 namespace hasten::detail {
 
 // Elements that share one pair of 32-bit keys.
 constexpr int64_t kDropoutBlock = 4096;
 
-// A 32-bit hash of the counter decides. It uses only integer multiplies and shifts, so that the
-// loop vectorises.
 HASTEN_VECTOR_CLONES
 void dropout_block(const float* in, const float* residual, float* out, int32_t count, uint32_t key0,
                    uint32_t key1, uint32_t threshold, float scale) {
   for (int32_t i = 0; i < count; ++i) {
-    uint32_t h = static_cast<uint32_t>(i) * 0x9E3779B9u + key0;
-    h = (h ^ (h >> 16)) * 0x21F0AAADu;
-    h = ((h ^ (h >> 15)) + key1) * 0x735A2D97u;
-    h = h ^ (h >> 15);
+    const uint32_t h = random_bits(static_cast<uint32_t>(i), key0, key1);
     const float kept = h >= threshold ? in[i] * scale : 0.0f;
     out[i] = residual != nullptr ? residual[i] + kept : kept;
   }
@@ -52,20 +39,17 @@ uint64_t draw_dropout_seed() {
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
 
-// bf16 is the upper half of fp32.
 HASTEN_VECTOR_CLONES
 void widen_block(const uint16_t* in, float* out, int32_t count) {
   for (int32_t i = 0; i < count; ++i) {
-    out[i] = std::bit_cast<float>(static_cast<uint32_t>(in[i]) << 16);
+    out[i] = from_bf16(in[i]);
   }
 }
 
 HASTEN_VECTOR_CLONES
 void narrow_block(const float* in, uint16_t* out, int32_t count) {
   for (int32_t i = 0; i < count; ++i) {
-    const auto bits = std::bit_cast<uint32_t>(in[i]);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    out[i] = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
+    out[i] = to_bf16(in[i]);
   }
 }
 

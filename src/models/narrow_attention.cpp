@@ -16,13 +16,7 @@
 #include "hasten/base/error.h"
 #include "hasten/core/memory_rehearsal.h"
 #include "hasten/core/random.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define HASTEN_ROW_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define HASTEN_ROW_CLONES
-#endif
+#include "hasten/core/vector_kernels.h"
 
 namespace hasten::detail {
 
@@ -35,16 +29,6 @@ struct RowDropout {
   uint32_t threshold = 0; // 0: nothing is dropped
   float scale = 1;
 };
-
-static inline float row_number(uint16_t bits) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
-}
-
-static inline uint16_t row_bits(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded); // NaN
-}
 
 // e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2] (Taylor's of 2^r). NaN
 // stays NaN.
@@ -65,21 +49,18 @@ static inline float row_exp(float x) {
 }
 
 static inline float row_keep(const RowDropout& dropout, uint32_t column) {
-  uint32_t h = column * 0x9E3779B9u + dropout.key0;
-  h = (h ^ (h >> 16)) * 0x21F0AAADu;
-  h = ((h ^ (h >> 15)) + dropout.key1) * 0x735A2D97u;
-  h = h ^ (h >> 15);
+  const uint32_t h = random_bits(column, dropout.key0, dropout.key1);
   return h >= dropout.threshold ? dropout.scale : 0.0f;
 }
 
 /// softmax(scale scores + mask) of `count` columns. `work` has space for them, rounded up to
 /// kStrands.
-HASTEN_ROW_CLONES
+HASTEN_VECTOR_CLONES
 void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t count, float* work,
                  uint16_t* out) {
   const int64_t padded = (count + kStrands - 1) / kStrands * kStrands;
   for (int64_t i = 0; i < count; ++i) {
-    work[i] = row_number(scores[i]) * scale;
+    work[i] = from_bf16(scores[i]) * scale;
   }
   if (mask != nullptr) {
     for (int64_t i = 0; i < count; ++i) {
@@ -111,30 +92,30 @@ void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t
   }
   const float inverse = 1.0f / sum;
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = row_bits(work[i] * inverse);
+    out[i] = to_bf16(work[i] * inverse);
   }
 }
 
-HASTEN_ROW_CLONES
+HASTEN_VECTOR_CLONES
 void drop_row(const uint16_t* in, const RowDropout& dropout, int64_t count, uint16_t* out) {
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = row_bits(row_number(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
+    out[i] = to_bf16(from_bf16(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
   }
 }
 
 /// Gradient of the scores from that of the dropped probabilities: p (g - sum(g p)) scale, g =
 /// gradient * kept.
-HASTEN_ROW_CLONES
+HASTEN_VECTOR_CLONES
 void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradient,
                           const RowDropout& dropout, float scale, int64_t count, float* work,
                           uint16_t* out) {
   if (dropout.threshold == 0) {
     for (int64_t i = 0; i < count; ++i) {
-      work[i] = row_number(gradient[i]);
+      work[i] = from_bf16(gradient[i]);
     }
   } else {
     for (int64_t i = 0; i < count; ++i) {
-      work[i] = row_number(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
+      work[i] = from_bf16(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
     }
   }
   float strand[kStrands];
@@ -142,22 +123,20 @@ void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradien
   const int64_t whole = count / kStrands * kStrands;
   for (int64_t i = 0; i < whole; i += kStrands) {
     for (int64_t j = 0; j < kStrands; ++j) {
-      strand[j] += work[i + j] * row_number(probabilities[i + j]);
+      strand[j] += work[i + j] * from_bf16(probabilities[i + j]);
     }
   }
   float sum = 0;
   for (int64_t i = whole; i < count; ++i) {
-    sum += work[i] * row_number(probabilities[i]);
+    sum += work[i] * from_bf16(probabilities[i]);
   }
   for (const float part : strand) {
     sum += part;
   }
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = row_bits(row_number(probabilities[i]) * (work[i] - sum) * scale);
+    out[i] = to_bf16(from_bf16(probabilities[i]) * (work[i] - sum) * scale);
   }
 }
-
-#undef HASTEN_ROW_CLONES
 
 static RowDropout row_dropout(uint64_t seed, int64_t row, double p) {
   if (p <= 0) {

@@ -8,9 +8,9 @@ namespace hasten::detail {
 // --- Adam, AdamW --------------------------------------------------------------------
 
 template <typename T, bool kAmsgrad>
-HASTEN_STEP_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __restrict m,
-                                T* __restrict v, T* __restrict x, int64_t n,
-                                const AdamNumbers<T> k) {
+HASTEN_VECTOR_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                  T* __restrict v, T* __restrict x, int64_t n,
+                                  const AdamNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T mean = m[i] + (gradient - m[i]) * k.share1;
@@ -26,14 +26,14 @@ HASTEN_STEP_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __res
   }
 }
 
-#define HASTEN_ADAM_LOOP(T)                                                           \
-  HASTEN_STEP_CLONES void adam_loop(T* p, const T* g, T* m, T* v, int64_t n,          \
-                                    const AdamNumbers<T>& k) {                        \
-    adam_of<T, false>(p, g, m, v, nullptr, n, k);                                     \
-  }                                                                                   \
-  HASTEN_STEP_CLONES void amsgrad_loop(T* p, const T* g, T* m, T* v, T* x, int64_t n, \
-                                       const AdamNumbers<T>& k) {                     \
-    adam_of<T, true>(p, g, m, v, x, n, k);                                            \
+#define HASTEN_ADAM_LOOP(T)                                                             \
+  HASTEN_VECTOR_CLONES void adam_loop(T* p, const T* g, T* m, T* v, int64_t n,          \
+                                      const AdamNumbers<T>& k) {                        \
+    adam_of<T, false>(p, g, m, v, nullptr, n, k);                                       \
+  }                                                                                     \
+  HASTEN_VECTOR_CLONES void amsgrad_loop(T* p, const T* g, T* m, T* v, T* x, int64_t n, \
+                                         const AdamNumbers<T>& k) {                     \
+    adam_of<T, true>(p, g, m, v, x, n, k);                                              \
   }
 HASTEN_ADAM_LOOP(float)
 HASTEN_ADAM_LOOP(double)
@@ -56,15 +56,15 @@ struct SgdNumbers {
 };
 
 template <typename T>
-HASTEN_STEP_INLINE void sgd_of(T* __restrict p, const T* __restrict g, int64_t n,
-                               const SgdNumbers<T> k) {
+HASTEN_VECTOR_INLINE void sgd_of(T* __restrict p, const T* __restrict g, int64_t n,
+                                 const SgdNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     p[i] -= k.lr * (g[i] + k.l2 * p[i]);
   }
 }
 template <typename T, bool kNesterov>
-HASTEN_STEP_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g, T* __restrict b,
-                                        int64_t n, const SgdNumbers<T> k) {
+HASTEN_VECTOR_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g, T* __restrict b,
+                                          int64_t n, const SgdNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T buffer = b[i] * k.momentum + gradient * k.share;
@@ -73,17 +73,17 @@ HASTEN_STEP_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g, 
   }
 }
 
-#define HASTEN_SGD_LOOP(T)                                                                \
-  HASTEN_STEP_CLONES void sgd_loop(T* p, const T* g, int64_t n, const SgdNumbers<T>& k) { \
-    sgd_of<T>(p, g, n, k);                                                                \
-  }                                                                                       \
-  HASTEN_STEP_CLONES void sgd_momentum_loop(T* p, const T* g, T* b, int64_t n,            \
-                                            const SgdNumbers<T>& k) {                     \
-    sgd_momentum_of<T, false>(p, g, b, n, k);                                             \
-  }                                                                                       \
-  HASTEN_STEP_CLONES void sgd_nesterov_loop(T* p, const T* g, T* b, int64_t n,            \
-                                            const SgdNumbers<T>& k) {                     \
-    sgd_momentum_of<T, true>(p, g, b, n, k);                                              \
+#define HASTEN_SGD_LOOP(T)                                                                  \
+  HASTEN_VECTOR_CLONES void sgd_loop(T* p, const T* g, int64_t n, const SgdNumbers<T>& k) { \
+    sgd_of<T>(p, g, n, k);                                                                  \
+  }                                                                                         \
+  HASTEN_VECTOR_CLONES void sgd_momentum_loop(T* p, const T* g, T* b, int64_t n,            \
+                                              const SgdNumbers<T>& k) {                     \
+    sgd_momentum_of<T, false>(p, g, b, n, k);                                               \
+  }                                                                                         \
+  HASTEN_VECTOR_CLONES void sgd_nesterov_loop(T* p, const T* g, T* b, int64_t n,            \
+                                              const SgdNumbers<T>& k) {                     \
+    sgd_momentum_of<T, true>(p, g, b, n, k);                                                \
   }
 HASTEN_SGD_LOOP(float)
 HASTEN_SGD_LOOP(double)
@@ -115,8 +115,8 @@ struct LionNumbers {
 };
 
 template <typename T>
-HASTEN_STEP_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __restrict m, int64_t n,
-                                const LionNumbers<T> k) {
+HASTEN_VECTOR_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                  int64_t n, const LionNumbers<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T mixed = m[i] + (g[i] - m[i]) * k.share1;
     // NaN has no sign; it must not count as 0.
@@ -126,9 +126,10 @@ HASTEN_STEP_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __res
   }
 }
 
-#define HASTEN_LION_LOOP(T)                                                                       \
-  HASTEN_STEP_CLONES void lion_loop(T* p, const T* g, T* m, int64_t n, const LionNumbers<T>& k) { \
-    lion_of<T>(p, g, m, n, k);                                                                    \
+#define HASTEN_LION_LOOP(T)                                              \
+  HASTEN_VECTOR_CLONES void lion_loop(T* p, const T* g, T* m, int64_t n, \
+                                      const LionNumbers<T>& k) {         \
+    lion_of<T>(p, g, m, n, k);                                           \
   }
 HASTEN_LION_LOOP(float)
 HASTEN_LION_LOOP(double)

@@ -8,55 +8,42 @@
 
 namespace hasten::detail {
 
-HASTEN_STEP_INLINE float from_bf16(uint16_t x) {
-  return std::bit_cast<float>(static_cast<uint32_t>(x) << 16);
-}
-HASTEN_STEP_INLINE uint16_t to_bf16(float x) {
-  const auto bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
-}
 // Rounds up with the probability that makes the mean exact. Values that are not finite stay.
-HASTEN_STEP_INLINE uint16_t to_bf16_at_random(float x, uint32_t random) {
+HASTEN_VECTOR_INLINE uint16_t to_bf16_at_random(float x, uint32_t random) {
   const auto bits = std::bit_cast<uint32_t>(x);
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
   const uint32_t rounded = (bits + (finite ? random & 0xffffu : 0u)) >> 16;
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
-HASTEN_STEP_CLONES void load_bf16(const uint16_t* in, float* out, int64_t n, float factor) {
+HASTEN_VECTOR_CLONES void load_bf16(const uint16_t* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = from_bf16(in[i]) * factor;
   }
 }
-HASTEN_STEP_CLONES void store_bf16(const float* in, uint16_t* out, int64_t n) {
+HASTEN_VECTOR_CLONES void store_bf16(const float* in, uint16_t* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = to_bf16(in[i]);
   }
 }
-// Random bits are a 32-bit hash of the index.
-HASTEN_STEP_CLONES
+HASTEN_VECTOR_CLONES
 void store_bf16_at_random(float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1) {
   for (int32_t i = 0; i < n; ++i) {
-    uint32_t h = static_cast<uint32_t>(i) * 0x9E3779B9u + key0;
-    h = (h ^ (h >> 16)) * 0x21F0AAADu;
-    h = ((h ^ (h >> 15)) + key1) * 0x735A2D97u;
-    h = h ^ (h >> 15);
-    out[i] = to_bf16_at_random(values[i], h);
+    out[i] = to_bf16_at_random(values[i], random_bits(static_cast<uint32_t>(i), key0, key1));
     values[i] = from_bf16(out[i]);
   }
 }
-HASTEN_STEP_CLONES void load_f16(const uint16_t* in, float* out, int64_t n, float factor) {
+HASTEN_VECTOR_CLONES void load_f16(const uint16_t* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = c10::detail::fp16_ieee_to_fp32_value(in[i]) * factor;
   }
 }
-HASTEN_STEP_CLONES void store_f16(const float* in, uint16_t* out, int64_t n) {
+HASTEN_VECTOR_CLONES void store_f16(const float* in, uint16_t* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = c10::detail::fp16_ieee_from_fp32_value(in[i]);
   }
 }
-HASTEN_STEP_CLONES void scale_floats(const float* in, float* out, int64_t n, float factor) {
+HASTEN_VECTOR_CLONES void scale_floats(const float* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = in[i] * factor;
   }
@@ -115,7 +102,7 @@ void store_numbers(const double* in, void* out, StepType type, int64_t n) {
   store_numbers(narrow, out, type, n);
 }
 
-HASTEN_STEP_CLONES void follow_bf16(const uint16_t* p, float* master, int64_t n) {
+HASTEN_VECTOR_CLONES void follow_bf16(const uint16_t* p, float* master, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     master[i] = to_bf16(master[i]) == p[i] ? master[i] : from_bf16(p[i]);
   }
@@ -138,7 +125,7 @@ void follow_parameter(const void* parameter, StepType type, float* master, int64
 constexpr int64_t kStepLanes = 32;
 
 template <typename T, NormKind kKind>
-HASTEN_STEP_INLINE double block_sum_of(const T* x, int64_t n) {
+HASTEN_VECTOR_INLINE double block_sum_of(const T* x, int64_t n) {
   T lanes[kStepLanes] = {};
   const auto add = [](T& sum, T value) {
     if constexpr (kKind == NormKind::l2) {
@@ -171,15 +158,15 @@ HASTEN_STEP_INLINE double block_sum_of(const T* x, int64_t n) {
   return sum;
 }
 
-#define HASTEN_SUM_LOOP(T)                                            \
-  HASTEN_STEP_CLONES double block_square_sum(const T* x, int64_t n) { \
-    return block_sum_of<T, NormKind::l2>(x, n);                       \
-  }                                                                   \
-  HASTEN_STEP_CLONES double block_size_sum(const T* x, int64_t n) {   \
-    return block_sum_of<T, NormKind::l1>(x, n);                       \
-  }                                                                   \
-  HASTEN_STEP_CLONES double block_largest(const T* x, int64_t n) {    \
-    return block_sum_of<T, NormKind::max>(x, n);                      \
+#define HASTEN_SUM_LOOP(T)                                              \
+  HASTEN_VECTOR_CLONES double block_square_sum(const T* x, int64_t n) { \
+    return block_sum_of<T, NormKind::l2>(x, n);                         \
+  }                                                                     \
+  HASTEN_VECTOR_CLONES double block_size_sum(const T* x, int64_t n) {   \
+    return block_sum_of<T, NormKind::l1>(x, n);                         \
+  }                                                                     \
+  HASTEN_VECTOR_CLONES double block_largest(const T* x, int64_t n) {    \
+    return block_sum_of<T, NormKind::max>(x, n);                        \
   }
 HASTEN_SUM_LOOP(float)
 HASTEN_SUM_LOOP(double)
