@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "hasten/base/error.h"
 #include "step_engine.h"
@@ -15,25 +15,18 @@ namespace detail {
 constexpr const char* kNormWhere = "optim::gradient_norm";
 
 double tensor_norm(const at::Tensor& tensor, double p) {
-  const bool known = p == 1 || p == 2 || std::isinf(p);
-  const bool walks =
-      tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense();
-  const auto dtype = tensor.scalar_type();
-  const bool has_type =
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
   if (tensor.numel() == 0) {
     return 0;
   }
-  if (!known || !walks || !has_type) {
+  const auto type = find_step_type(tensor.scalar_type());
+  const bool known = p == 1 || p == 2 || std::isinf(p);
+  if (!type || !known || !tensor.is_cpu() || tensor.layout() != at::kStrided ||
+      !tensor.is_non_overlapping_and_dense()) {
     return at::linalg_vector_norm(tensor.is_sparse() ? tensor.coalesce().values() : tensor, p,
                                   std::nullopt, false, at::kDouble)
         .item<double>();
   }
-  const StepType type = dtype == at::kFloat      ? StepType::f32
-                        : dtype == at::kDouble   ? StepType::f64
-                        : dtype == at::kBFloat16 ? StepType::bf16
-                                                 : StepType::f16;
-  const double sum = norm_sum(tensor.const_data_ptr(), type, tensor.numel(),
+  const double sum = norm_sum(tensor.const_data_ptr(), *type, tensor.numel(),
                               p == 1   ? NormKind::l1
                               : p == 2 ? NormKind::l2
                                        : NormKind::max);

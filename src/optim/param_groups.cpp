@@ -9,6 +9,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "hasten/base/text.h"
+
 namespace hasten {
 
 namespace detail {
@@ -22,15 +24,10 @@ bool name_forbids_decay(const std::string& dotted_name) {
       return true;
     }
   }
-  for (size_t begin = 0; begin <= name.size();) {
-    const size_t end = std::min(name.find('.', begin), name.size());
-    const std::string_view element(name.data() + begin, end - begin);
-    if (element == "norm" || element.ends_with("_norm")) {
-      return true;
-    }
-    begin = end + 1;
-  }
-  return false;
+  const auto elements = split(name, ".");
+  return std::any_of(elements.begin(), elements.end(), [](const std::string& element) {
+    return element == "norm" || element.ends_with("_norm");
+  });
 }
 
 struct DecaySplit {
@@ -39,37 +36,33 @@ struct DecaySplit {
   std::vector<at::Tensor> rest{};
 };
 
-/// Depth first in registration order, own parameters before children, as in named_parameters(). A
-/// LayerNorm at the root is not a child, so its parameters are classified by name, as in the
+/// A LayerNorm at the root has no name, so its parameters are classified by name, as in the
 /// original.
-void split_by_decay(const torch::nn::Module& module, const std::string& prefix,
-                    bool inside_layer_norm, std::unordered_set<const void*>& seen,
-                    DecaySplit& split) {
-  for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+DecaySplit split_by_decay(const torch::nn::Module& model) {
+  std::vector<std::string> layer_norms;
+  for (const auto& module : model.named_modules("", /*include_self=*/false)) {
+    if (module.value()->as<torch::nn::LayerNorm>() != nullptr) {
+      layer_norms.push_back(module.key() + ".");
+    }
+  }
+  DecaySplit split;
+  std::unordered_set<const void*> seen;
+  for (const auto& entry : model.named_parameters()) {
+    const std::string& name = entry.key();
     const at::Tensor& parameter = entry.value();
     if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second) {
       continue;
     }
-    const std::string name = prefix + entry.key();
-    if (inside_layer_norm || name_forbids_decay(name)) {
+    const bool in_layer_norm =
+        std::any_of(layer_norms.begin(), layer_norms.end(),
+                    [&](const std::string& prefix) { return name.starts_with(prefix); });
+    if (in_layer_norm || name_forbids_decay(name)) {
       split.rest.push_back(parameter);
     } else {
       split.decayed.push_back(parameter);
       split.decayed_names.push_back(name);
     }
   }
-  for (const auto& child : module.named_children()) {
-    const bool is_layer_norm =
-        dynamic_cast<const torch::nn::LayerNormImpl*>(child.value().get()) != nullptr;
-    split_by_decay(*child.value(), prefix + child.key() + ".", inside_layer_norm || is_layer_norm,
-                   seen, split);
-  }
-}
-
-DecaySplit split_by_decay(const torch::nn::Module& model) {
-  DecaySplit split;
-  std::unordered_set<const void*> seen;
-  split_by_decay(model, "", false, seen, split);
   return split;
 }
 

@@ -155,19 +155,24 @@ auto in_step_type(const StepArrays& a, const Use& use) {
   return a.parameter_type == StepType::f64 ? use(double{}) : use(float{});
 }
 
+/// A group's coefficients in the type in which its tensors are computed.
 template <typename T>
-struct AdamNumbers {
-  explicit AdamNumbers(const StepNumbers& k)
-      : keep(static_cast<T>(k.keep)),
+struct NumbersAs {
+  explicit NumbersAs(const StepNumbers& k)
+      : lr(static_cast<T>(k.lr)),
+        keep(static_cast<T>(k.keep)),
         l2(static_cast<T>(k.l2)),
+        beta1(static_cast<T>(k.beta1)),
         share1(static_cast<T>(1 - k.beta1)),
         beta2(static_cast<T>(k.beta2)),
         share2(static_cast<T>(1 - k.beta2)),
         step_size(static_cast<T>(k.step_size)),
         root(static_cast<T>(k.root)),
+        unbias(static_cast<T>(k.unbias)),
         eps(static_cast<T>(k.eps)),
-        unbias(static_cast<T>(k.unbias)) {}
-  T keep, l2, share1, beta2, share2, step_size, root, eps, unbias;
+        momentum(static_cast<T>(k.momentum)),
+        share(static_cast<T>(k.share)) {}
+  T lr, keep, l2, beta1, share1, beta2, share2, step_size, root, unbias, eps, momentum, share;
 };
 
 } // namespace hasten::detail

@@ -42,8 +42,8 @@ namespace detail {
 // Elements of one task, if several threads work.
 constexpr int64_t kStepTask = 64 * kStepBlock;
 
-StepType step_type_of(const at::Tensor& tensor, const char* where) {
-  switch (tensor.scalar_type()) {
+std::optional<StepType> find_step_type(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kFloat:
       return StepType::f32;
     case at::kDouble:
@@ -53,11 +53,19 @@ StepType step_type_of(const at::Tensor& tensor, const char* where) {
     case at::kHalf:
       return StepType::f16;
     default:
-      throw InputError(
-          where,
-          "a parameter or gradient has dtype=" + std::string(c10::toString(tensor.scalar_type())),
-          "Float, Double, BFloat16 or Half");
+      return std::nullopt;
   }
+}
+
+StepType step_type_of(const at::Tensor& tensor, const char* where) {
+  const auto type = find_step_type(tensor.scalar_type());
+  if (!type) {
+    throw InputError(
+        where,
+        "a parameter or gradient has dtype=" + std::string(c10::toString(tensor.scalar_type())),
+        "Float, Double, BFloat16 or Half");
+  }
+  return *type;
 }
 
 bool is_16_bit(StepType type) { return type == StepType::bf16 || type == StepType::f16; }

@@ -6,12 +6,16 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "hasten/optim/fused_optimizer.h"
 #include "step_kernels.h"
 
 namespace hasten::detail {
+
+/// Empty if the kernels do not have this dtype.
+std::optional<StepType> find_step_type(at::ScalarType dtype);
 
 /// Members of a parameter's state.
 struct StateParts {

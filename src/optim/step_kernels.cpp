@@ -10,7 +10,7 @@ namespace hasten::detail {
 template <typename T, bool kAmsgrad>
 HASTEN_VECTOR_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __restrict m,
                                   T* __restrict v, T* __restrict x, int64_t n,
-                                  const AdamNumbers<T> k) {
+                                  const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T mean = m[i] + (gradient - m[i]) * k.share1;
@@ -28,11 +28,11 @@ HASTEN_VECTOR_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __r
 
 #define HASTEN_ADAM_LOOP(T)                                                             \
   HASTEN_VECTOR_CLONES void adam_loop(T* p, const T* g, T* m, T* v, int64_t n,          \
-                                      const AdamNumbers<T>& k) {                        \
+                                      const NumbersAs<T>& k) {                          \
     adam_of<T, false>(p, g, m, v, nullptr, n, k);                                       \
   }                                                                                     \
   HASTEN_VECTOR_CLONES void amsgrad_loop(T* p, const T* g, T* m, T* v, T* x, int64_t n, \
-                                         const AdamNumbers<T>& k) {                     \
+                                         const NumbersAs<T>& k) {                       \
     adam_of<T, true>(p, g, m, v, x, n, k);                                              \
   }
 HASTEN_ADAM_LOOP(float)
@@ -41,7 +41,7 @@ HASTEN_ADAM_LOOP(double)
 void adam_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
                int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
-    const AdamNumbers<T> k(numbers);
+    const NumbersAs<T> k(numbers);
     over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* m, T* v, T* x, int64_t n) {
       numbers.amsgrad ? amsgrad_loop(p, g, m, v, x, n, k) : adam_loop(p, g, m, v, n, k);
     });
@@ -51,39 +51,35 @@ void adam_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& 
 // --- SGD ----------------------------------------------------------------------------
 
 template <typename T>
-struct SgdNumbers {
-  T lr, l2, momentum, share, nesterov;
-};
-
-template <typename T>
 HASTEN_VECTOR_INLINE void sgd_of(T* __restrict p, const T* __restrict g, int64_t n,
-                                 const SgdNumbers<T> k) {
+                                 const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     p[i] -= k.lr * (g[i] + k.l2 * p[i]);
   }
 }
 template <typename T, bool kNesterov>
 HASTEN_VECTOR_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g, T* __restrict b,
-                                          int64_t n, const SgdNumbers<T> k) {
+                                          int64_t n, const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T buffer = b[i] * k.momentum + gradient * k.share;
     b[i] = buffer;
-    p[i] -= k.lr * (kNesterov ? gradient + buffer * k.nesterov : buffer);
+    // Nesterov adds the momentum, beta1, also in the step that starts the buffer.
+    p[i] -= k.lr * (kNesterov ? gradient + buffer * k.beta1 : buffer);
   }
 }
 
-#define HASTEN_SGD_LOOP(T)                                                                  \
-  HASTEN_VECTOR_CLONES void sgd_loop(T* p, const T* g, int64_t n, const SgdNumbers<T>& k) { \
-    sgd_of<T>(p, g, n, k);                                                                  \
-  }                                                                                         \
-  HASTEN_VECTOR_CLONES void sgd_momentum_loop(T* p, const T* g, T* b, int64_t n,            \
-                                              const SgdNumbers<T>& k) {                     \
-    sgd_momentum_of<T, false>(p, g, b, n, k);                                               \
-  }                                                                                         \
-  HASTEN_VECTOR_CLONES void sgd_nesterov_loop(T* p, const T* g, T* b, int64_t n,            \
-                                              const SgdNumbers<T>& k) {                     \
-    sgd_momentum_of<T, true>(p, g, b, n, k);                                                \
+#define HASTEN_SGD_LOOP(T)                                                                 \
+  HASTEN_VECTOR_CLONES void sgd_loop(T* p, const T* g, int64_t n, const NumbersAs<T>& k) { \
+    sgd_of<T>(p, g, n, k);                                                                 \
+  }                                                                                        \
+  HASTEN_VECTOR_CLONES void sgd_momentum_loop(T* p, const T* g, T* b, int64_t n,           \
+                                              const NumbersAs<T>& k) {                     \
+    sgd_momentum_of<T, false>(p, g, b, n, k);                                              \
+  }                                                                                        \
+  HASTEN_VECTOR_CLONES void sgd_nesterov_loop(T* p, const T* g, T* b, int64_t n,           \
+                                              const NumbersAs<T>& k) {                     \
+    sgd_momentum_of<T, true>(p, g, b, n, k);                                               \
   }
 HASTEN_SGD_LOOP(float)
 HASTEN_SGD_LOOP(double)
@@ -91,10 +87,7 @@ HASTEN_SGD_LOOP(double)
 void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
               int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
-    const SgdNumbers<T> k{static_cast<T>(numbers.lr), static_cast<T>(numbers.l2),
-                          static_cast<T>(numbers.momentum), static_cast<T>(numbers.share),
-                          // Nesterov adds the momentum also in the step that starts the buffer.
-                          static_cast<T>(numbers.beta1)};
+    const NumbersAs<T> k(numbers);
     over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* b, T*, T*, int64_t n) {
       if (b == nullptr) {
         sgd_loop(p, g, n, k);
@@ -110,13 +103,8 @@ void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& p
 // --- Lion ---------------------------------------------------------------------------
 
 template <typename T>
-struct LionNumbers {
-  T lr, keep, share1, share2;
-};
-
-template <typename T>
 HASTEN_VECTOR_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __restrict m,
-                                  int64_t n, const LionNumbers<T> k) {
+                                  int64_t n, const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T mixed = m[i] + (g[i] - m[i]) * k.share1;
     // NaN has no sign; it must not count as 0.
@@ -126,10 +114,9 @@ HASTEN_VECTOR_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __r
   }
 }
 
-#define HASTEN_LION_LOOP(T)                                              \
-  HASTEN_VECTOR_CLONES void lion_loop(T* p, const T* g, T* m, int64_t n, \
-                                      const LionNumbers<T>& k) {         \
-    lion_of<T>(p, g, m, n, k);                                           \
+#define HASTEN_LION_LOOP(T)                                                                       \
+  HASTEN_VECTOR_CLONES void lion_loop(T* p, const T* g, T* m, int64_t n, const NumbersAs<T>& k) { \
+    lion_of<T>(p, g, m, n, k);                                                                    \
   }
 HASTEN_LION_LOOP(float)
 HASTEN_LION_LOOP(double)
@@ -137,8 +124,7 @@ HASTEN_LION_LOOP(double)
 void lion_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
                int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
-    const LionNumbers<T> k{static_cast<T>(numbers.lr), static_cast<T>(numbers.keep),
-                           static_cast<T>(1 - numbers.beta1), static_cast<T>(1 - numbers.beta2)};
+    const NumbersAs<T> k(numbers);
     over_blocks<T>(a, pass, begin, end,
                    [&](T* p, const T* g, T* m, T*, T*, int64_t n) { lion_loop(p, g, m, n, k); });
   });

@@ -10,7 +10,7 @@ namespace hasten::detail {
 
 template <typename T>
 HASTEN_VECTOR_INLINE void lamb_moments_of(const T* __restrict g, T* __restrict m, T* __restrict v,
-                                          int64_t n, const AdamNumbers<T> k) {
+                                          int64_t n, const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     m[i] += (g[i] - m[i]) * k.share1;
     v[i] = v[i] * k.beta2 + g[i] * g[i] * k.share2;
@@ -20,7 +20,7 @@ HASTEN_VECTOR_INLINE void lamb_moments_of(const T* __restrict g, T* __restrict m
 template <typename T>
 HASTEN_VECTOR_INLINE void lamb_direction_of(const T* __restrict p, const T* __restrict m,
                                             const T* __restrict v, T* __restrict out, int64_t n,
-                                            const AdamNumbers<T> k) {
+                                            const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = k.unbias * m[i] / (std::sqrt(v[i]) * k.root + k.eps) + k.l2 * p[i];
   }
@@ -34,11 +34,11 @@ HASTEN_VECTOR_INLINE void add_scaled_of(T* __restrict p, const T* __restrict u, 
 
 #define HASTEN_LAMB_LOOP(T)                                                                 \
   HASTEN_VECTOR_CLONES void lamb_moments_loop(const T* g, T* m, T* v, int64_t n,            \
-                                              const AdamNumbers<T>& k) {                    \
+                                              const NumbersAs<T>& k) {                      \
     lamb_moments_of<T>(g, m, v, n, k);                                                      \
   }                                                                                         \
   HASTEN_VECTOR_CLONES void lamb_direction_loop(const T* p, const T* m, const T* v, T* out, \
-                                                int64_t n, const AdamNumbers<T>& k) {       \
+                                                int64_t n, const NumbersAs<T>& k) {         \
     lamb_direction_of<T>(p, m, v, out, n, k);                                               \
   }                                                                                         \
   HASTEN_VECTOR_CLONES void add_scaled_loop(T* p, const T* u, int64_t n, T by) {            \
@@ -49,7 +49,7 @@ HASTEN_LAMB_LOOP(double)
 
 template <typename T>
 void lamb_step_as(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass) {
-  const AdamNumbers<T> k(numbers);
+  const NumbersAs<T> k(numbers);
   StepBlock<T> block(a, pass);
   alignas(64) T direction[kStepBlock];
   double parameter_squares = 0, direction_squares = 0;
