@@ -8,9 +8,9 @@ namespace hasten::detail {
 // --- Adam, AdamW --------------------------------------------------------------------
 
 template <typename T, bool kAmsgrad>
-HASTEN_VECTOR_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __restrict m,
-                                  T* __restrict v, T* __restrict x, int64_t n,
-                                  const NumbersAs<T> k) {
+HASTEN_VECTOR_CLONES void adam_loop(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                    T* __restrict v, T* __restrict x, int64_t n,
+                                    const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T mean = m[i] + (gradient - m[i]) * k.share1;
@@ -26,24 +26,13 @@ HASTEN_VECTOR_INLINE void adam_of(T* __restrict p, const T* __restrict g, T* __r
   }
 }
 
-#define HASTEN_ADAM_LOOP(T)                                                             \
-  HASTEN_VECTOR_CLONES void adam_loop(T* p, const T* g, T* m, T* v, int64_t n,          \
-                                      const NumbersAs<T>& k) {                          \
-    adam_of<T, false>(p, g, m, v, nullptr, n, k);                                       \
-  }                                                                                     \
-  HASTEN_VECTOR_CLONES void amsgrad_loop(T* p, const T* g, T* m, T* v, T* x, int64_t n, \
-                                         const NumbersAs<T>& k) {                       \
-    adam_of<T, true>(p, g, m, v, x, n, k);                                              \
-  }
-HASTEN_ADAM_LOOP(float)
-HASTEN_ADAM_LOOP(double)
-
 void adam_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
                int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
     const NumbersAs<T> k(numbers);
     over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* m, T* v, T* x, int64_t n) {
-      numbers.amsgrad ? amsgrad_loop(p, g, m, v, x, n, k) : adam_loop(p, g, m, v, n, k);
+      numbers.amsgrad ? adam_loop<T, true>(p, g, m, v, x, n, k)
+                      : adam_loop<T, false>(p, g, m, v, x, n, k);
     });
   });
 }
@@ -51,15 +40,15 @@ void adam_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& 
 // --- SGD ----------------------------------------------------------------------------
 
 template <typename T>
-HASTEN_VECTOR_INLINE void sgd_of(T* __restrict p, const T* __restrict g, int64_t n,
-                                 const NumbersAs<T> k) {
+HASTEN_VECTOR_CLONES void sgd_loop(T* __restrict p, const T* __restrict g, int64_t n,
+                                   const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     p[i] -= k.lr * (g[i] + k.l2 * p[i]);
   }
 }
 template <typename T, bool kNesterov>
-HASTEN_VECTOR_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g, T* __restrict b,
-                                          int64_t n, const NumbersAs<T> k) {
+HASTEN_VECTOR_CLONES void sgd_momentum_loop(T* __restrict p, const T* __restrict g, T* __restrict b,
+                                            int64_t n, const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T gradient = g[i] + k.l2 * p[i];
     const T buffer = b[i] * k.momentum + gradient * k.share;
@@ -69,21 +58,6 @@ HASTEN_VECTOR_INLINE void sgd_momentum_of(T* __restrict p, const T* __restrict g
   }
 }
 
-#define HASTEN_SGD_LOOP(T)                                                                 \
-  HASTEN_VECTOR_CLONES void sgd_loop(T* p, const T* g, int64_t n, const NumbersAs<T>& k) { \
-    sgd_of<T>(p, g, n, k);                                                                 \
-  }                                                                                        \
-  HASTEN_VECTOR_CLONES void sgd_momentum_loop(T* p, const T* g, T* b, int64_t n,           \
-                                              const NumbersAs<T>& k) {                     \
-    sgd_momentum_of<T, false>(p, g, b, n, k);                                              \
-  }                                                                                        \
-  HASTEN_VECTOR_CLONES void sgd_nesterov_loop(T* p, const T* g, T* b, int64_t n,           \
-                                              const NumbersAs<T>& k) {                     \
-    sgd_momentum_of<T, true>(p, g, b, n, k);                                               \
-  }
-HASTEN_SGD_LOOP(float)
-HASTEN_SGD_LOOP(double)
-
 void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
               int64_t end) {
   in_step_type(a, [&]<typename T>(T) {
@@ -92,9 +66,9 @@ void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& p
       if (b == nullptr) {
         sgd_loop(p, g, n, k);
       } else if (numbers.nesterov) {
-        sgd_nesterov_loop(p, g, b, n, k);
+        sgd_momentum_loop<T, true>(p, g, b, n, k);
       } else {
-        sgd_momentum_loop(p, g, b, n, k);
+        sgd_momentum_loop<T, false>(p, g, b, n, k);
       }
     });
   });
@@ -103,8 +77,8 @@ void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& p
 // --- Lion ---------------------------------------------------------------------------
 
 template <typename T>
-HASTEN_VECTOR_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __restrict m,
-                                  int64_t n, const NumbersAs<T> k) {
+HASTEN_VECTOR_CLONES void lion_loop(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                    int64_t n, const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     const T mixed = m[i] + (g[i] - m[i]) * k.share1;
     // NaN has no sign; it must not count as 0.
@@ -113,13 +87,6 @@ HASTEN_VECTOR_INLINE void lion_of(T* __restrict p, const T* __restrict g, T* __r
     m[i] += (g[i] - m[i]) * k.share2;
   }
 }
-
-#define HASTEN_LION_LOOP(T)                                                                       \
-  HASTEN_VECTOR_CLONES void lion_loop(T* p, const T* g, T* m, int64_t n, const NumbersAs<T>& k) { \
-    lion_of<T>(p, g, m, n, k);                                                                    \
-  }
-HASTEN_LION_LOOP(float)
-HASTEN_LION_LOOP(double)
 
 void lion_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass, int64_t begin,
                int64_t end) {

@@ -9,8 +9,8 @@ namespace hasten::detail {
 // --- LAMB ---------------------------------------------------------------------------
 
 template <typename T>
-HASTEN_VECTOR_INLINE void lamb_moments_of(const T* __restrict g, T* __restrict m, T* __restrict v,
-                                          int64_t n, const NumbersAs<T> k) {
+HASTEN_VECTOR_CLONES void lamb_moments_loop(const T* __restrict g, T* __restrict m, T* __restrict v,
+                                            int64_t n, const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     m[i] += (g[i] - m[i]) * k.share1;
     v[i] = v[i] * k.beta2 + g[i] * g[i] * k.share2;
@@ -18,34 +18,19 @@ HASTEN_VECTOR_INLINE void lamb_moments_of(const T* __restrict g, T* __restrict m
 }
 // The direction; l2 is the coefficient of weight decay.
 template <typename T>
-HASTEN_VECTOR_INLINE void lamb_direction_of(const T* __restrict p, const T* __restrict m,
-                                            const T* __restrict v, T* __restrict out, int64_t n,
-                                            const NumbersAs<T> k) {
+HASTEN_VECTOR_CLONES void lamb_direction_loop(const T* __restrict p, const T* __restrict m,
+                                              const T* __restrict v, T* __restrict out, int64_t n,
+                                              const NumbersAs<T> k) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = k.unbias * m[i] / (std::sqrt(v[i]) * k.root + k.eps) + k.l2 * p[i];
   }
 }
 template <typename T>
-HASTEN_VECTOR_INLINE void add_scaled_of(T* __restrict p, const T* __restrict u, int64_t n, T by) {
+HASTEN_VECTOR_CLONES void add_scaled_loop(T* __restrict p, const T* __restrict u, int64_t n, T by) {
   for (int64_t i = 0; i < n; ++i) {
     p[i] += by * u[i];
   }
 }
-
-#define HASTEN_LAMB_LOOP(T)                                                                 \
-  HASTEN_VECTOR_CLONES void lamb_moments_loop(const T* g, T* m, T* v, int64_t n,            \
-                                              const NumbersAs<T>& k) {                      \
-    lamb_moments_of<T>(g, m, v, n, k);                                                      \
-  }                                                                                         \
-  HASTEN_VECTOR_CLONES void lamb_direction_loop(const T* p, const T* m, const T* v, T* out, \
-                                                int64_t n, const NumbersAs<T>& k) {         \
-    lamb_direction_of<T>(p, m, v, out, n, k);                                               \
-  }                                                                                         \
-  HASTEN_VECTOR_CLONES void add_scaled_loop(T* p, const T* u, int64_t n, T by) {            \
-    add_scaled_of<T>(p, u, n, by);                                                          \
-  }
-HASTEN_LAMB_LOOP(float)
-HASTEN_LAMB_LOOP(double)
 
 template <typename T>
 void lamb_step_as(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass) {
@@ -85,23 +70,23 @@ void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, 
 // --- Adafactor ----------------------------------------------------------------------
 
 template <typename T>
-HASTEN_VECTOR_INLINE void add_squares_of(const T* __restrict g, double* __restrict sums,
-                                         int64_t n) {
+HASTEN_VECTOR_CLONES void add_squares_loop(const T* __restrict g, double* __restrict sums,
+                                           int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     sums[i] += static_cast<double>(g[i]) * static_cast<double>(g[i]);
   }
 }
 template <typename T>
-HASTEN_VECTOR_INLINE void multiply_of(const T* __restrict g, const T* __restrict by,
-                                      T* __restrict out, int64_t n, T factor) {
+HASTEN_VECTOR_CLONES void multiply_loop(const T* __restrict g, const T* __restrict by,
+                                        T* __restrict out, int64_t n, T factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = g[i] * (by[i] * factor);
   }
 }
 // v is the mean square; out = g / sqrt(v).
 template <typename T>
-HASTEN_VECTOR_INLINE void over_root_of(const T* __restrict g, T* __restrict v, T* __restrict out,
-                                       int64_t n, T beta, T share, T eps) {
+HASTEN_VECTOR_CLONES void over_root_loop(const T* __restrict g, T* __restrict v, T* __restrict out,
+                                         int64_t n, T beta, T share, T eps) {
   for (int64_t i = 0; i < n; ++i) {
     v[i] = v[i] * beta + (g[i] * g[i] + eps) * share;
     out[i] = g[i] / std::sqrt(v[i]);
@@ -109,8 +94,9 @@ HASTEN_VECTOR_INLINE void over_root_of(const T* __restrict g, T* __restrict v, T
 }
 // p <- keep p - m, m <- beta m + share u; without m, p <- keep p - share u.
 template <typename T>
-HASTEN_VECTOR_INLINE void adafactor_apply_of(T* __restrict p, const T* __restrict u,
-                                             T* __restrict m, int64_t n, T keep, T beta, T share) {
+HASTEN_VECTOR_CLONES void adafactor_apply_loop(T* __restrict p, const T* __restrict u,
+                                               T* __restrict m, int64_t n, T keep, T beta,
+                                               T share) {
   if (m == nullptr) {
     for (int64_t i = 0; i < n; ++i) {
       p[i] = p[i] * keep - u[i] * share;
@@ -122,24 +108,6 @@ HASTEN_VECTOR_INLINE void adafactor_apply_of(T* __restrict p, const T* __restric
     p[i] = p[i] * keep - m[i];
   }
 }
-
-#define HASTEN_ADAFACTOR_LOOP(T)                                                                  \
-  HASTEN_VECTOR_CLONES void add_squares_loop(const T* g, double* sums, int64_t n) {               \
-    add_squares_of<T>(g, sums, n);                                                                \
-  }                                                                                               \
-  HASTEN_VECTOR_CLONES void multiply_loop(const T* g, const T* by, T* out, int64_t n, T factor) { \
-    multiply_of<T>(g, by, out, n, factor);                                                        \
-  }                                                                                               \
-  HASTEN_VECTOR_CLONES void over_root_loop(const T* g, T* v, T* out, int64_t n, T beta, T share,  \
-                                           T eps) {                                               \
-    over_root_of<T>(g, v, out, n, beta, share, eps);                                              \
-  }                                                                                               \
-  HASTEN_VECTOR_CLONES void adafactor_apply_loop(T* p, const T* u, T* m, int64_t n, T keep,       \
-                                                 T beta, T share) {                               \
-    adafactor_apply_of<T>(p, u, m, n, keep, beta, share);                                         \
-  }
-HASTEN_ADAFACTOR_LOOP(float)
-HASTEN_ADAFACTOR_LOOP(double)
 
 template <typename T>
 class AdafactorStep {

@@ -124,8 +124,8 @@ void follow_parameter(const void* parameter, StepType type, float* master, int64
 // Elements that one or several vector registers add in parallel.
 constexpr int64_t kStepLanes = 32;
 
-template <typename T, NormKind kKind>
-HASTEN_VECTOR_INLINE double block_sum_of(const T* x, int64_t n) {
+template <NormKind kKind, typename T>
+HASTEN_VECTOR_CLONES double block_sum(const T* x, int64_t n) {
   T lanes[kStepLanes] = {};
   const auto add = [](T& sum, T value) {
     if constexpr (kKind == NormKind::l2) {
@@ -158,18 +158,8 @@ HASTEN_VECTOR_INLINE double block_sum_of(const T* x, int64_t n) {
   return sum;
 }
 
-#define HASTEN_SUM_LOOP(T)                                              \
-  HASTEN_VECTOR_CLONES double block_square_sum(const T* x, int64_t n) { \
-    return block_sum_of<T, NormKind::l2>(x, n);                         \
-  }                                                                     \
-  HASTEN_VECTOR_CLONES double block_size_sum(const T* x, int64_t n) {   \
-    return block_sum_of<T, NormKind::l1>(x, n);                         \
-  }                                                                     \
-  HASTEN_VECTOR_CLONES double block_largest(const T* x, int64_t n) {    \
-    return block_sum_of<T, NormKind::max>(x, n);                        \
-  }
-HASTEN_SUM_LOOP(float)
-HASTEN_SUM_LOOP(double)
+double block_square_sum(const float* x, int64_t n) { return block_sum<NormKind::l2>(x, n); }
+double block_square_sum(const double* x, int64_t n) { return block_sum<NormKind::l2>(x, n); }
 
 template <typename T>
 double norm_sum_as(const void* data, StepType type, int64_t count, NormKind kind) {
@@ -184,11 +174,11 @@ double norm_sum_as(const void* data, StepType type, int64_t count, NormKind kind
       x = buffer;
     }
     if (kind == NormKind::l2) {
-      sum += block_square_sum(x, n);
+      sum += block_sum<NormKind::l2>(x, n);
     } else if (kind == NormKind::l1) {
-      sum += block_size_sum(x, n);
+      sum += block_sum<NormKind::l1>(x, n);
     } else {
-      const double largest = block_largest(x, n);
+      const double largest = block_sum<NormKind::max>(x, n);
       sum = sum >= largest || sum != sum ? sum : largest;
     }
   }
