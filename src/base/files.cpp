@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <system_error>
+#include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/temporary_file.h"
@@ -42,42 +43,61 @@ void throw_file_error(const char* where, const std::filesystem::path& path, int 
   }
 }
 
-/// Owns a descriptor. Only close_checked() reports errors of close.
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
-  ~FileDescriptor() {
-    if (fd_ >= 0) {
-      ::close(fd_);
-    }
-  }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  int get() const { return fd_; }
-  /// 0, or errno. Network file systems report a full disk only here.
-  int close_checked() {
-    const int fd = fd_;
-    fd_ = -1;
-    return ::close(fd) == 0 || errno == EINTR ? 0 : errno;
-  }
+std::filesystem::path folder_of(const std::filesystem::path& path) {
+  const auto folder = path.parent_path();
+  return folder.empty() ? std::filesystem::path(".") : folder;
+}
 
- private:
-  int fd_;
-};
+int FileDescriptor::close() {
+  const int fd = std::exchange(fd_, -1);
+  return fd < 0 || ::close(fd) == 0 || errno == EINTR ? 0 : errno;
+}
 
-/// 0 or errno.
-int write_all(int fd, std::string_view bytes) {
+FileWriter::FileWriter(const char* where, std::filesystem::path path)
+    : where_(where), path_(std::move(path)), file_(open_temporary(path_, temporary_)) {
+  if (file_.get() < 0) {
+    throw_file_error(where_, path_, errno);
+  }
+}
+
+FileWriter::~FileWriter() {
+  if (!finished_) {
+    ::unlink(temporary_.c_str());
+  }
+}
+
+void FileWriter::keep_permissions() const {
+  struct stat old {};
+  if (::stat(path_.c_str(), &old) == 0 && ::fchmod(file_.get(), old.st_mode & 07777) != 0) {
+    throw_file_error(where_, path_, errno);
+  }
+}
+
+void FileWriter::write(std::string_view bytes) const {
   while (!bytes.empty()) {
-    const ssize_t written = ::write(fd, bytes.data(), bytes.size());
-    if (written < 0) {
-      if (errno == EINTR) {
-        continue;
-      }
-      return errno;
+    const ssize_t written = ::write(file_.get(), bytes.data(), bytes.size());
+    if (written >= 0) {
+      bytes.remove_prefix(static_cast<size_t>(written));
+    } else if (errno != EINTR) {
+      throw_file_error(where_, path_, errno);
     }
-    bytes.remove_prefix(static_cast<size_t>(written));
   }
-  return 0;
+}
+
+void FileWriter::finish() {
+  // EINVAL: the file system cannot sync such a file.
+  int error = ::fsync(file_.get()) == 0 || errno == EINVAL ? 0 : errno;
+  if (error == 0) {
+    error = file_.close();
+  }
+  if (error == 0 && ::rename(temporary_.c_str(), path_.c_str()) != 0) {
+    error = errno;
+  }
+  if (error != 0) {
+    throw_file_error(where_, path_, error);
+  }
+  finished_ = true;
+  sync_path(folder_of(path_));
 }
 
 /// The target of symbolic links, so that the target is replaced and not the link.
@@ -88,29 +108,6 @@ std::filesystem::path link_target(const std::filesystem::path& path) {
   }
   const auto target = std::filesystem::weakly_canonical(path, ignored);
   return ignored ? path : target;
-}
-
-/// Writes, syncs and renames. Returns 0 or errno; `temporary` may then exist.
-int write_and_rename(std::filesystem::path& temporary, const std::filesystem::path& target,
-                     std::string_view bytes) {
-  FileDescriptor file(open_temporary(target, temporary));
-  if (file.get() < 0) {
-    return errno;
-  }
-  struct stat old {};
-  if (::stat(target.c_str(), &old) == 0 && ::fchmod(file.get(), old.st_mode & 07777) != 0) {
-    return errno;
-  }
-  if (const int error = write_all(file.get(), bytes)) {
-    return error;
-  }
-  if (::fsync(file.get()) != 0) {
-    return errno;
-  }
-  if (const int error = file.close_checked()) {
-    return error;
-  }
-  return ::rename(temporary.c_str(), target.c_str()) == 0 ? 0 : errno;
 }
 
 } // namespace detail
@@ -147,15 +144,10 @@ std::string read_file(const std::filesystem::path& path) {
 }
 
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes) {
-  constexpr const char* kWhere = "base::write_file_atomically";
-  const std::filesystem::path target = detail::link_target(path);
-  std::filesystem::path temporary;
-  if (const int error = detail::write_and_rename(temporary, target, bytes)) {
-    ::unlink(temporary.c_str());
-    detail::throw_file_error(kWhere, path, error);
-  }
-  const auto folder = target.parent_path();
-  sync_path(folder.empty() ? std::filesystem::path(".") : folder);
+  detail::FileWriter file("base::write_file_atomically", detail::link_target(path));
+  file.keep_permissions();
+  file.write(bytes);
+  file.finish();
 }
 
 void sync_path(const std::filesystem::path& path) {

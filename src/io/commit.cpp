@@ -12,7 +12,6 @@
 #include <system_error>
 #include <vector>
 
-#include "file_writer.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
@@ -103,11 +102,6 @@ std::filesystem::path without_final_slash(const std::filesystem::path& path) {
   return normal.has_filename() ? normal : normal.parent_path();
 }
 
-std::filesystem::path parent_of(const std::filesystem::path& path) {
-  const std::filesystem::path parent = path.parent_path();
-  return parent.empty() ? std::filesystem::path(".") : parent;
-}
-
 } // namespace detail
 
 FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
@@ -127,7 +121,7 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
                      target_.string() + ": the folder exists and is not empty",
                      "a new or empty folder", "use another folder, or allow overwriting it");
   }
-  std::filesystem::create_directories(detail::parent_of(target_), error);
+  std::filesystem::create_directories(detail::folder_of(target_), error);
   const int failed =
       error ? error.value() : make_beside(target_, ".tmp-", folder_, [](const auto& name) {
         return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
@@ -152,7 +146,7 @@ void FolderCommit::write(const std::string& name, std::string_view bytes) {
   if (error) {
     detail::throw_file_error(detail::kCommitWhere, path, error.value());
   }
-  detail::FileWriter file(path);
+  detail::FileWriter file("io::write_file", path);
   file.write(bytes);
   file.finish();
 }
@@ -191,7 +185,7 @@ void FolderCommit::commit() {
     commit_folder();
   }
   committed_ = true;
-  sync_path(detail::parent_of(target_));
+  sync_path(detail::folder_of(target_));
 }
 
 void FolderCommit::commit_folder() {

@@ -30,17 +30,10 @@ constexpr const char* kReaderFix =
 }
 
 std::optional<std::vector<uint64_t>> unsigned_numbers(const nlohmann::json& value) {
-  if (!value.is_array()) {
-    return std::nullopt;
-  }
-  std::vector<uint64_t> numbers;
-  for (const auto& number : value) {
-    if (!number.is_number_unsigned()) {
-      return std::nullopt;
-    }
-    numbers.push_back(number.get<uint64_t>());
-  }
-  return numbers;
+  const bool good = value.is_array() && std::all_of(value.begin(), value.end(), [](const auto& n) {
+                      return n.is_number_unsigned();
+                    });
+  return good ? std::optional(value.get<std::vector<uint64_t>>()) : std::nullopt;
 }
 
 // Number of bytes for shape and dtype. Empty if it needs more than 63 bits.
@@ -58,14 +51,6 @@ std::optional<uint64_t> extent_bytes(const std::vector<uint64_t>& shape, uint64_
     }
   }
   return empty ? 0 : bytes;
-}
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i ? ", " : "") + std::to_string(shape[i]);
-  }
-  return text + "]";
 }
 
 SafetensorsEntry parse_entry(const std::filesystem::path& path, const std::string& name,
@@ -126,39 +111,35 @@ SafetensorsEntry parse_entry(const std::filesystem::path& path, const std::strin
 
 // A private mapping: pages that are written are copied, so the file never changes.
 struct SafetensorsReader::Mapping {
-  Mapping(const std::filesystem::path& path) : fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    if (fd < 0) {
+  explicit Mapping(const std::filesystem::path& path)
+      : file(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    struct stat status {};
+    if (file.get() < 0 || ::fstat(file.get(), &status) != 0) {
       throw_missing(path, errno);
     }
-    struct stat status {};
-    if (::fstat(fd, &status) != 0 || S_ISDIR(status.st_mode)) {
-      const int error = S_ISDIR(status.st_mode) ? EISDIR : errno;
-      ::close(fd);
-      throw_missing(path, error);
+    if (S_ISDIR(status.st_mode)) {
+      throw_missing(path, EISDIR);
     }
     bytes = static_cast<uint64_t>(status.st_size);
-    if (bytes > 0) {
-      base = static_cast<char*>(
-          ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0));
+    void* data = bytes == 0 ? nullptr
+                            : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                     MAP_PRIVATE | MAP_NORESERVE, file.get(), 0);
+    if (data == MAP_FAILED) {
+      throw_missing(path, errno);
     }
-    if (base == MAP_FAILED) {
-      const int error = errno;
-      ::close(fd);
-      throw_missing(path, error);
-    }
+    base = static_cast<char*>(data);
   }
   ~Mapping() {
     if (base != nullptr) {
       ::munmap(base, bytes);
     }
-    ::close(fd);
   }
 
   // Reads the file instead of the mapping, whose pages are gone if the file has become shorter.
   void read(const std::filesystem::path& path, uint64_t at, void* to, uint64_t count) const {
     auto* out = static_cast<char*>(to);
     while (count > 0) {
-      const ssize_t got = ::pread(fd, out, count, static_cast<off_t>(at));
+      const ssize_t got = ::pread(file.get(), out, count, static_cast<off_t>(at));
       if (got < 0 && errno != EINTR) {
         throw_missing(path, errno);
       }
@@ -182,7 +163,7 @@ struct SafetensorsReader::Mapping {
     detail::throw_file_error(detail::kReaderWhere, path, error);
   }
 
-  int fd;
+  detail::FileDescriptor file;
   char* base = nullptr;
   uint64_t bytes = 0;
 };

@@ -2,8 +2,8 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
-#include "file_writer.h"
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/io/safetensors.h"
 #include "safetensors_dtypes.h"
 
@@ -113,7 +113,7 @@ void write_safetensors(const std::filesystem::path& path, const NamedTensors& te
   const auto items = detail::tensors_to_write(tensors, all_metadata);
   const std::string header = detail::header_text(items, all_metadata);
 
-  detail::FileWriter file(path);
+  detail::FileWriter file("io::write_file", path);
   char length[8];
   for (int i = 0; i < 8; ++i) {
     length[i] = static_cast<char>(header.size() >> (8 * i));

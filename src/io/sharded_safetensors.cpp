@@ -1,62 +1,33 @@
 #include "hasten/io/sharded_safetensors.h"
 
 #include <algorithm>
+#include <regex>
 #include <system_error>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
 namespace detail {
 
 constexpr const char* kShardedWhere = "io::ShardedSafetensorsReader";
-constexpr const char* kIndexEnding = ".safetensors.index.json";
 
-// Collects all problems of an index for one message.
-class IndexProblems {
- public:
-  explicit IndexProblems(std::filesystem::path index) : index_(std::move(index)) {}
-
-  void add(const std::string& problem) {
-    constexpr int kShown = 8;
-    if (++count_ <= kShown) {
-      text_ += (text_.empty() ? "" : "; ") + problem;
-    }
+void throw_if_any(const std::filesystem::path& index, std::vector<std::string> problems) {
+  if (problems.empty()) {
+    return;
   }
-  void throw_if_any() const {
-    if (count_ > 0) {
-      throw InputError(kShardedWhere,
-                       index_.string() + ": " + text_ +
-                           (count_ > 8 ? "; and " + std::to_string(count_ - 8) + " more" : ""),
-                       "every tensor of weight_map in the file that it names, and no other tensor",
-                       "download or save the whole folder again");
-    }
+  constexpr size_t kShown = 8;
+  if (const size_t all = problems.size(); all > kShown) {
+    problems.resize(kShown);
+    problems.push_back("and " + std::to_string(all - kShown) + " more");
   }
-
- private:
-  std::filesystem::path index_;
-  std::string text_{};
-  int count_ = 0;
-};
-
-// Whether `file` is like "model-00001-of-00002.safetensors" for the base "model".
-bool is_numbered_shard(const std::string& file, const std::string& base) {
-  const std::string ending = ".safetensors";
-  if (file.size() <= base.size() + ending.size() + 1 ||
-      file.compare(0, base.size() + 1, base + "-") != 0 ||
-      file.compare(file.size() - ending.size(), ending.size(), ending) != 0) {
-    return false;
-  }
-  const std::string numbers =
-      file.substr(base.size() + 1, file.size() - base.size() - 1 - ending.size());
-  const size_t of = numbers.find("-of-");
-  const auto digits = [](const std::string& text) {
-    return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
-  };
-  return of != std::string::npos && digits(numbers.substr(0, of)) && digits(numbers.substr(of + 4));
+  throw InputError(kShardedWhere, index.string() + ": " + joined(problems, "; "),
+                   "every tensor of weight_map in the file that it names, and no other tensor",
+                   "download or save the whole folder again");
 }
 
 // The file of each tensor, by name.
@@ -79,15 +50,17 @@ std::map<std::string, std::string> read_weight_map(const std::filesystem::path& 
   return files;
 }
 
-void find_extra_shards(const std::filesystem::path& index,
-                       const std::map<std::string, size_t>& known, IndexProblems& problems) {
-  std::string base = index.filename().string();
-  const std::string ending = kIndexEnding;
-  if (base.size() <= ending.size() ||
-      base.compare(base.size() - ending.size(), ending.size(), ending) != 0) {
-    return;
+// Files like "model-00001-of-00002.safetensors" next to "model.safetensors.index.json" that it does
+// not name.
+std::vector<std::string> extra_shards(const std::filesystem::path& index,
+                                      const std::map<std::string, size_t>& known) {
+  const std::string name = index.filename().string();
+  constexpr std::string_view kEnding = ".safetensors.index.json";
+  if (name.size() <= kEnding.size() || !name.ends_with(kEnding)) {
+    return {};
   }
-  base.resize(base.size() - ending.size());
+  const std::string base = name.substr(0, name.size() - kEnding.size());
+  const std::regex numbers("-[0-9]+-of-[0-9]+\\.safetensors");
   std::vector<std::string> extra;
   std::error_code error;
   for (std::filesystem::directory_iterator
@@ -95,14 +68,13 @@ void find_extra_shards(const std::filesystem::path& index,
        end;
        !error && entry != end; entry.increment(error)) {
     const std::string file = entry->path().filename().string();
-    if (is_numbered_shard(file, base) && !known.contains(file)) {
+    if (file.starts_with(base) && std::regex_match(file.substr(base.size()), numbers) &&
+        !known.contains(file)) {
       extra.push_back(file);
     }
   }
   std::sort(extra.begin(), extra.end());
-  for (const std::string& file : extra) {
-    problems.add("the shard " + file + " is in the folder but not in the index");
-  }
+  return extra;
 }
 
 } // namespace detail
@@ -110,7 +82,7 @@ void find_extra_shards(const std::filesystem::path& index,
 ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& index)
     : path_(index) {
   const auto map = detail::read_weight_map(index);
-  detail::IndexProblems problems(index);
+  std::vector<std::string> problems;
   std::map<std::string, size_t> numbers; // index of each file's reader
   for (const auto& [name, file] : map) {
     numbers.emplace(file, 0);
@@ -120,17 +92,19 @@ ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& 
     std::error_code error;
     number = shards_.size();
     if (!std::filesystem::exists(path, error)) {
-      problems.add("the shard " + path.string() + ": No such file");
+      problems.push_back("the shard " + path.string() + ": No such file");
     } else {
       shards_.emplace_back(path);
     }
   }
-  detail::find_extra_shards(index, numbers, problems);
-  problems.throw_if_any(); // the indices are only right if all files exist
+  for (const std::string& file : detail::extra_shards(index, numbers)) {
+    problems.push_back("the shard " + file + " is in the folder but not in the index");
+  }
+  detail::throw_if_any(index, problems); // the indices are only right if all files exist
   for (const auto& [name, file] : map) {
     const size_t number = numbers.at(file);
     if (!shards_[number].contains(name)) {
-      problems.add("\"" + name + "\" is missing in " + file);
+      problems.push_back("\"" + name + "\" is missing in " + file);
     }
     shard_.emplace(name, number);
   }
@@ -138,13 +112,13 @@ ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& 
     for (const std::string& name : shards_[number].names()) {
       const auto mapped = map.find(name);
       if (mapped == map.end()) {
-        problems.add("\"" + name + "\" is in " + file + " but not in the index");
+        problems.push_back("\"" + name + "\" is in " + file + " but not in the index");
       } else if (mapped->second != file) {
-        problems.add("\"" + name + "\" is in " + file + ", the index says " + mapped->second);
+        problems.push_back("\"" + name + "\" is in " + file + ", the index says " + mapped->second);
       }
     }
   }
-  problems.throw_if_any();
+  detail::throw_if_any(index, problems);
 }
 
 std::vector<std::string> ShardedSafetensorsReader::names() const {

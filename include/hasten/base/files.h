@@ -30,6 +30,47 @@ namespace detail {
 /// example a full or failing disk).
 [[noreturn]] void throw_file_error(const char* where, const std::filesystem::path& path, int error);
 
+/// The folder of a file; "." for a bare name.
+std::filesystem::path folder_of(const std::filesystem::path& path);
+
+/// Owns a descriptor.
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  ~FileDescriptor() { close(); }
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  int get() const { return fd_; }
+  /// 0, or errno. Network file systems report a full disk only here.
+  int close();
+
+ private:
+  int fd_;
+};
+
+/// Writes a file in several parts and replaces the old file in one step: writes to "<path>.tmp-…".
+/// finish() syncs the file and renames it. Without finish() nothing is left. Functions throw as
+/// throw_file_error() does.
+class FileWriter {
+ public:
+  FileWriter(const char* where, std::filesystem::path path);
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  /// Gives the new file the permissions of the old one, if there is one.
+  void keep_permissions() const;
+  void write(std::string_view bytes) const;
+  void finish();
+
+ private:
+  const char* where_;
+  std::filesystem::path path_;
+  std::filesystem::path temporary_{};
+  FileDescriptor file_;
+  bool finished_ = false;
+};
+
 } // namespace detail
 
 } // namespace hasten
