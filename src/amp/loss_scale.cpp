@@ -2,11 +2,11 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <string>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -14,15 +14,9 @@ namespace detail {
 
 constexpr const char* kScaleWhere = "amp::GradScaler";
 
-static std::string scale_text(double value) {
-  std::ostringstream text;
-  text << value;
-  return text.str();
-}
-
 static void require_scale(bool good, const char* name, double value, const char* is) {
   if (!good) {
-    throw InputError(kScaleWhere, std::string(name) + "=" + scale_text(value), is);
+    throw InputError(kScaleWhere, std::string(name) + "=" + format_digits(value), is);
   }
 }
 
@@ -51,8 +45,8 @@ void LossScale::update(bool found_inf) {
     const auto next = static_cast<float>(static_cast<float>(scale_) * options_.backoff_factor);
     scale_ = next > 0 ? next : scale_;
     growth_tracker_ = 0;
-    log_info("loss scale: a gradient is not finite, the step is skipped: " +
-             detail::scale_text(before) + " -> " + detail::scale_text(scale_));
+    log_info("loss scale: a gradient is not finite, the step is skipped: " + format_digits(before) +
+             " -> " + format_digits(scale_));
     if (before >= 1 && scale_ < 1) {
       log_warning(
           "loss scale: the gradients overflow without being scaled up: look for "
@@ -68,8 +62,8 @@ void LossScale::update(bool found_inf) {
   if (std::isfinite(next)) {
     scale_ = next;
     log_info("loss scale: " + std::to_string(options_.growth_interval) +
-             " steps without an overflow: " + detail::scale_text(before) + " -> " +
-             detail::scale_text(scale_));
+             " steps without an overflow: " + format_digits(before) + " -> " +
+             format_digits(scale_));
   }
 }
 

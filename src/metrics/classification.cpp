@@ -15,20 +15,6 @@ namespace detail {
 
 constexpr const char* kClassificationMetrics = "metrics::ClassificationMetrics";
 
-// Throws InputError unless every value is in 0 … count - 1.
-void check_labels(const at::Tensor& values, int64_t count, const char* what) {
-  if (values.numel() == 0) {
-    return;
-  }
-  const int64_t least = values.min().item<int64_t>();
-  const int64_t most = values.max().item<int64_t>();
-  if (least < 0 || most >= count) {
-    throw InputError(kClassificationMetrics,
-                     std::string(what) + "=" + std::to_string(least < 0 ? least : most),
-                     "0 to " + std::to_string(count - 1) + ", or -100 to skip a sample");
-  }
-}
-
 } // namespace detail
 
 ClassificationMetrics::ClassificationMetrics(int64_t num_labels)
@@ -46,7 +32,7 @@ void ClassificationMetrics::update(const at::Tensor& predictions, const at::Tens
   if (!(chosen || logits) || labels.dim() != 1 || labels.size(0) != predictions.size(0) ||
       !at::isIntegralType(labels.scalar_type(), /*includeBool=*/false)) {
     throw InputError(
-        detail::kClassificationMetrics,
+        where_,
         "predictions=" + detail::form_text(predictions) + ", labels=" + detail::form_text(labels),
         "logits [B, " + std::to_string(num_labels_) +
             "] or predicted labels [B], and labels [B] of an integer type");
@@ -60,8 +46,8 @@ void ClassificationMetrics::update(const at::Tensor& predictions, const at::Tens
   const auto kept = truth.ne(detail::kIgnoredLabel);
   const auto rows = truth.masked_select(kept);
   const auto columns = predicted.masked_select(kept);
-  detail::check_labels(rows, num_labels_, "label");
-  detail::check_labels(columns, num_labels_, "predicted label");
+  detail::check_labels(where_, rows, num_labels_, "label");
+  detail::check_labels(where_, columns, num_labels_, "predicted label");
   sums_.tensor += at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
                       .view({num_labels_, num_labels_});
 }

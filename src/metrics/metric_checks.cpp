@@ -26,6 +26,19 @@ int64_t at_least(const char* where, const char* name, int64_t value, int64_t lea
   return value;
 }
 
+void check_labels(const char* where, const at::Tensor& labels, int64_t count, const char* what,
+                  const std::string& skip) {
+  if (labels.numel() == 0) {
+    return;
+  }
+  const int64_t least = labels.min().item<int64_t>();
+  const int64_t most = labels.max().item<int64_t>();
+  if (least < 0 || most >= count) {
+    throw InputError(where, what + ("=" + std::to_string(least < 0 ? least : most)),
+                     "0 to " + std::to_string(count - 1) + ", or " + skip);
+  }
+}
+
 void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own) {
   if (!state.defined() || state.sizes() != own.sizes() ||
       state.scalar_type() != own.scalar_type()) {

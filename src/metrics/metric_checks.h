@@ -18,6 +18,11 @@ inline double ratio_or_zero(double part, double whole) { return whole == 0 ? 0 :
 /// `value`. Throws InputError "name=value" if it is below `least`.
 int64_t at_least(const char* where, const char* name, int64_t value, int64_t least);
 
+/// Throws InputError "what=label" unless all labels are in 0 … count - 1; `skip` says how to leave
+/// one out.
+void check_labels(const char* where, const at::Tensor& labels, int64_t count, const char* what,
+                  const std::string& skip = "-100 to skip a sample");
+
 /// Throws InputError unless `state` has the sizes and dtype of `own`.
 void check_metric_state(const char* where, const at::Tensor& state, const at::Tensor& own);
 

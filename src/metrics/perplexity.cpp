@@ -27,13 +27,8 @@ void Perplexity::update(const at::Tensor& logits, const at::Tensor& labels) {
   if (tokens.numel() == 0) {
     return;
   }
-  const int64_t least = tokens.min().item<int64_t>();
-  const int64_t most = tokens.max().item<int64_t>();
-  if (least < 0 || most >= logits.size(-1)) {
-    throw InputError(where_, "label=" + std::to_string(least < 0 ? least : most),
-                     "0 to " + std::to_string(logits.size(-1) - 1) + ", or " +
-                         std::to_string(ignore_index_) + " to skip a token");
-  }
+  detail::check_labels(where_, tokens, logits.size(-1), "label",
+                       std::to_string(ignore_index_) + " to skip a token");
   const auto type = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto losses = at::log_softmax(flat, 1, type)
                           .gather(1, truth.masked_fill(~kept, 0).unsqueeze(1))

@@ -17,15 +17,25 @@
 
 namespace hasten::detail {
 
-// Elements that share one pair of 32-bit keys.
+// Elements that share one BlockDropout.
 constexpr int64_t kDropoutBlock = 4096;
 
+BlockDropout block_dropout(uint64_t seed, int64_t block, double p) {
+  if (p <= 0) {
+    return {};
+  }
+  const uint64_t key = splitmix64(seed, static_cast<uint64_t>(block));
+  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
+          static_cast<uint32_t>(std::min(std::round(p * 4294967296.0), 4294967295.0)),
+          static_cast<float>(1.0 / (1.0 - p))};
+}
+
 HASTEN_VECTOR_CLONES
-void dropout_block(const float* in, const float* residual, float* out, int32_t count, uint32_t key0,
-                   uint32_t key1, uint32_t threshold, float scale) {
+void drop_block(const float* in, const float* residual, float* out, int32_t count,
+                const BlockDropout dropout) {
   for (int32_t i = 0; i < count; ++i) {
-    const uint32_t h = random_bits(static_cast<uint32_t>(i), key0, key1);
-    const float kept = h >= threshold ? in[i] * scale : 0.0f;
+    const uint32_t h = random_bits(static_cast<uint32_t>(i), dropout.key0, dropout.key1);
+    const float kept = h >= dropout.threshold ? in[i] * dropout.scale : 0.0f;
     out[i] = residual != nullptr ? residual[i] + kept : kept;
   }
 }
@@ -73,19 +83,14 @@ struct DropoutNumbers {
 static void apply_dropout(const DropoutNumbers& in, const DropoutNumbers& residual,
                           const DropoutNumbers& out, int64_t first, int64_t count, uint64_t seed,
                           double p) {
-  const auto threshold =
-      static_cast<uint32_t>(std::min(std::round(p * 4294967296.0), 4294967295.0));
-  const auto scale = static_cast<float>(1.0 / (1.0 - p));
   alignas(64) float in_buffer[kDropoutBlock];
   alignas(64) float residual_buffer[kDropoutBlock];
   alignas(64) float out_buffer[kDropoutBlock];
   for (int64_t at = first; at < first + count; at += kDropoutBlock) {
     const auto size = static_cast<int32_t>(std::min(kDropoutBlock, first + count - at));
-    const uint64_t key = splitmix64(seed, static_cast<uint64_t>(at / kDropoutBlock));
     float* target = out.narrow ? out_buffer : static_cast<float*>(out.data) + at;
-    dropout_block(in.read(at, size, in_buffer), residual.read(at, size, residual_buffer), target,
-                  size, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), threshold,
-                  scale);
+    drop_block(in.read(at, size, in_buffer), residual.read(at, size, residual_buffer), target, size,
+               block_dropout(seed, at / kDropoutBlock, p));
     if (out.narrow) {
       narrow_block(out_buffer, static_cast<uint16_t*>(out.data) + at, size);
     }

@@ -14,6 +14,17 @@ namespace hasten::detail {
 /// fp32 unless both are bf16. Other devices and dtypes use torch's dropout.
 at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p);
 
+/// What decides which elements of a block are dropped: those whose random_bits(index, key0, key1)
+/// are below the threshold.
+struct BlockDropout {
+  uint32_t key0 = 0;
+  uint32_t key1 = 0;
+  uint32_t threshold = 0; // 0: nothing is dropped
+  float scale = 1; // of the other elements
+};
+/// The keys are mixed from `seed` and the block's number.
+BlockDropout block_dropout(uint64_t seed, int64_t block, double p);
+
 /// Draws a seed from torch's default CPU generator.
 uint64_t draw_dropout_seed();
 

@@ -15,20 +15,12 @@
 #include "dropout.h"
 #include "hasten/base/error.h"
 #include "hasten/core/memory_rehearsal.h"
-#include "hasten/core/random.h"
 #include "hasten/core/vector_kernels.h"
 
 namespace hasten::detail {
 
 // Sums and maxima of a row use this many partial results, so that the loops vectorise.
 constexpr int64_t kStrands = 16;
-
-struct RowDropout {
-  uint32_t key0 = 0;
-  uint32_t key1 = 0;
-  uint32_t threshold = 0; // 0: nothing is dropped
-  float scale = 1;
-};
 
 // e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2] (Taylor's of 2^r). NaN
 // stays NaN.
@@ -48,7 +40,7 @@ static inline float row_exp(float x) {
   return x == x ? result : x;
 }
 
-static inline float row_keep(const RowDropout& dropout, uint32_t column) {
+static inline float row_keep(const BlockDropout& dropout, uint32_t column) {
   const uint32_t h = random_bits(column, dropout.key0, dropout.key1);
   return h >= dropout.threshold ? dropout.scale : 0.0f;
 }
@@ -97,7 +89,7 @@ void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t
 }
 
 HASTEN_VECTOR_CLONES
-void drop_row(const uint16_t* in, const RowDropout& dropout, int64_t count, uint16_t* out) {
+void drop_row(const uint16_t* in, const BlockDropout& dropout, int64_t count, uint16_t* out) {
   for (int64_t i = 0; i < count; ++i) {
     out[i] = to_bf16(from_bf16(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
   }
@@ -107,7 +99,7 @@ void drop_row(const uint16_t* in, const RowDropout& dropout, int64_t count, uint
 /// gradient * kept.
 HASTEN_VECTOR_CLONES
 void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradient,
-                          const RowDropout& dropout, float scale, int64_t count, float* work,
+                          const BlockDropout& dropout, float scale, int64_t count, float* work,
                           uint16_t* out) {
   if (dropout.threshold == 0) {
     for (int64_t i = 0; i < count; ++i) {
@@ -136,16 +128,6 @@ void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradien
   for (int64_t i = 0; i < count; ++i) {
     out[i] = to_bf16(from_bf16(probabilities[i]) * (work[i] - sum) * scale);
   }
-}
-
-static RowDropout row_dropout(uint64_t seed, int64_t row, double p) {
-  if (p <= 0) {
-    return {};
-  }
-  const uint64_t key = splitmix64(seed, static_cast<uint64_t>(row));
-  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
-          static_cast<uint32_t>(std::min(std::round(p * 4294967296.0), 4294967295.0)),
-          static_cast<float>(1.0 / (1.0 - p))};
 }
 
 static uint16_t* narrow_data(const at::Tensor& tensor) {
@@ -220,7 +202,7 @@ static at::Tensor dropped(const at::Tensor& p, const Extent& extent, uint64_t se
   at::Tensor out = at::empty_like(p);
   for_rows(p, extent, [&](int64_t row, int64_t offset, float* /*work*/) {
     uint16_t* to = narrow_data(out) + offset;
-    drop_row(narrow_data(p) + offset, row_dropout(seed, row, dropout), extent.columns, to);
+    drop_row(narrow_data(p) + offset, block_dropout(seed, row, dropout), extent.columns, to);
     std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
   });
   zero_padding_rows(out, extent);
@@ -281,7 +263,7 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     // The padding is 0 already, as a product with the zeros of gradient or v.
     for_rows(p, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* in_place = narrow_data(p_gradient) + offset;
-      softmax_backward_row(narrow_data(p) + offset, in_place, row_dropout(seed, row, dropout),
+      softmax_backward_row(narrow_data(p) + offset, in_place, block_dropout(seed, row, dropout),
                            scale, extent.columns, work, in_place);
     });
     return {from_heads(at::bmm(p_gradient, k), heads, extent.rows),

@@ -72,16 +72,13 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
 
 template <typename Options>
 Options adam_options(NamedOptions& args, const OptimizerSettings& settings) {
-  double beta1 = settings.adam_beta1;
-  double beta2 = settings.adam_beta2;
-  double eps = settings.adam_epsilon;
-  args.take("beta1", beta1);
-  args.take("beta2", beta2);
-  args.take("eps", eps);
   Options options(settings.learning_rate);
-  options.betas({beta1, beta2});
-  options.eps(eps);
+  options.betas({settings.adam_beta1, settings.adam_beta2});
+  options.eps(settings.adam_epsilon);
   options.weight_decay(settings.weight_decay);
+  args.take("beta1", std::get<0>(options.betas()));
+  args.take("beta2", std::get<1>(options.betas()));
+  args.take("eps", options.eps());
   if constexpr (requires { options.amsgrad(); }) {
     args.take("amsgrad", options.amsgrad());
   }

@@ -7,7 +7,9 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -31,6 +33,17 @@ inline void require_not_negative(const char* where, const char* name, double val
 }
 inline void require_beta(const char* where, const char* name, double value) {
   require_option(value >= 0 && value < 1, where, name, value, "0 or more, below 1");
+}
+
+/// Throws InputError unless a loaded state has all names.
+inline void require_state(const char* where, const nlohmann::json& values,
+                          std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    if (!values.contains(name)) {
+      throw InputError(where, std::string("the state lacks ") + name,
+                       "a state that save_state() wrote");
+    }
+  }
 }
 
 /// Values that a user gave by name, as text. Each is read once; the remaining names are unknown.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "option_checks.h"
 
 namespace hasten {
 
@@ -82,12 +83,8 @@ void ReduceLrOnPlateau::save_state(NamedTensors&, nlohmann::json& values) const 
 }
 
 void ReduceLrOnPlateau::load_state(const NamedTensors&, const nlohmann::json& values) {
-  for (const char* name : {"best", "num_bad_epochs", "cooldown_counter", "lrs"}) {
-    if (!values.contains(name)) {
-      throw InputError("optim::ReduceLrOnPlateau", std::string("the state lacks ") + name,
-                       "a state that save_state() wrote");
-    }
-  }
+  detail::require_state("optim::ReduceLrOnPlateau", values,
+                        {"best", "num_bad_epochs", "cooldown_counter", "lrs"});
   const auto lrs = values.at("lrs").get<std::vector<double>>();
   if (lrs.size() != optimizer_.param_groups().size()) {
     throw InputError("optim::ReduceLrOnPlateau",

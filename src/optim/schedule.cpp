@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "option_checks.h"
 
 namespace hasten {
 
@@ -46,12 +47,7 @@ void LRScheduler::save_state(NamedTensors&, nlohmann::json& values) const {
 }
 
 void LRScheduler::load_state(const NamedTensors&, const nlohmann::json& values) {
-  for (const char* name : {"completed_updates", "base_lrs"}) {
-    if (!values.contains(name)) {
-      throw InputError("optim::LRScheduler", std::string("the state lacks ") + name,
-                       "a state that save_state() wrote");
-    }
-  }
+  detail::require_state("optim::LRScheduler", values, {"completed_updates", "base_lrs"});
   auto base_lrs = values.at("base_lrs").get<std::vector<double>>();
   if (base_lrs.size() != base_lrs_.size()) {
     throw InputError(

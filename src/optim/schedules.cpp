@@ -25,14 +25,13 @@ void check_steps(int64_t warmup, int64_t total) {
   }
 }
 
-double risen(int64_t completed, int64_t warmup) {
-  return static_cast<double>(completed) / static_cast<double>(std::max<int64_t>(1, warmup));
+double risen(int64_t completed, int64_t steps) {
+  return static_cast<double>(completed) / static_cast<double>(std::max<int64_t>(1, steps));
 }
 
 // Completed share of the steps after the warm-up.
 double progress(int64_t completed, int64_t warmup, int64_t total) {
-  return static_cast<double>(completed - warmup) /
-         static_cast<double>(std::max<int64_t>(1, total - warmup));
+  return risen(completed - warmup, total - warmup);
 }
 
 // (1 + cos(2 pi cycles x)) / 2, with the factors in transformers' order.
@@ -49,27 +48,15 @@ Schedule after_warmup(int64_t warmup, Rest rest) {
 }
 
 double up(PhaseShape shape, double x) {
-  switch (shape) {
-    case PhaseShape::linear:
-      return x;
-    case PhaseShape::cosine:
-      return 0.5 * (1.0 - std::cos(std::numbers::pi * x));
-    case PhaseShape::one_minus_sqrt:
-      break;
-  }
-  return 1.0 - std::sqrt(1.0 - x);
+  return shape == PhaseShape::linear   ? x
+         : shape == PhaseShape::cosine ? 0.5 * (1.0 - std::cos(std::numbers::pi * x))
+                                       : 1.0 - std::sqrt(1.0 - x);
 }
 
 double down(PhaseShape shape, double x, double num_cycles) {
-  switch (shape) {
-    case PhaseShape::linear:
-      return 1.0 - x;
-    case PhaseShape::cosine:
-      return cosine_wave(num_cycles, x);
-    case PhaseShape::one_minus_sqrt:
-      break;
-  }
-  return 1.0 - std::sqrt(x);
+  return shape == PhaseShape::linear   ? 1.0 - x
+         : shape == PhaseShape::cosine ? cosine_wave(num_cycles, x)
+                                       : 1.0 - std::sqrt(x);
 }
 
 } // namespace detail
@@ -77,8 +64,7 @@ double down(PhaseShape shape, double x, double num_cycles) {
 Schedule linear_schedule(int64_t warmup_steps, int64_t total_steps) {
   detail::check_steps(warmup_steps, total_steps);
   return detail::after_warmup(warmup_steps, [warmup_steps, total_steps](int64_t completed) {
-    return std::max(0.0, static_cast<double>(total_steps - completed) /
-                             static_cast<double>(std::max<int64_t>(1, total_steps - warmup_steps)));
+    return std::max(0.0, detail::risen(total_steps - completed, total_steps - warmup_steps));
   });
 }
 
