@@ -88,21 +88,15 @@ GradScaler::Progress& GradScaler::begin(torch::optim::Optimizer& optimizer, cons
   return progress;
 }
 
-bool GradScaler::agree(bool found_inf) {
-  if (!communicator_ || communicator_->world_size() == 1) {
-    return found_inf;
-  }
-  at::Tensor found = at::full({1}, found_inf ? 1.0 : 0.0, at::kDouble);
-  communicator_->all_reduce(found, ReduceOp::MAX, "found_inf");
-  return found.item<double>() > 0;
-}
-
 void GradScaler::check(torch::optim::Optimizer& optimizer, Progress& progress) {
   std::vector<at::Tensor> numbers = detail::gradients_of(optimizer);
-  for (at::Tensor& gradient : numbers) {
-    gradient = detail::numbers_in(gradient);
+  std::transform(numbers.begin(), numbers.end(), numbers.begin(), detail::numbers_in);
+  progress.found_inf = !std::isfinite(gradient_norm(numbers, INFINITY));
+  if (communicator_ && communicator_->world_size() > 1) {
+    at::Tensor found = at::full({1}, progress.found_inf ? 1.0 : 0.0, at::kDouble);
+    communicator_->all_reduce(found, ReduceOp::MAX, "found_inf");
+    progress.found_inf = found.item<double>() > 0;
   }
-  progress.found_inf = agree(!std::isfinite(gradient_norm(numbers, INFINITY)));
   progress.checked = true;
   progress.factor = 1 / get_scale();
 }
@@ -162,8 +156,7 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (progress.found_inf) {
     return false;
   }
-  auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer);
-  if (fused != nullptr) {
+  if (auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer)) {
     fused->step_scaled(progress.factor);
   } else {
     if (progress.factor != 1) {
@@ -176,11 +169,7 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
 }
 
 void GradScaler::update() {
-  if (!is_enabled()) {
-    progress_.clear();
-    return;
-  }
-  if (progress_.empty()) {
+  if (is_enabled() && progress_.empty()) {
     throw InputError("amp::GradScaler::update",
                      "no optimizer was unscaled or stepped since the last update()",
                      "step() before update()");

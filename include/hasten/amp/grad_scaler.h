@@ -88,7 +88,6 @@ class GradScaler : public Stateful {
   };
   Progress& begin(torch::optim::Optimizer& optimizer, const char* where);
   void check(torch::optim::Optimizer& optimizer, Progress& progress);
-  bool agree(bool found_inf);
 
   LossScale scale_;
   std::shared_ptr<Communicator> communicator_;
