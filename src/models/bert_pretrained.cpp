@@ -69,14 +69,23 @@ struct FoundTensor {
   std::string name{}; // in the file
 };
 
-struct FoundWeights {
+// A folder while it is loaded.
+struct BertFolder {
+  std::filesystem::path path{};
+  BertConfig config{};
+  std::vector<SafetensorsReader> readers{};
   std::map<std::string, FoundTensor> tensors{}; // by current name
   std::vector<std::string> left_out{}; // heads of other tasks
+  std::optional<std::vector<int64_t>> rows{}; // order of the classifier's rows
+
+  bool has(const std::string& prefix) const {
+    const auto first = tensors.lower_bound(prefix);
+    return first != tensors.end() && first->first.starts_with(prefix);
+  }
 };
 
-FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
-  FoundWeights found;
-  for (const auto& reader : readers) {
+void find_weights(BertFolder& folder) {
+  for (const auto& reader : folder.readers) {
     for (const auto& name : reader.names()) {
       const std::string current = current_name(name);
       if (current == "bert.embeddings.position_ids" ||
@@ -84,24 +93,23 @@ FoundWeights find_weights(const std::vector<SafetensorsReader>& readers) {
         continue; // buffers of old files, not parameters
       }
       if (!current.starts_with("bert.") && !current.starts_with("classifier.")) {
-        found.left_out.push_back(name);
-      } else if (!found.tensors.emplace(current, FoundTensor{&reader, name}).second) {
+        folder.left_out.push_back(name);
+      } else if (!folder.tensors.emplace(current, FoundTensor{&reader, name}).second) {
         throw InputError(kLoadWhere,
                          reader.path().string() + ": \"" + current +
                              "\" occurs twice, under old and new names or in two files");
       }
     }
   }
-  return found;
 }
 
 // Runs before anything of config.json's sizes is allocated. It accepts sizes up to about those of
 // the weights; check_weights() then compares them one by one.
-void check_size(const std::filesystem::path& folder, const BertConfig& config,
-                const std::map<std::string, FoundTensor>& found) {
+void check_size(const BertFolder& folder) {
+  const BertConfig& config = folder.config;
   // Weights may be in 16 bits. Some may be missing; check_weights() names them.
   double there = 1e6;
-  for (const auto& [name, tensor] : found) {
+  for (const auto& [name, tensor] : folder.tensors) {
     const auto& entry = tensor.reader->entry(tensor.name);
     there += 4.0 * static_cast<double>(entry.end - entry.begin);
   }
@@ -116,7 +124,7 @@ void check_size(const std::filesystem::path& folder, const BertConfig& config,
   if (needed > there) {
     throw InputError(
         kLoadWhere,
-        (folder / "config.json").string() +
+        (folder.path / "config.json").string() +
             ": its sizes give a model larger than the folder's weights: " + "vocab_size=" +
             std::to_string(config.vocab_size) +
             ", hidden_size=" + std::to_string(config.hidden_size) +
@@ -128,20 +136,16 @@ void check_size(const std::filesystem::path& folder, const BertConfig& config,
   }
 }
 
-// Compares names and shapes. Throws one error with all differences. `optional`: prefixes whose
-// tensors may all be missing.
-void check_weights(const std::filesystem::path& folder,
-                   const BertForSequenceClassificationImpl& model,
-                   const std::map<std::string, FoundTensor>& found,
-                   const std::vector<std::string>& optional) {
+// Compares names and shapes. Throws one error with all differences. New parts may be missing.
+void check_weights(const BertFolder& folder, const LoadedBert& loaded) {
   std::vector<std::string> missing, unexpected, wrong;
-  const auto parameters = model.named_parameters();
+  const auto parameters = loaded.model->named_parameters();
   for (const auto& parameter : parameters) {
     const std::string& name = parameter.key();
-    const auto match = found.find(name);
-    if (match == found.end()) {
-      if (std::none_of(optional.begin(), optional.end(),
-                       [&](const auto& prefix) { return name.starts_with(prefix); })) {
+    const auto match = folder.tensors.find(name);
+    if (match == folder.tensors.end()) {
+      if (!(loaded.fresh_classifier && name.starts_with("classifier.")) &&
+          !(loaded.fresh_pooler && name.starts_with("bert.pooler."))) {
         missing.push_back(name);
       }
       continue;
@@ -154,7 +158,7 @@ void check_weights(const std::filesystem::path& folder,
                       c10::str(parameter.value().sizes()));
     }
   }
-  for (const auto& [name, tensor] : found) {
+  for (const auto& [name, tensor] : folder.tensors) {
     if (!parameters.contains(name)) {
       unexpected.push_back(name);
     }
@@ -170,14 +174,9 @@ void check_weights(const std::filesystem::path& folder,
   if (!problems.empty()) {
     throw InputError(
         kLoadWhere,
-        folder.string() + ": the weights do not fit config.json: " + joined(problems, "; "),
+        folder.path.string() + ": the weights do not fit config.json: " + joined(problems, "; "),
         "the tensors of a BERT of that configuration");
   }
-}
-
-bool has_weights_of(const std::map<std::string, FoundTensor>& found, const std::string& prefix) {
-  const auto first = found.lower_bound(prefix);
-  return first != found.end() && first->first.starts_with(prefix);
 }
 
 // Row i of the result is the folder's row for label `wanted[i]`. nullopt if the names differ.
@@ -192,20 +191,9 @@ std::optional<std::vector<int64_t>> label_order(const std::vector<std::string>& 
     order.push_back(at - folder.begin());
   }
   const std::set<int64_t> distinct(order.begin(), order.end());
-  if (distinct.size() != folder.size() || order.size() != folder.size()) {
-    return std::nullopt;
-  }
-  return order;
+  const bool same = distinct.size() == folder.size() && order.size() == folder.size();
+  return same ? std::optional(order) : std::nullopt;
 }
-
-// A folder while it is loaded: the decisions before weights are read.
-struct BertFolder {
-  std::filesystem::path path{};
-  BertConfig config{};
-  std::vector<SafetensorsReader> readers{};
-  FoundWeights found{};
-  std::optional<std::vector<int64_t>> rows{}; // order of the classifier's rows
-};
 
 void decide_classifier(BertFolder& folder, const LoadBertOptions& options, LoadedBert& loaded) {
   const auto names_there = folder.config.id2label;
@@ -214,31 +202,31 @@ void decide_classifier(BertFolder& folder, const LoadBertOptions& options, Loade
   folder.config.id2label = wanted;
   folder.config.problem_type = options.problem_type.value_or(folder.config.problem_type);
   std::string reason;
-  if (!has_weights_of(folder.found.tensors, "classifier.")) {
+  if (!folder.has("classifier.")) {
     reason = "the folder has none";
   } else if (!folder.rows) {
     reason = "the folder's classifier has the labels " + joined(names_there);
-    folder.found.tensors.erase("classifier.weight");
-    folder.found.tensors.erase("classifier.bias");
+    folder.tensors.erase("classifier.weight");
+    folder.tensors.erase("classifier.bias");
   }
   if (!reason.empty()) {
     loaded.fresh_classifier = true;
     loaded.report.push_back("the classifier is new, with random weights: " + reason);
   }
-  if (!has_weights_of(folder.found.tensors, "bert.pooler.")) {
+  if (!folder.has("bert.pooler.")) {
     loaded.fresh_pooler = true;
     loaded.report.push_back("the pooler is new, with random weights: the folder has none");
   }
-  if (!folder.found.left_out.empty()) {
-    loaded.report.push_back("ignored weights of other tasks: " + joined(folder.found.left_out));
+  if (!folder.left_out.empty()) {
+    loaded.report.push_back("ignored weights of other tasks: " + joined(folder.left_out));
   }
 }
 
 void copy_weights(const BertFolder& folder, BertForSequenceClassificationImpl& model) {
   const at::NoGradGuard no_grad;
   for (auto& parameter : model.named_parameters()) {
-    const auto match = folder.found.tensors.find(parameter.key());
-    if (match == folder.found.tensors.end()) {
+    const auto match = folder.tensors.find(parameter.key());
+    if (match == folder.tensors.end()) {
       continue;
     }
     const auto& [reader, name] = match->second;
@@ -288,21 +276,14 @@ LoadedBert load_bert_classifier(const std::string& model, const LoadBertOptions&
   folder.path = model;
   folder.config = read_bert_config(folder.path);
   folder.readers = detail::open_weights(folder.path);
-  folder.found = detail::find_weights(folder.readers);
+  detail::find_weights(folder);
   detail::decide_classifier(folder, options, loaded);
-  detail::check_size(folder.path, folder.config, folder.found.tensors);
+  detail::check_size(folder);
   folder.config.dtype = "float32";
   loaded.config = folder.config;
   loaded.model = BertForSequenceClassification(
       std::make_shared<BertForSequenceClassificationImpl>(folder.config, /*initialize=*/false));
-  std::vector<std::string> optional;
-  if (loaded.fresh_classifier) {
-    optional.push_back("classifier.");
-  }
-  if (loaded.fresh_pooler) {
-    optional.push_back("bert.pooler.");
-  }
-  detail::check_weights(folder.path, *loaded.model, folder.found.tensors, optional);
+  detail::check_weights(folder, loaded);
   if (loaded.fresh_pooler) {
     loaded.model->reset_pooler();
   }
