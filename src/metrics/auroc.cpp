@@ -86,11 +86,11 @@ void Auroc::update(const at::Tensor& scores, const at::Tensor& labels) {
                         .masked_fill(logits.isnan(), static_cast<double>(options_.bins))
                         .to(at::kLong);
   const int64_t row = options_.bins + 1;
-  sums_.tensor += at::bincount(rows * row + bins, {}, 2 * row).view({2, row});
+  sums_ += at::bincount(rows * row + bins, {}, 2 * row).view({2, row});
 }
 
 double Auroc::compute() const {
-  const auto sums = detail::auroc_sums(sums_.tensor);
+  const auto sums = detail::auroc_sums(sums_);
   if (sums.has_nan || sums.positives == 0 || sums.negatives == 0) {
     return std::numeric_limits<double>::quiet_NaN();
   }
@@ -98,7 +98,7 @@ double Auroc::compute() const {
 }
 
 double Auroc::error_bound() const {
-  const auto sums = detail::auroc_sums(sums_.tensor);
+  const auto sums = detail::auroc_sums(sums_);
   if (sums.positives == 0 || sums.negatives == 0) {
     return 0;
   }

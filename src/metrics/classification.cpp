@@ -48,14 +48,14 @@ void ClassificationMetrics::update(const at::Tensor& predictions, const at::Tens
   const auto columns = predicted.masked_select(kept);
   detail::check_labels(where_, rows, num_labels_, "label");
   detail::check_labels(where_, columns, num_labels_, "predicted label");
-  sums_.tensor += at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
-                      .view({num_labels_, num_labels_});
+  sums_ += at::bincount(rows * num_labels_ + columns, {}, num_labels_ * num_labels_)
+               .view({num_labels_, num_labels_});
 }
 
-int64_t ClassificationMetrics::rows() const { return sums_.tensor.sum().item<int64_t>(); }
+int64_t ClassificationMetrics::rows() const { return sums_.sum().item<int64_t>(); }
 
 std::vector<ClassScores> ClassificationMetrics::per_class() const {
-  const auto cells = sums_.tensor.accessor<int64_t, 2>();
+  const auto cells = sums_.accessor<int64_t, 2>();
   std::vector<ClassScores> scores(num_labels_);
   for (int64_t label = 0; label < num_labels_; ++label) {
     int64_t truth = 0;
@@ -78,7 +78,7 @@ std::map<std::string, double> ClassificationMetrics::compute() const {
 }
 
 double ClassificationMetrics::accuracy() const {
-  return detail::ratio_or_zero(static_cast<double>(sums_.tensor.trace().item<int64_t>()),
+  return detail::ratio_or_zero(static_cast<double>(sums_.trace().item<int64_t>()),
                                static_cast<double>(rows()));
 }
 
@@ -87,7 +87,7 @@ double ClassificationMetrics::average_of(double ClassScores::*score, Average ave
     return accuracy(); // one label per sample: an error is a false negative and a false positive
   }
   const auto scores = per_class();
-  const auto predicted = sums_.tensor.sum(0);
+  const auto predicted = sums_.sum(0);
   double sum = 0;
   double weights = 0;
   for (int64_t label = 0; label < num_labels_; ++label) {
@@ -113,7 +113,7 @@ double ClassificationMetrics::f1(Average average) const {
 }
 
 double ClassificationMetrics::matthews_corrcoef() const {
-  const auto matrix = sums_.tensor.to(at::kDouble);
+  const auto matrix = sums_.to(at::kDouble);
   const auto truth = matrix.sum(1);
   const auto predicted = matrix.sum(0);
   const double n = matrix.sum().item<double>();

@@ -50,17 +50,26 @@ void check_metric_state(const char* where, const at::Tensor& state, const at::Te
 SumMetric::SumMetric(const char* where, at::IntArrayRef sizes, at::ScalarType dtype)
     : where_(where), sums_(at::zeros(sizes, dtype)) {}
 
+SumMetric::SumMetric(const SumMetric& other)
+    : Metric(other), where_(other.where_), sums_(other.sums_.clone()) {}
+
+SumMetric& SumMetric::operator=(const SumMetric& other) {
+  where_ = other.where_;
+  sums_ = other.sums_.clone();
+  return *this;
+}
+
 void SumMetric::set_state(const at::Tensor& state) {
-  check_metric_state(where_, state, sums_.tensor);
-  sums_.tensor.copy_(state);
+  check_metric_state(where_, state, sums_);
+  sums_.copy_(state);
 }
 
 void SumMetric::merge_state(const at::Tensor& other) {
-  check_metric_state(where_, other, sums_.tensor);
-  sums_.tensor += other;
+  check_metric_state(where_, other, sums_);
+  sums_ += other;
 }
 
-void SumMetric::reset() { sums_.tensor.zero_(); }
+void SumMetric::reset() { sums_.zero_(); }
 
 RegressionBatch regression_batch(const char* where, const at::Tensor& predictions,
                                  const at::Tensor& targets, bool one_value) {

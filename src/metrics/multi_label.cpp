@@ -38,19 +38,19 @@ void MultiLabelMetrics::update(const at::Tensor& logits, const at::Tensor& label
   const at::Tensor has = truth.gt(0);
   const at::Tensor said = logits.detach().cpu().gt(threshold_);
   const at::Tensor right = has.eq(said).all(1).sum().reshape({1});
-  sums_.tensor += at::cat({has.logical_and(said).sum(0), said.sum(0), has.sum(0),
-                           at::full({1}, labels.size(0), at::kLong), right});
+  sums_ += at::cat({has.logical_and(said).sum(0), said.sum(0), has.sum(0),
+                    at::full({1}, labels.size(0), at::kLong), right});
 }
 
-int64_t MultiLabelMetrics::rows() const { return sums_.tensor[3 * num_labels_].item<int64_t>(); }
+int64_t MultiLabelMetrics::rows() const { return sums_[3 * num_labels_].item<int64_t>(); }
 
 double MultiLabelMetrics::accuracy() const {
-  const auto right = sums_.tensor[3 * num_labels_ + 1].item<int64_t>();
+  const auto right = sums_[3 * num_labels_ + 1].item<int64_t>();
   return detail::ratio_or_zero(static_cast<double>(right), static_cast<double>(rows()));
 }
 
 double MultiLabelMetrics::f1(Average average) const {
-  const auto* counts = sums_.tensor.const_data_ptr<int64_t>();
+  const auto* counts = sums_.const_data_ptr<int64_t>();
   int64_t hits = 0, predicted = 0, truth = 0;
   double sum = 0, weighted = 0;
   for (int64_t label = 0; label < num_labels_; ++label) {

@@ -41,13 +41,13 @@ void Perplexity::update(double loss_sum, double tokens) {
   if (!(tokens >= 0)) {
     throw InputError(where_, "tokens=" + std::to_string(tokens), "at least 0");
   }
-  sums_.tensor += at::tensor({loss_sum, tokens}, at::kDouble);
+  sums_ += at::tensor({loss_sum, tokens}, at::kDouble);
 }
 
-double Perplexity::tokens() const { return sums_.tensor[1].item<double>(); }
+double Perplexity::tokens() const { return sums_[1].item<double>(); }
 
 double Perplexity::compute() const {
-  return std::exp(sums_.tensor[0].item<double>() / tokens()); // 0 / 0 is NaN
+  return std::exp(sums_[0].item<double>() / tokens()); // 0 / 0 is NaN
 }
 
 } // namespace hasten

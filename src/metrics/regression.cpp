@@ -60,13 +60,11 @@ void Moments::merge(const Moments& other) {
 MeanError::MeanError() : SumMetric("metrics::MeanError", {2}, at::kDouble) {}
 
 void MeanError::add(const at::Tensor& errors) {
-  sums_.tensor +=
+  sums_ +=
       at::tensor({errors.sum().item<double>(), static_cast<double>(errors.numel())}, at::kDouble);
 }
 
-double MeanError::mean() const {
-  return sums_.tensor[0].item<double>() / sums_.tensor[1].item<double>();
-}
+double MeanError::mean() const { return sums_[0].item<double>() / sums_[1].item<double>(); }
 
 } // namespace detail
 

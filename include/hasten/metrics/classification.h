@@ -52,7 +52,7 @@ class ClassificationMetrics : public detail::SumMetric {
   /// [label]
   std::vector<ClassScores> per_class() const;
   /// A copy of the matrix.
-  at::Tensor confusion_matrix() const { return sums_.tensor.clone(); }
+  at::Tensor confusion_matrix() const { return sums_.clone(); }
   /// Share of samples that were predicted correctly; 0 without samples.
   double accuracy() const;
   double precision(Average average = Average::macro) const;

@@ -13,26 +13,6 @@
 
 namespace hasten {
 
-namespace detail {
-
-/// A tensor that is a value: copying it copies its data.
-struct OwnTensor {
-  at::Tensor tensor{};
-  OwnTensor() = default;
-  explicit OwnTensor(at::Tensor t) : tensor(std::move(t)) {}
-  OwnTensor(const OwnTensor& other)
-      : tensor(other.tensor.defined() ? other.tensor.clone() : at::Tensor()) {}
-  OwnTensor& operator=(const OwnTensor& other) {
-    tensor = OwnTensor(other).tensor;
-    return *this;
-  }
-  OwnTensor(OwnTensor&&) noexcept = default;
-  OwnTensor& operator=(OwnTensor&&) noexcept = default;
-  ~OwnTensor() = default;
-};
-
-} // namespace detail
-
 class Metric {
  public:
   virtual ~Metric() = default;
@@ -62,7 +42,7 @@ namespace detail {
 /// an all-reduce in place.
 class SumMetric : public Metric {
  public:
-  at::Tensor state() const override { return sums_.tensor; }
+  at::Tensor state() const override { return sums_; }
   void set_state(const at::Tensor& state) override;
   void merge_state(const at::Tensor& other) override;
   void reset() override;
@@ -70,9 +50,11 @@ class SumMetric : public Metric {
  protected:
   /// `where` is for errors: "metrics::Auroc".
   SumMetric(const char* where, at::IntArrayRef sizes, at::ScalarType dtype);
+  SumMetric(const SumMetric& other);
+  SumMetric& operator=(const SumMetric& other);
 
   const char* where_;
-  OwnTensor sums_;
+  at::Tensor sums_;
 };
 
 /// A metric whose states are merged by more than a sum.
