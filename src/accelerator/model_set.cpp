@@ -177,7 +177,7 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
     module->to(run_.device()); // same tensors, new storage: flatten only after it
   }
   PreparedModel state;
-  BufferPolicy policy = run_.options().buffers;
+  BroadcastBuffers policy = run_.options().broadcast_buffers;
   convert_batch_norms(module, state, policy, rows_count);
   if (run_.strategy() == Strategy::ddp) {
     prepare_whole(state, module, policy);
@@ -193,20 +193,20 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
 }
 
 void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
-                             BufferPolicy buffers) {
+                             BroadcastBuffers broadcast_buffers) {
   DdpOptions ddp;
   ddp.bucket_cap_mb = run_.options().bucket_cap_mb;
   ddp.first_bucket_mb = std::min(ddp.first_bucket_mb, run_.options().bucket_cap_mb);
   ddp.find_unused_parameters = run_.options().find_unused_parameters;
   ddp.static_graph = run_.options().static_graph;
-  ddp.buffers = buffers;
+  ddp.broadcast_buffers = broadcast_buffers;
   state.parallel = std::make_shared<Ddp>(run_.communicator(), std::move(module), ddp);
 }
 
 // The layers have their own group, because in backward gradients are sent on the other one, in an
 // order that may differ from the layers'.
 void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module,
-                                   PreparedModel& state, BufferPolicy& buffers,
+                                   PreparedModel& state, BroadcastBuffers& broadcast_buffers,
                                    const std::function<bool(size_t)>& rows_count) {
   if (!run_.options().sync_batchnorm || run_.communicator()->world_size() == 1) {
     return;
@@ -232,7 +232,7 @@ void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& mod
         return !item.value().defined() || !item.value().is_floating_point() ||
                equal.count(item.key()) > 0;
       })) {
-    buffers = BufferPolicy::leave;
+    broadcast_buffers = BroadcastBuffers::off;
   }
 }
 

@@ -95,11 +95,12 @@ class ModelSet {
 
  private:
   void convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module, PreparedModel& state,
-                           BufferPolicy& buffers, const std::function<bool(size_t)>& rows_count);
+                           BroadcastBuffers& broadcast_buffers,
+                           const std::function<bool(size_t)>& rows_count);
   void prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
-                     BufferPolicy buffers);
+                     BroadcastBuffers broadcast_buffers);
   void prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
-                       BufferPolicy buffers, Precision precision);
+                       BroadcastBuffers broadcast_buffers, Precision precision);
   void open_shard_groups();
 
   RunContext& run_;

@@ -99,9 +99,9 @@ bool ModelSet::has_replicas(uint64_t mask) const {
 }
 
 void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
-                               BufferPolicy buffers, Precision precision) {
+                               BroadcastBuffers broadcast_buffers, Precision precision) {
   FullyShardOptions how = run_.options().fully_shard;
-  how.buffers = buffers;
+  how.broadcast_buffers = broadcast_buffers;
   if (precision != Precision::no && !how.precision.param_dtype) {
     // Autocast's own casts of unsharded parameters would stay until backward.
     how.unit_precision.try_emplace("", how.precision);

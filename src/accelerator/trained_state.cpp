@@ -95,7 +95,7 @@ void UnevenInputs::take_model(size_t index, const NamedTensors& tensors,
   DataParallel& model = *models_[index].parallel;
   const std::string prefix = std::to_string(index) + ".";
   for (const auto& [name, target] : named_model_tensors(*model.module())) {
-    if (models_.owns(target) || run_.options().buffers != BufferPolicy::leave) {
+    if (models_.owns(target) || run_.options().broadcast_buffers != BroadcastBuffers::off) {
       at::Tensor(target).copy_(tensors.at("model." + prefix + name));
     }
   }

@@ -271,14 +271,14 @@ void Ddp::apply_pending_factor() {
 }
 
 bool Ddp::evens_out_buffers(bool any_dtype) const {
-  return !alone_ && detail::to_even_out(module_buffers_, options_.buffers, any_dtype);
+  return !alone_ && detail::to_even_out(module_buffers_, options_.broadcast_buffers, any_dtype);
 }
 
 void Ddp::sync_buffers(const DdpRanks& ranks) {
-  if (alone_ || module_buffers_.empty() || options_.buffers == BufferPolicy::leave) {
+  if (alone_ || module_buffers_.empty() || options_.broadcast_buffers == BroadcastBuffers::off) {
     return;
   }
-  detail::even_out_buffers(*communicator_, module_buffers_, options_.buffers, ranks);
+  detail::even_out_buffers(*communicator_, module_buffers_, options_.broadcast_buffers, ranks);
   buffer_versions_ = detail::versions_of(module_buffers_);
 }
 

@@ -274,18 +274,18 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
 
 bool FullyShard::evens_out_buffers(bool any_dtype) const {
   return (communicator_->world_size() > 1 || replicas() != nullptr) &&
-         detail::to_even_out(module_buffers_, options_.buffers, any_dtype);
+         detail::to_even_out(module_buffers_, options_.broadcast_buffers, any_dtype);
 }
 
 void FullyShard::sync_buffers(const DdpRanks& ranks) {
-  if (module_buffers_.empty() || options_.buffers == BufferPolicy::leave) {
+  if (module_buffers_.empty() || options_.broadcast_buffers == BroadcastBuffers::off) {
     return;
   }
   const bool together = replicas() != nullptr && options_.everyone;
   detail::even_out_buffers(together ? *options_.everyone : *communicator_, module_buffers_,
-                           options_.buffers, ranks);
+                           options_.broadcast_buffers, ranks);
   if (replicas() != nullptr && !together) {
-    detail::even_out_buffers(*replicas(), module_buffers_, options_.buffers, {});
+    detail::even_out_buffers(*replicas(), module_buffers_, options_.broadcast_buffers, {});
   }
   buffer_versions_ = detail::versions_of(module_buffers_);
 }

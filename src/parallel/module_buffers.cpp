@@ -23,8 +23,9 @@ FlatLayout::NamedParameters unique_tensors(
 
 // torch's batch norm writes running statistics without changing their version counters; writes to
 // integer buffers change them.
-bool to_even_out(const FlatLayout::NamedParameters& buffers, BufferPolicy policy, bool any_dtype) {
-  return policy != BufferPolicy::leave &&
+bool to_even_out(const FlatLayout::NamedParameters& buffers, BroadcastBuffers policy,
+                 bool any_dtype) {
+  return policy != BroadcastBuffers::off &&
          std::any_of(buffers.begin(), buffers.end(), [any_dtype](const auto& entry) {
            return any_dtype || entry.second.is_floating_point() || entry.second.is_complex();
          });
@@ -39,7 +40,7 @@ std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers) {
 }
 
 void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParameters& named,
-                      BufferPolicy policy, const DdpRanks& ranks) {
+                      BroadcastBuffers policy, const DdpRanks& ranks) {
   at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
   for (const auto& entry : named) {
@@ -51,7 +52,7 @@ void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParamet
       pieces.push_back(buffer.detach().reshape({-1}));
     }
     at::Tensor flat = at::cat(pieces);
-    const bool average = policy == BufferPolicy::average && at::isFloatingType(dtype);
+    const bool average = policy == BroadcastBuffers::average && at::isFloatingType(dtype);
     if (average) {
       if (!ranks.here) {
         flat.zero_();

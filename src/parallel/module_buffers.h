@@ -10,16 +10,17 @@
 
 namespace hasten::detail {
 
-// True if the policy synchronises and there are floating-point buffers, which torch writes in a
+// True if `policy` is not `off` and there are floating-point buffers, which torch writes in a
 // forward; with `any_dtype` any buffers. Equal on all ranks.
-bool to_even_out(const FlatLayout::NamedParameters& buffers, BufferPolicy policy, bool any_dtype);
+bool to_even_out(const FlatLayout::NamedParameters& buffers, BroadcastBuffers policy,
+                 bool any_dtype);
 
 // Version counters [buffer]; they change when torch's operators write a buffer.
 std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers);
 
 // One message per dtype. Collective, blocking.
 void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParameters& buffers,
-                      BufferPolicy policy, const DdpRanks& ranks);
+                      BroadcastBuffers policy, const DdpRanks& ranks);
 
 // The defined tensors, each once, under its first name.
 FlatLayout::NamedParameters unique_tensors(

@@ -18,8 +18,9 @@ struct NotedImpl : torch::nn::Module {
 TORCH_MODULE(Noted);
 
 struct NotedRun {
-  explicit NotedRun(BufferPolicy policy, int64_t steps = 2, int64_t more_batches = 0)
-      : accelerator(accelerator_of({.gradient_accumulation_steps = steps, .buffers = policy})),
+  explicit NotedRun(BroadcastBuffers policy, int64_t steps = 2, int64_t more_batches = 0)
+      : accelerator(
+            accelerator_of({.gradient_accumulation_steps = steps, .broadcast_buffers = policy})),
         world(accelerator.num_processes()),
         rank(accelerator.process_index()),
         batches(make_batches(2 * world + more_batches)),
@@ -49,7 +50,7 @@ struct NotedRun {
 };
 
 TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
-  NotedRun run(BufferPolicy::broadcast);
+  NotedRun run(BroadcastBuffers::on);
   int turn = 0;
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (const auto& batch : run.loader()) {
@@ -69,7 +70,7 @@ TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
 // Ranks 1, 2, ... have one more window: rank 0's buffers are stale, and it waits at the end of its
 // data.
 TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
-  NotedRun run(BufferPolicy::broadcast, 1);
+  NotedRun run(BroadcastBuffers::on, 1);
   const int64_t turns = run.rank == 0 && run.world > 1 ? 1 : 2;
   for (int64_t turn = 0; turn < turns; ++turn) {
     run.write(static_cast<double>(10 * turn + run.rank));
@@ -82,7 +83,7 @@ TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
 }
 
 TEST(Buffers, AreEqualInAnEvaluationInsideAWindow) {
-  NotedRun run(BufferPolicy::average);
+  NotedRun run(BroadcastBuffers::average);
   std::vector<Pair> held_out = make_batches(run.world);
   auto evaluation = run.accelerator.prepare(held_out);
   int turn = 0;
@@ -101,7 +102,7 @@ TEST(Buffers, AreEqualInAnEvaluationInsideAWindow) {
 
 TEST(Buffers, AreEqualInAStateSavedInsideAWindow) {
   const auto folder = state_test::common_folder();
-  NotedRun run(BufferPolicy::average);
+  NotedRun run(BroadcastBuffers::average);
   int turn = 0;
   for (const auto& batch : run.loader()) {
     auto window = run.accelerator.accumulate(run.net);
@@ -118,7 +119,7 @@ TEST(Buffers, AreEqualInAStateSavedInsideAWindow) {
 }
 
 TEST(Buffers, OfARankWhoseBatchStandsInDoNotCount) {
-  NotedRun run(BufferPolicy::average, 1, 1);
+  NotedRun run(BroadcastBuffers::average, 1, 1);
   int turn = 0;
   for (const auto& batch : run.loader()) {
     auto window = run.accelerator.accumulate(run.net);

@@ -27,11 +27,11 @@ struct CountedImpl : torch::nn::Module {
 TORCH_MODULE(Counted);
 
 struct BufferRig {
-  explicit BufferRig(BufferPolicy policy)
+  explicit BufferRig(BroadcastBuffers policy)
       : communicator(fresh_communicator()),
         world(communicator->world_size()),
         rank(communicator->rank()),
-        ddp(communicator, net.ptr(), {.buffers = policy}) {}
+        ddp(communicator, net.ptr(), {.broadcast_buffers = policy}) {}
   void step(const DdpRanks& ranks = {}) {
     ddp.begin();
     const Tensor loss = net->loss(rank);
@@ -56,7 +56,7 @@ struct BufferRig {
 };
 
 TEST(DdpBuffers, AreRankZerosAfterEverySum) {
-  BufferRig rig(BufferPolicy::broadcast);
+  BufferRig rig(BroadcastBuffers::on);
   rig.step();
   rig.expect(1, 10);
   rig.net->loss(rig.rank);
@@ -66,7 +66,7 @@ TEST(DdpBuffers, AreRankZerosAfterEverySum) {
 
 // Rank 0 ran out of batches, so its buffers are stale.
 TEST(DdpBuffers, AreThoseOfTheFirstRankWithABatch) {
-  BufferRig rig(BufferPolicy::broadcast);
+  BufferRig rig(BroadcastBuffers::on);
   if (rig.world > 1) {
     rig.step({.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
     rig.expect(2, 20);
@@ -74,7 +74,7 @@ TEST(DdpBuffers, AreThoseOfTheFirstRankWithABatch) {
 }
 
 TEST(DdpBuffers, AverageLeavesIntegersAlone) {
-  BufferRig rig(BufferPolicy::average);
+  BufferRig rig(BroadcastBuffers::average);
   rig.step();
   rig.expect((rig.world + 1) / 2.0, 10);
   if (rig.world > 1) { // ranks 1, 2, ...: their mean
@@ -84,7 +84,7 @@ TEST(DdpBuffers, AverageLeavesIntegersAlone) {
 }
 
 TEST(DdpBuffers, LeaveLeavesThem) {
-  BufferRig rig(BufferPolicy::leave);
+  BufferRig rig(BroadcastBuffers::off);
   rig.step();
   rig.expect(rig.rank + 1, 10 * (rig.rank + 1));
 }

@@ -153,14 +153,15 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
 }
 
 TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
-  for (const BufferPolicy policy : {BufferPolicy::broadcast, BufferPolicy::average}) {
+  for (const BroadcastBuffers policy : {BroadcastBuffers::on, BroadcastBuffers::average}) {
     auto communicator =
         fresh_communicator({.timeout = std::chrono::seconds(20),
-                            .name = policy == BufferPolicy::average ? "average" : "broadcast"});
+                            .name = policy == BroadcastBuffers::average ? "average" : "broadcast"});
     const int world = communicator->world_size();
     torch::nn::Sequential net(torch::nn::BatchNorm1d(6));
     net->to(torch::kDouble);
-    FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net), {.buffers = policy});
+    FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net),
+                       {.broadcast_buffers = policy});
     const auto rows = [](int rank) { return torch::full({2, 6}, rank + 1, torch::kDouble); };
     sharded.begin();
     Tensor loss;
@@ -173,7 +174,7 @@ TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
     sharded.finish_backward();
     sharded.finish(1);
     // A momentum of 0.1 from 0 towards the batch's mean.
-    const double mean = policy == BufferPolicy::average ? (world + 1) / 2.0 : 1;
+    const double mean = policy == BroadcastBuffers::average ? (world + 1) / 2.0 : 1;
     EXPECT_NEAR(net->named_buffers()["0.running_mean"].mean().item<double>(), 0.1 * mean, 1e-12);
   }
 }

@@ -98,9 +98,8 @@ struct AcceleratorOptions {
   std::vector<std::string> shard_units{};
   /// How buffers (running statistics) are made equal on all ranks. This is done when a window opens
   /// and when it is complete, in save_state(), and before an evaluation inside a window. Costs two
-  /// messages per dtype
-  /// and one more, for models with floating-point buffers.
-  BufferPolicy buffers = BufferPolicy::broadcast;
+  /// messages per dtype and one more, for models with floating-point buffers.
+  BroadcastBuffers broadcast_buffers = BroadcastBuffers::on;
   /// BatchNorm1d, 2d and 3d compute mean and variance over the samples of all ranks
   /// (hasten/parallel/sync_batch_norm.h), so a batch on n ranks trains as on one. Costs two
   /// blocking messages per layer and a small one per batch. If one rank has a batch, every rank

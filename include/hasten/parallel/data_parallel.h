@@ -37,14 +37,15 @@ namespace hasten {
 /// Accelerator calls when a window begins. If all buffers are integer or boolean, they are sent
 /// only after some rank has written one. During a batch, statistics are always those of the rank's
 /// own samples.
-enum class BufferPolicy {
-  /// Every rank takes the buffers of the first rank that had a batch.
-  broadcast,
+enum class BroadcastBuffers {
+  /// DDP's broadcast_buffers=True, but at the end of a sum and not before each forward: every rank
+  /// takes the buffers of the first rank that had a batch.
+  on,
   /// Floating-point buffers become the mean over the ranks that had a batch. Integers (counters)
   /// are taken from the first of them and never averaged.
   average,
-  /// Each rank keeps its own.
-  leave
+  /// DDP's broadcast_buffers=False: each rank keeps its own.
+  off
 };
 
 /// Options of the next backward.
@@ -147,12 +148,12 @@ class DataParallel : public Stateful {
   virtual void register_comm_hook(std::shared_ptr<CommHook> hook) = 0;
   virtual const std::shared_ptr<CommHook>& comm_hook() const = 0;
 
-  /// Synchronises the module's buffers now, by the policy, for an evaluation or a save in the
-  /// middle of a sum. One message per dtype. Collective, blocking.
+  /// Synchronises the module's buffers now, by broadcast_buffers, for an evaluation or a save in
+  /// the middle of a sum. One message per dtype. Collective, blocking.
   virtual void sync_buffers(const DdpRanks& ranks = {}) = 0;
-  /// True if there are several ranks, the policy is not `leave`, and the model has floating-point
-  /// buffers, which torch writes in a forward; with `any_dtype`, buffers of any dtype. Local, equal
-  /// on all ranks.
+  /// True if there are several ranks, broadcast_buffers is not `off`, and the model has
+  /// floating-point buffers, which torch writes in a forward; with `any_dtype`, buffers of any
+  /// dtype. Local, equal on all ranks.
   virtual bool evens_out_buffers(bool any_dtype = false) const = 0;
 
   /// While true, sums stay on this rank and buffers are not synchronised, as in a world of one

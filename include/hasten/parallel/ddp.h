@@ -50,7 +50,8 @@ struct DdpOptions {
   /// Promises that every reduced backward uses the same parameters as the first one. Unused
   /// parameters are allowed, and no walk over the graph is needed.
   bool static_graph = false;
-  BufferPolicy buffers = BufferPolicy::broadcast;
+  /// How buffers (running statistics) are made equal on all ranks.
+  BroadcastBuffers broadcast_buffers = BroadcastBuffers::on;
 };
 
 class Ddp : public DataParallel {

@@ -112,7 +112,7 @@ struct FullyShardOptions {
   /// Replaces `precision` for units by name ("encoder.layer.3"; the root is "").
   std::map<std::string, MixedPrecisionPolicy> unit_precision{};
   /// How running statistics are synchronised at the end of a sum, as with Ddp.
-  BufferPolicy buffers = BufferPolicy::broadcast;
+  BroadcastBuffers broadcast_buffers = BroadcastBuffers::on;
   /// The ranks that hold the same shard as this one (HSDP). Gradients are summed over them once per
   /// window, after the sum in the shard group. Null: none.
   std::shared_ptr<Communicator> replicas{};
