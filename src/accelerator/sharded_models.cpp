@@ -123,10 +123,11 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
   }
   const auto model = std::make_shared<ShardedModel>(
       shard_group_ ? shard_group_ : run_.communicator(), std::move(module), units, std::move(how));
-  if (run_.options().fully_shard.sync == GradientSync::last && run_.world().rank == 0) {
-    log_info("fully_shard.sync=last: gradients are summed once a window, and every rank keeps " +
-             format_bytes(model->shards().report().unsharded_gradient_bytes) +
-             " of unsharded gradients until then");
+  if (!run_.options().fully_shard.sync_each_batch.value_or(true) && run_.world().rank == 0) {
+    log_info(
+        "fully_shard.sync_each_batch=false: gradients are summed once a window, and every rank keeps " +
+        format_bytes(model->shards().report().unsharded_gradient_bytes) +
+        " of unsharded gradients until then");
   }
   state.parallel = model;
   state.sharded = {model, &model->shards()};

@@ -347,8 +347,7 @@ void FullyShard::shard_units() {
   settings.reductions = reductions_;
   settings.replicas = options_.replicas;
   settings.reshard_after_forward = options_.reshard_after_forward.value_or(!whole);
-  settings.reduce_each =
-      options_.sync.value_or(late ? GradientSync::last : GradientSync::each) == GradientSync::each;
+  settings.sync_each_batch = options_.sync_each_batch.value_or(!late);
   settings.prefetch = options_.prefetch;
   schedule_ = std::make_shared<detail::ShardSchedule>(std::move(units_), std::move(settings));
 }

@@ -122,7 +122,7 @@ void ShardSchedule::complete(size_t unit) {
   if (!keeps(unit) || last_) {
     done.reshard();
   }
-  const bool reduces = last_ || settings_.reduce_each;
+  const bool reduces = last_ || settings_.sync_each_batch;
   if (done.alone() || !reduces) {
     done.keep_taken();
   }
@@ -167,7 +167,7 @@ void ShardSchedule::close_backward() {
   }
   complete_after(-1);
   // Gradients of earlier batches in units that this batch did not call.
-  const bool left = last_ && (!settings_.reduce_each || settings_.replicas);
+  const bool left = last_ && (!settings_.sync_each_batch || settings_.replicas);
   for (size_t unit = 0; left && unit < root(); ++unit) {
     if (!complete_[unit]) {
       complete(unit);

@@ -40,7 +40,7 @@ struct ShardSettings {
   std::shared_ptr<Communicator> reductions{};
   std::shared_ptr<Communicator> replicas{}; // null: none
   bool reshard_after_forward = true;
-  bool reduce_each = true;
+  bool sync_each_batch = true;
   int prefetch = 1;
 };
 

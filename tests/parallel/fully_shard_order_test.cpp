@@ -19,7 +19,7 @@ TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
   const std::vector<Row> rows{{{}, 1, 2, 1, 1},
                               {{}, 3, 6, 3, 3},
                               {{.prefetch = 0}, 3, 6, 3, 3},
-                              {{.sync = GradientSync::last}, 3, 6, 3, 1},
+                              {{.sync_each_batch = false}, 3, 6, 3, 1},
                               {{.reshard_after_forward = false}, 3, 1, 1, 3},
                               {{.strategy = ShardingStrategy::zero2}, 1, 1, 1, 1},
                               {{.strategy = ShardingStrategy::zero1}, 3, 1, 1, 1}};
@@ -72,13 +72,13 @@ TEST(FullyShardOrder, AUnitMayBeCalledTwiceAndInAnyOrder) {
 
 // The second batch leaves the last block out, the third the first.
 TEST(FullyShardOrder, BatchesOfAWindowMayUseOtherUnits) {
-  for (const GradientSync sync : {GradientSync::each, GradientSync::last}) {
-    auto communicator = fresh_communicator({.timeout = std::chrono::seconds(20),
-                                            .name = sync == GradientSync::each ? "each" : "last"});
+  for (const bool each : {true, false}) {
+    auto communicator =
+        fresh_communicator({.timeout = std::chrono::seconds(20), .name = each ? "each" : "last"});
     const int rank = communicator->rank();
     Net net(static_cast<uint64_t>(rank) + 1, 3);
     Net plain(1, 3);
-    FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.sync = sync});
+    FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.sync_each_batch = each});
     int calls = 0;
     const Loss loss = [&](NetImpl& of, const Tensor& rows) {
       const std::vector<std::vector<int>> orders{{0, 1, 2}, {0, 1}, {1, 2}};

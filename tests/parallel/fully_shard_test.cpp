@@ -18,7 +18,7 @@ std::vector<Variant> variants() {
           {"no reshard", {.reshard_after_forward = false}},
           {"zero2", {.strategy = ShardingStrategy::zero2}},
           {"zero1", {.strategy = ShardingStrategy::zero1}},
-          {"sync last", {.sync = GradientSync::last}}};
+          {"sync last", {.sync_each_batch = false}}};
 }
 
 TEST(FullyShard, TenStepsEqualOneProcessOnTheJoinedBatch) {
@@ -205,12 +205,12 @@ TEST(FullyShard, GradientsAddToWhatNobodyZeroed) {
 }
 
 TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
-  for (const GradientSync sync : {GradientSync::each, GradientSync::last}) {
-    auto communicator = fresh_communicator({.timeout = std::chrono::seconds(20),
-                                            .name = sync == GradientSync::each ? "each" : "last"});
+  for (const bool each : {true, false}) {
+    auto communicator =
+        fresh_communicator({.timeout = std::chrono::seconds(20), .name = each ? "each" : "last"});
     const int rank = communicator->rank();
     Net net(1, 2);
-    FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.sync = sync});
+    FullyShard sharded(communicator, net.ptr(), blocks_of(net), {.sync_each_batch = each});
     const auto batch = [&](FullyShard& on, Net& of, int m, bool last) {
       Tensor loss;
       {
@@ -235,7 +235,7 @@ TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
     sharded.finish(0.5);
 
     Net again(1, 2);
-    FullyShard resumed(communicator, again.ptr(), blocks_of(again), {.sync = sync});
+    FullyShard resumed(communicator, again.ptr(), blocks_of(again), {.sync_each_batch = each});
     resumed.load_state(saved, values);
     batch(resumed, again, 2, true);
     resumed.finish(0.5);

@@ -74,15 +74,6 @@ enum class ShardingStrategy {
   zero1,
 };
 
-/// When gradients are summed over ranks in a window of several batches.
-enum class GradientSync {
-  /// In each backward. Memory stays constant; k batches send gradients k times.
-  each,
-  /// In the last backward. Until then every rank keeps unsharded gradients in fp32:
-  /// ShardReport::unsharded_gradient_bytes.
-  last,
-};
-
 /// dtypes of a unit; as FSDP2's MixedPrecisionPolicy.
 struct MixedPrecisionPolicy {
   /// dtype of unsharded parameters, in messages and in the block. Shards keep theirs, so the
@@ -103,8 +94,13 @@ struct FullyShardOptions {
   /// If false, blocks stay unsharded from forward to backward: one all-gather less, and all
   /// parameters in memory. Empty: the strategy decides.
   std::optional<bool> reshard_after_forward{};
-  /// Empty: the strategy decides (zero1: last).
-  std::optional<GradientSync> sync{};
+  /// When gradients are summed over ranks in a window of several batches; Accelerate's
+  /// sync_each_batch. True: in each backward. Memory stays constant; k batches send gradients k
+  /// times. False: in the last backward, as with FSDP2's set_requires_gradient_sync(False) (DDP's
+  /// require_backward_grad_sync = False) before the others. Until then every rank keeps unsharded
+  /// gradients in fp32: ShardReport::unsharded_gradient_bytes. Empty: the strategy decides (zero1:
+  /// false).
+  std::optional<bool> sync_each_batch{};
   /// Blocks gathered ahead, in the order of the previous forward: 0 or 1. 1 takes the memory of one
   /// more block.
   int prefetch = 1;
@@ -151,7 +147,7 @@ struct ShardReport {
   /// Bytes of recycled buffers, in use or not: the size of a few units. They are kept between
   /// steps, because fresh memory is slow.
   int64_t buffer_bytes = 0;
-  /// Bytes of unsharded gradients that GradientSync::last keeps per rank.
+  /// Bytes of unsharded gradients that each rank keeps if sync_each_batch is false.
   int64_t unsharded_gradient_bytes = 0;
   /// The blocks in the order given; the root is last.
   std::vector<ShardUnitReport> units{};
@@ -274,7 +270,7 @@ class FullyShard : public Stateful {
   const FullyShardOptions& options() const { return options_; }
 
   /// This rank's state, between backwards: the progress of the sum, and "grad.<name>", "sum.<name>"
-  /// (unsharded, for GradientSync::last), "aside.<name>".
+  /// (unsharded, without sync_each_batch), "aside.<name>".
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Throws InputError naming a tensor that is not this model's. Local.
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
