@@ -204,21 +204,6 @@ void Ddp::launch_ready_buckets(bool all) {
   }
 }
 
-// A parameter of the module that was put there after it was prepared.
-static std::string replaced_parameter(const torch::nn::Module& module,
-                                      const FlatLayout::NamedParameters& parameters) {
-  std::unordered_set<const void*> known;
-  for (const auto& entry : parameters) {
-    known.insert(entry.second.unsafeGetTensorImpl());
-  }
-  for (const auto& item : module.named_parameters()) {
-    if (item.value().defined() && known.count(item.value().unsafeGetTensorImpl()) == 0) {
-      return item.key();
-    }
-  }
-  return {};
-}
-
 void Ddp::finish_backward() {
   std::lock_guard lock(mutex_);
   in_backward_ = false;
@@ -230,7 +215,7 @@ void Ddp::finish_backward() {
     check_static_graph();
     start_agreement();
   } else if (reduce_ && std::find(used_.begin(), used_.end(), 0) != used_.end()) {
-    const std::string replaced = replaced_parameter(*module_, parameters_);
+    const std::string replaced = detail::replaced_parameter(*module_, parameters_);
     if (!replaced.empty()) {
       throw InputError(
           "parallel::Ddp",
@@ -402,7 +387,7 @@ void Ddp::throw_unused() {
   nlohmann::json mine = nlohmann::json::object();
   if (!missing_.empty()) {
     mine["unused"] = detail::quoted_names(missing_);
-    mine["replaced"] = replaced_parameter(*module_, parameters_);
+    mine["replaced"] = detail::replaced_parameter(*module_, parameters_);
   }
   const auto all = communicator_->all_gather_object(mine, "unused parameters");
   std::string what;

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <unordered_set>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -45,12 +44,20 @@ detail::ShardTensor& FullyShard::tensor_of(size_t parameter) const {
   return flat_of(parameter).tensors[places_[parameter].second];
 }
 
-bool FullyShard::reshard() {
-  if (schedule_->forward_is_open() || schedule_->in_backward()) {
-    return false;
+bool FullyShard::unshard() {
+  const bool idle = schedule_->idle();
+  if (idle) {
+    schedule_->unshard();
   }
-  schedule_->let_all_go();
-  return true;
+  return idle;
+}
+
+bool FullyShard::reshard() {
+  const bool idle = schedule_->idle();
+  if (idle) {
+    schedule_->reshard();
+  }
+  return idle;
 }
 
 [[noreturn]] static void throw_changed(const std::string& name) {
@@ -62,31 +69,22 @@ bool FullyShard::reshard() {
       "model before it is sharded");
 }
 
-// A parameter without a gradient may have been replaced in the module.
-void FullyShard::check_unused() const {
-  std::unordered_set<const void*> known;
-  bool all = true;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    known.insert(parameters_[i].parameter.unsafeGetTensorImpl());
-    all = all && (tensor_of(i).used || !tensor_of(i).trainable);
+static void check_replaced(const torch::nn::Module& module,
+                           const std::vector<ShardedParameter>& parameters) {
+  FlatLayout::NamedParameters known;
+  for (const ShardedParameter& entry : parameters) {
+    known.emplace_back(entry.name, entry.parameter);
   }
-  if (all) {
-    return;
-  }
-  for (const auto& item : module_->named_parameters()) {
-    if (item.value().defined() && known.count(item.value().unsafeGetTensorImpl()) == 0) {
-      throw_changed(item.key());
-    }
+  if (const auto name = detail::replaced_parameter(module, known); !name.empty()) {
+    throw_changed(name);
   }
 }
 
 void FullyShard::check_parameters() const {
-  std::string name;
   for (const auto& unit : schedule_->units()) {
-    name = name.empty() ? unit->changed_parameter() : name;
-  }
-  if (!name.empty()) {
-    throw_changed(name);
+    if (const auto name = unit->changed_parameter(); !name.empty()) {
+      throw_changed(name);
+    }
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].parameter.requires_grad() && !tensor_of(i).trainable) {
@@ -150,7 +148,7 @@ void FullyShard::start_backward(bool reduce) {
 void FullyShard::gradient_ready(size_t parameter) {
   const ShardedParameter& entry = parameters_[parameter];
   detail::ShardUnit& unit = *schedule_->units()[entry.unit];
-  const bool whole = unit.state() == detail::ShardUnit::State::whole &&
+  const bool whole = unit.state() == detail::ShardUnit::State::unsharded &&
                      entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
   if (!schedule_->in_backward() || !whole) {
     entry.parameter.mutable_grad().reset();
@@ -247,8 +245,12 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
   wait();
   const at::NoGradGuard no_grad;
   schedule_->close_window();
-  check_unused();
-  for (const auto& unit : schedule_->units()) {
+  const auto& units = schedule_->units();
+  if (std::any_of(units.begin(), units.end(),
+                  [](const auto& unit) { return unit->has_unused(); })) {
+    check_replaced(*module_, parameters_);
+  }
+  for (const auto& unit : units) {
     unit->scale_gradients(factor);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -256,7 +258,7 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
     const detail::ShardFlat& flat = flat_of(i);
     at::Tensor gradient;
     if (tensor.used) {
-      gradient = schedule_->units()[parameters_[i].unit]->gradient_of(flat, tensor);
+      gradient = units[parameters_[i].unit]->gradient_of(flat, tensor);
     }
     if (tensor.aside.defined()) {
       gradient = gradient.defined() ? gradient.add_(tensor.aside) : std::move(tensor.aside);

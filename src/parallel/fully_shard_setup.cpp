@@ -238,6 +238,13 @@ FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
   attach(blocks);
 }
 
+std::shared_ptr<FullyShard> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
+                                        std::shared_ptr<Communicator> communicator,
+                                        FullyShardOptions options) {
+  return std::make_shared<FullyShard>(std::move(communicator), module, repeated_blocks(*module),
+                                      std::move(options));
+}
+
 void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
   detail::BlockNumbers numbers;
   for (const auto& block : blocks) {

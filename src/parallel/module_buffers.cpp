@@ -21,6 +21,20 @@ FlatLayout::NamedParameters unique_tensors(
   return unique;
 }
 
+std::string replaced_parameter(const torch::nn::Module& module,
+                               const FlatLayout::NamedParameters& known) {
+  std::unordered_set<const void*> impls;
+  for (const auto& entry : known) {
+    impls.insert(entry.second.unsafeGetTensorImpl());
+  }
+  for (const auto& item : module.named_parameters()) {
+    if (item.value().defined() && !impls.contains(item.value().unsafeGetTensorImpl())) {
+      return item.key();
+    }
+  }
+  return {};
+}
+
 // torch's batch norm writes running statistics without changing their version counters; writes to
 // integer buffers change them.
 bool to_even_out(const FlatLayout::NamedParameters& buffers, BroadcastBuffers policy,

@@ -26,4 +26,9 @@ void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParamet
 FlatLayout::NamedParameters unique_tensors(
     const torch::OrderedDict<std::string, at::Tensor>& named);
 
+// A parameter of the module that is none of `known`: code has put it in place of one of them.
+// Empty: there is none.
+std::string replaced_parameter(const torch::nn::Module& module,
+                               const FlatLayout::NamedParameters& known);
+
 } // namespace hasten::detail

@@ -27,9 +27,9 @@ void ShardSchedule::open_backward(bool last) {
   for (Call& call : calls_) {
     call.reached = false;
   }
-  gather(root());
+  unshard(root());
   if (settings_.prefetch > 0 && !calls_.empty() && !calls_.back().spent) {
-    gather_ahead(calls_.back().unit);
+    prefetch(calls_.back().unit);
   }
 }
 
@@ -63,20 +63,20 @@ void ShardSchedule::reach(int64_t id) {
 void ShardSchedule::advance(Call& call) {
   call.reached = true;
   complete_after(call.left);
-  let_others_go(call);
-  gather(call.unit);
+  reshard_others(call);
+  unshard(call.unit);
   if (settings_.prefetch == 0) {
     return;
   }
   for (auto next = calls_.rbegin(); next != calls_.rend(); ++next) {
     if (next->forward == call.forward && !next->reached) {
-      gather_ahead(next->unit);
+      prefetch(next->unit);
       return;
     }
   }
 }
 
-void ShardSchedule::let_others_go(const Call& call) {
+void ShardSchedule::reshard_others(const Call& call) {
   for (size_t unit = 0; unit < root(); ++unit) {
     const bool around = std::any_of(calls_.begin(), calls_.end(), [&](const Call& outer) {
       return outer.unit == unit && outer.reached && outer.forward == call.forward &&
@@ -175,7 +175,7 @@ void ShardSchedule::close_backward() {
   }
   complete(root());
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    units_[unit]->finish_gather(); // a prefetch that was not needed
+    units_[unit]->wait_for_unshard(); // a prefetch that was not needed
     if (settings_.reshard_after_forward || last_) {
       units_[unit]->reshard();
     }
@@ -201,12 +201,21 @@ void ShardSchedule::settle() {
   reducing_.reset();
   for (const auto& unit : units_) {
     unit->drop_reduction();
-    unit->finish_gather();
+    unit->wait_for_unshard();
     unit->reshard();
   }
 }
 
-void ShardSchedule::let_all_go() {
+void ShardSchedule::unshard() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    prefetch(unit);
+  }
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard();
+  }
+}
+
+void ShardSchedule::reshard() {
   for (const auto& unit : units_) {
     unit->reshard();
   }
@@ -214,7 +223,7 @@ void ShardSchedule::let_all_go() {
 
 void ShardSchedule::close_window() {
   window_ = false;
-  let_all_go();
+  reshard();
 }
 
 void ShardSchedule::cancel() noexcept {

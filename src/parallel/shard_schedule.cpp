@@ -22,16 +22,16 @@ void ShardSchedule::note(char operation, size_t unit) {
       (fingerprint_ ^ (unit * 4 + static_cast<unsigned char>(operation))) * 0x100000001b3ull;
 }
 
-void ShardSchedule::gather_ahead(size_t unit) {
+void ShardSchedule::prefetch(size_t unit) {
   if (units_[unit]->state() == ShardUnit::State::sharded) {
     note('g', unit);
-    units_[unit]->start_gather(*settings_.gathers);
+    units_[unit]->unshard(*settings_.gathers);
   }
 }
 
-void ShardSchedule::gather(size_t unit) {
-  gather_ahead(unit);
-  units_[unit]->finish_gather();
+void ShardSchedule::unshard(size_t unit) {
+  prefetch(unit);
+  units_[unit]->wait_for_unshard();
 }
 
 // True if the unit stays unsharded from forward to backward. Only in a window, whose end reshards
@@ -69,8 +69,8 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
   // The root is not recorded for backward, because it is unsharded from its beginning to its end.
   leave(nullptr);
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (units_[unit]->state() == ShardUnit::State::gathering) {
-      units_[unit]->finish_gather(); // a prefetch of a unit that was not called
+    if (units_[unit]->state() == ShardUnit::State::unsharding) {
+      units_[unit]->wait_for_unshard(); // a prefetch of a unit that was not called
       units_[unit]->reshard();
     }
   }
@@ -81,8 +81,8 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
 // Prefetches the unit that was entered next in the previous forward.
 void ShardSchedule::enter(size_t unit) {
   const auto& before = last_entered_[at::GradMode::is_enabled()];
-  const bool was_whole = units_[unit]->state() == ShardUnit::State::whole;
-  gather(unit);
+  const bool was_whole = units_[unit]->state() == ShardUnit::State::unsharded;
+  unshard(unit);
   entered_.push_back({unit, ++clock_, was_whole});
   if (!open_) {
     return;
@@ -93,7 +93,7 @@ void ShardSchedule::enter(size_t unit) {
   }
   ++next_entered_;
   if (settings_.prefetch > 0 && next_entered_ < before.size()) {
-    gather_ahead(before[next_entered_]);
+    prefetch(before[next_entered_]);
   }
 }
 
@@ -183,9 +183,9 @@ std::vector<at::Tensor> ShardSchedule::call(size_t unit, std::vector<at::Tensor>
 }
 
 void ShardSchedule::enter_recompute(size_t unit) {
-  const bool whole = units_[unit]->state() == ShardUnit::State::whole;
-  const bool ahead = units_[unit]->state() == ShardUnit::State::gathering;
-  gather(unit);
+  const bool whole = units_[unit]->state() == ShardUnit::State::unsharded;
+  const bool ahead = units_[unit]->state() == ShardUnit::State::unsharding;
+  unshard(unit);
   if (!whole && !ahead) {
     recomputing_[unit] = 1;
   }

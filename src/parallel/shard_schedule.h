@@ -58,8 +58,8 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   int64_t open_forward();
   /// Does nothing if forward `number` is already closed.
   void close_forward(int64_t number, bool failed);
-  bool forward_is_open() const { return open_; }
-  int64_t forward() const { return forward_; }
+  /// Neither in a forward nor in a backward.
+  bool idle() const { return !open_ && !in_backward_; }
   /// Runs a call of a block, in a forward or a recomputation.
   std::vector<at::Tensor> call(size_t unit, std::vector<at::Tensor> inputs, const Forward& forward);
   void enter_recompute(size_t unit);
@@ -76,8 +76,9 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   /// Only while a window is open, units stay unsharded for backward (see keeps()).
   void open_window() { window_ = true; }
   void close_window();
-  /// Reshards all units until the next forward.
-  void let_all_go();
+  /// Unshards, or reshards, all units until the next forward or backward.
+  void unshard();
+  void reshard();
   void open_backward(bool last);
   void close_backward();
   bool in_backward() const { return in_backward_; }
@@ -114,14 +115,14 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   std::shared_ptr<void> watch(const std::vector<at::Tensor>& outputs, uint64_t first_node);
   void reach(int64_t id);
   void advance(Call& call);
-  void let_others_go(const Call& call);
+  void reshard_others(const Call& call);
   void complete_after(int64_t time);
   void complete(size_t unit);
   void forget_dead_calls();
   bool touched(int64_t forward) const { return touched_.count(forward) > 0; }
   void note(char operation, size_t unit);
-  void gather_ahead(size_t unit);
-  void gather(size_t unit);
+  void prefetch(size_t unit);
+  void unshard(size_t unit);
   void end_reduction();
   bool keeps(size_t unit) const;
 

@@ -148,7 +148,7 @@ void ShardUnit::make_shards(ShardFlat& flat) {
     put_data(tensor.parameter, tensor.shard);
   }
   if (!flat.in_place) {
-    state_ = State::whole;
+    state_ = State::unsharded;
     reshard();
   }
 }
@@ -176,22 +176,22 @@ void ShardUnit::wait(Work& handle) {
   report_.exposed_seconds += std::chrono::duration<double>(Clock::now() - from).count();
 }
 
-void ShardUnit::start_gather(Communicator& communicator) {
+void ShardUnit::unshard(Communicator& communicator) {
   if (state_ != State::sharded) {
     return;
   }
   const at::NoGradGuard no_grad;
   const UnseenOps unseen;
-  state_ = State::gathering;
+  state_ = State::unsharding;
   report_.gathers += ranks_ > 1 && !flats_.empty();
   for (size_t flat = 0; flat < flats_.size(); ++flat) {
     if (!flats_[flat].in_place) {
-      gather(flat, communicator);
+      all_gather(flat, communicator);
     }
   }
 }
 
-void ShardUnit::gather(size_t index, Communicator& communicator) {
+void ShardUnit::all_gather(size_t index, Communicator& communicator) {
   ShardFlat& flat = flats_[index];
   const auto bytes = static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
   c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
@@ -222,8 +222,8 @@ void ShardUnit::gather(size_t index, Communicator& communicator) {
   report_.gathered_bytes += static_cast<int64_t>(bytes);
 }
 
-void ShardUnit::finish_gather() {
-  if (state_ != State::gathering) {
+void ShardUnit::wait_for_unshard() {
+  if (state_ != State::unsharding) {
     return;
   }
   const at::NoGradGuard no_grad;
@@ -251,11 +251,11 @@ void ShardUnit::finish_gather() {
       }
     }
   }
-  state_ = State::whole;
+  state_ = State::unsharded;
 }
 
 void ShardUnit::reshard() {
-  if (state_ != State::whole) {
+  if (state_ != State::unsharded) {
     return;
   }
   for (ShardFlat& flat : flats_) {

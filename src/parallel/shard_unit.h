@@ -83,7 +83,7 @@ struct ShardFlat {
 
 class ShardUnit {
  public:
-  enum class State { sharded, gathering, whole };
+  enum class State { sharded, unsharding, unsharded };
 
   ShardUnit(std::string name, MixedPrecisionPolicy precision, std::shared_ptr<ShardBuffers> buffers,
             int rank, int ranks);
@@ -98,9 +98,9 @@ class ShardUnit {
   std::string changed_parameter() const;
 
   // Unsharding. These do nothing if the unit is already in that state.
-  void start_gather(Communicator& communicator);
-  void finish_gather();
-  /// Reshards the parameters. Not while gathering.
+  void unshard(Communicator& communicator);
+  void wait_for_unshard();
+  /// Reshards the parameters. Not while unsharding.
   void reshard();
   State state() const { return state_; }
   int64_t whole_bytes() const;
@@ -121,6 +121,8 @@ class ShardUnit {
   /// This rank's shard of the summed gradient; undefined if there is none.
   at::Tensor gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const;
   void scale_gradients(double factor);
+  /// True if a trainable parameter got no gradient in this sum.
+  bool has_unused() const;
   /// Sets the sum to zero; gradients that were set aside stay.
   void restart_sum();
   /// Forgets all gradients.
@@ -153,7 +155,7 @@ class ShardUnit {
   void place(ShardTensor& tensor) const;
   void make_shards(ShardFlat& flat);
   at::Tensor whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const;
-  void gather(size_t index, Communicator& communicator);
+  void all_gather(size_t index, Communicator& communicator);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
   void wait(Work& handle);
 

@@ -270,6 +270,43 @@ TEST(FullyShard, WholeParametersComeAndGoOneByOne) {
   EXPECT_EQ(sharded.report().unsharded_gradient_bytes, 8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
 }
 
+TEST(FullyShard, UnshardAndReshardChangeEveryParameterBetweenForwards) {
+  auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  Net net(static_cast<uint64_t>(communicator->rank()) + 1, 2);
+  const Net plain(1, 2);
+  const auto sharded = fully_shard(net, communicator, {.prefetch = 0});
+  ASSERT_EQ(sharded->report().units.size(), 3u) << "two blocks and the root";
+  const auto shards = [&] {
+    std::vector<std::vector<int64_t>> sizes;
+    for (const ShardedParameter& entry : sharded->parameters()) {
+      sizes.push_back(entry.parameter.sizes().vec());
+    }
+    return sizes;
+  };
+  const auto at_rest = shards();
+  EXPECT_TRUE(sharded->unshard());
+  for (const auto& wanted : plain->named_parameters()) {
+    EXPECT_TRUE(torch::equal(net->named_parameters()[wanted.key()], wanted.value()))
+        << wanted.key();
+  }
+  {
+    const torch::NoGradGuard no_grad;
+    const auto scope = sharded->forward_scope();
+    EXPECT_FALSE(sharded->reshard()) << "in a forward";
+    EXPECT_FALSE(sharded->unshard()) << "in a forward";
+    (void)net->forward(rows_of(0, 0));
+  }
+  EXPECT_EQ(gathers_of(*sharded), Counts(3, world > 1)) << "the forward gathers nothing again";
+  EXPECT_TRUE(sharded->reshard());
+  EXPECT_EQ(shards(), at_rest);
+  EXPECT_EQ(sharded->report().unsharded_parameter_bytes, 0);
+  EXPECT_TRUE(sharded->unshard());
+  shard_step(*sharded, net, communicator->rank(), 0);
+  plain_step(plain, world, 0);
+  expect_equal_gradients(*sharded, *plain, 1e-12);
+}
+
 TEST(FullyShard, NormsAndOverflowsAreThoseOfTheWholeGradient) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();

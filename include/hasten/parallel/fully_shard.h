@@ -1,17 +1,17 @@
 // Keeps one shard of every parameter, gradient and optimizer state on each rank, and unshards a
 // block's parameters only while the block runs.
 //
-//   hasten::FullyShard sharded(communicator, module, hasten::repeated_blocks(*module));
+//   const auto sharded = hasten::fully_shard(module, communicator);
 //   torch::optim::AdamW optimizer(module->parameters());   // these are shards from now on
-//   sharded.begin();                                       // a new sum
+//   sharded->begin();                                      // a new sum
 //   {
-//     auto forward = sharded.forward_scope();              // unshards the root's parameters
+//     auto forward = sharded->forward_scope();             // unshards the root's parameters
 //     loss = cross_entropy(module->forward(x), y);         // each block unshards its own
 //   }
-//   sharded.start_backward(true);
+//   sharded->start_backward(true);
 //   loss.backward();
-//   sharded.finish_backward();
-//   sharded.finish(1.0 / samples);                         // every p.grad() is final
+//   sharded->finish_backward();
+//   sharded->finish(1.0 / samples);                        // every p.grad() is final
 //   optimizer.step();
 //
 // A unit is a block that the model calls through hasten::call_block (or an entry of a
@@ -219,10 +219,15 @@ class FullyShard : public Stateful {
   /// See DataParallel.
   void sync_buffers(const DdpRanks& ranks = {});
   bool evens_out_buffers(bool any_dtype = false) const;
-  /// Reshards every parameter, for callers that read parameters inside a window. The next forward
-  /// gathers again what zero1, zero2 and reshard_after_forward = false keep unsharded between
-  /// batches. Returns false, and does nothing, inside a forward scope or a backward. Call it on all
-  /// ranks or on none. Local.
+  /// FSDPModule.unshard() for every unit: all-gathers all parameters, for callers that read whole
+  /// parameters. They stay unsharded until reshard() or begin(), or until a backward reshards them.
+  /// Call reshard() before an optimizer steps. Returns false, and does nothing, inside a forward
+  /// scope or a backward. Memory: all parameters in param_dtype. Collective, blocking.
+  bool unshard();
+  /// FSDPModule.reshard() for every unit, also for callers that read shards inside a window. The
+  /// next forward gathers again what zero1, zero2 and reshard_after_forward = false keep unsharded
+  /// between batches. Returns false, and does nothing, inside a forward scope or a backward. Call
+  /// it on all ranks or on none. Local.
   bool reshard();
   /// While true, gradients and running statistics are summed in this shard group only, as if there
   /// were no replicas. Call it between sums. Local.
@@ -281,7 +286,6 @@ class FullyShard : public Stateful {
   void shard_units();
   void attach(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
   void check_parameters() const;
-  void check_unused() const;
   void gradient_ready(size_t parameter);
   detail::ShardFlat& flat_of(size_t parameter) const;
   detail::ShardTensor& tensor_of(size_t parameter) const;
@@ -314,5 +318,22 @@ class FullyShard : public Stateful {
   Work agreed_;
   at::Tensor agreement_; // Note [Agreement of shards]
 };
+
+/// As torch.distributed.fsdp.fully_shard: a FullyShard whose units are repeated_blocks(*module) and
+/// the root. Parameters of the module become shards. Collective, blocking. Throws as the
+/// constructor, which also takes other blocks.
+std::shared_ptr<FullyShard> fully_shard(const std::shared_ptr<torch::nn::Module>& module,
+                                        std::shared_ptr<Communicator> communicator,
+                                        FullyShardOptions options = {});
+
+/// The same for a ModuleHolder.
+template <typename Holder>
+  requires requires(const Holder& holder) { holder.ptr(); }
+std::shared_ptr<FullyShard> fully_shard(const Holder& module,
+                                        std::shared_ptr<Communicator> communicator,
+                                        FullyShardOptions options = {}) {
+  return fully_shard(std::shared_ptr<torch::nn::Module>(module.ptr()), std::move(communicator),
+                     std::move(options));
+}
 
 } // namespace hasten
