@@ -34,9 +34,9 @@ Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::
   buffer_versions_ = detail::versions_of(module_buffers_);
   const auto& slots = gradients_.layout().slots();
   for (size_t slot = 0; slot < slots.size(); ++slot) {
-    hooks_.push_back(add_grad_hook(slots[slot].parameter, [this, slot](const at::Tensor&) {
+    hooks_.emplace_back(slots[slot].parameter, [this, slot](const at::Tensor&) {
       gradient_ready(static_cast<int64_t>(slot));
-    }));
+    });
   }
 }
 

@@ -373,8 +373,8 @@ void FullyShard::attach(const std::vector<std::shared_ptr<torch::nn::Module>>& b
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].parameter.requires_grad()) {
-      hooks_.push_back(add_grad_hook(parameters_[i].parameter,
-                                     [this, i](const at::Tensor&) { gradient_ready(i); }));
+      hooks_.emplace_back(parameters_[i].parameter,
+                          [this, i](const at::Tensor&) { gradient_ready(i); });
     }
   }
 }

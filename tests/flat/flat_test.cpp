@@ -23,9 +23,9 @@ Tensor parameter(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
 TEST(GradHooks, SeveralShareTorchsOneSlot) {
   Tensor p = parameter({3});
   std::string order;
-  GradHook a = add_grad_hook(p, [&](const Tensor&) { order += 'a'; });
+  GradHook a(p, [&](const Tensor&) { order += 'a'; });
   {
-    GradHook b = add_grad_hook(p, [&](const Tensor& t) {
+    GradHook b(p, [&](const Tensor& t) {
       order += 'b';
       EXPECT_TRUE(t.is_same(p));
       EXPECT_EQ(t.grad()[0].item<float>(), 4) << "final: both uses are in it";
@@ -35,7 +35,7 @@ TEST(GradHooks, SeveralShareTorchsOneSlot) {
   (p * 2).sum().backward();
   torch::autograd::grad({(p * 2).sum()}, {p});
   EXPECT_EQ(order, "aba");
-  EXPECT_THROW(add_grad_hook(p * 2, [](const Tensor&) {}), InputError);
+  EXPECT_THROW(GradHook(p * 2, [](const Tensor&) {}), InputError);
 }
 
 struct Foreign : torch::autograd::PostAccumulateGradHook {
@@ -51,11 +51,11 @@ TEST(GradHooks, KeepForeignHooksAndTakeTheSlotBack) {
     torch::autograd::impl::set_post_acc_grad_hooks(p, std::make_unique<Foreign>(&order));
   };
   set_foreign();
-  GradHook a = add_grad_hook(p, [&](const Tensor&) { order += 'a'; });
+  GradHook a(p, [&](const Tensor&) { order += 'a'; });
   p.sum().backward();
   EXPECT_EQ(order, "fa");
   set_foreign(); // replaces hasten's hook
-  GradHook b = add_grad_hook(p, [&](const Tensor&) { order += 'b'; });
+  GradHook b(p, [&](const Tensor&) { order += 'b'; });
   order.clear();
   p.sum().backward();
   EXPECT_EQ(order, "fb");

@@ -49,8 +49,7 @@ static TrainedChain train_chain(const std::function<void(Straight&)>& enable,
     const auto parameters = chain->parameters();
     result.hooks.resize(parameters.size());
     for (size_t i = 0; i < parameters.size(); ++i) {
-      hooks.push_back(
-          add_grad_hook(parameters[i], [&calls = result.hooks[i]](const Tensor&) { ++calls; }));
+      hooks.emplace_back(parameters[i], [&calls = result.hooks[i]](const Tensor&) { ++calls; });
     }
   }
   LocalSGD local_sgd(accelerator, model,

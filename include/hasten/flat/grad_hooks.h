@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace hasten {
 
@@ -17,29 +18,26 @@ namespace hasten {
 /// gradient is accumulated by then.
 using GradHookFunction = std::function<void(const at::Tensor& parameter)>;
 
-/// Keeps the function registered while it lives.
+namespace detail {
+using GradHookList = std::vector<std::weak_ptr<const GradHookFunction>>;
+} // namespace detail
+
+/// Keeps a function registered while it lives.
 class [[nodiscard]] GradHook {
  public:
-  GradHook() = default;
-  GradHook(GradHook&& other) noexcept;
-  GradHook& operator=(GradHook&& other) noexcept;
-  ~GradHook();
+  /// `parameter` is a leaf that requires grad. Functions run in the order in which they were added.
+  /// A hook that was set directly in torch before still runs, before them.
+  /// Throws InputError for another tensor.
+  GradHook(const at::Tensor& parameter, GradHookFunction function);
 
   /// Installs this hook again if other code has replaced torch's hook since. The other code's
   /// hook still runs, before this one.
   void ensure_installed();
 
-  struct List; // the functions of one parameter
-
  private:
-  friend GradHook add_grad_hook(const at::Tensor&, GradHookFunction);
-  at::Tensor parameter_{};
-  std::shared_ptr<List> list_{};
-  uint64_t id_ = 0;
+  at::Tensor parameter_;
+  std::shared_ptr<detail::GradHookList> list_; // of all hooks of the parameter
+  std::shared_ptr<GradHookFunction> function_;
 };
-
-/// `parameter` is a leaf that requires grad. Functions run in the order in which they were added.
-/// A hook that was set directly in torch before still runs, before them.
-GradHook add_grad_hook(const at::Tensor& parameter, GradHookFunction function);
 
 } // namespace hasten
