@@ -19,7 +19,7 @@ void LocalWindows::open(LocalScope& scope) {
     throw InputError(where, "the model is in the middle of a window",
                      "a complete window, or none yet", "open the scope before the loop");
   }
-  if (!models_[scope.model()].sync_norms.layers().empty()) {
+  if (!models_[scope.model()].sync_norms.layers.empty()) {
     throw InputError(where,
                      "the model has synchronised batch norm layers: each forward waits "
                      "for the other ranks",

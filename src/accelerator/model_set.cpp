@@ -220,10 +220,10 @@ void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& mod
   const size_t index = models_.size();
   state.sync_norms = convert_sync_batchnorm(
       module, sync_norms_, {.rows_count = [rows_count, index] { return rows_count(index); }});
-  state.synced = !state.sync_norms.layers().empty();
+  state.synced = !state.sync_norms.layers.empty();
   // Running statistics are equal without communication, so only other buffers count.
   std::unordered_set<std::string> equal;
-  for (const std::string& layer : state.sync_norms.layers()) {
+  for (const std::string& layer : state.sync_norms.layers) {
     const std::string prefix = layer.empty() ? "" : layer + ".";
     equal.insert({prefix + "running_mean", prefix + "running_var"});
   }

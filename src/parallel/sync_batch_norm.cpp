@@ -129,28 +129,6 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
          << ", ranks=" << layer_->communicator->world_size() << ")";
 }
 
-SyncBatchNormConversion::SyncBatchNormConversion(SyncBatchNormConversion&& other) noexcept
-    : layers_(std::move(other.layers_)), marks_(std::exchange(other.marks_, {})) {}
-
-SyncBatchNormConversion& SyncBatchNormConversion::operator=(
-    SyncBatchNormConversion&& other) noexcept {
-  if (this != &other) {
-    remove();
-    layers_ = std::move(other.layers_);
-    marks_ = std::exchange(other.marks_, {});
-  }
-  return *this;
-}
-
-SyncBatchNormConversion::~SyncBatchNormConversion() { remove(); }
-
-void SyncBatchNormConversion::remove() noexcept {
-  for (const uint64_t mark : marks_) {
-    detail::unmark_batch_norm(mark);
-  }
-  marks_.clear();
-}
-
 SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::Module>& model,
                                                std::shared_ptr<Communicator> communicator,
                                                ConvertSyncBatchNormOptions options) {
@@ -162,7 +140,7 @@ SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::
   SyncBatchNormConversion conversion;
   auto described = nlohmann::json::array();
   for (const detail::FoundBatchNorm& layer : found) {
-    conversion.layers_.push_back(layer.name);
+    conversion.layers.push_back(layer.name);
     described.push_back({detail::quoted_layer(layer.name), layer.description});
   }
   if (communicator->world_size() == 1) {
@@ -177,15 +155,15 @@ SyncBatchNormConversion convert_sync_batchnorm(const std::shared_ptr<torch::nn::
           "a tensor that identifies it",
           "track_running_stats(true), affine(true), or hasten::SyncBatchNorm in the model");
     }
-    const uint64_t mark = detail::mark_batch_norm(
+    auto mark = detail::mark_batch_norm(
         layer.identity, layer.module,
         std::make_shared<const detail::SyncLayer>(detail::SyncLayer{
             communicator, detail::quoted_layer(layer.name), layer.channels, options.rows_count}));
-    if (mark == 0) {
+    if (!mark) {
       throw InputError(detail::kConvert, detail::quoted_layer(layer.name) + " is already converted",
                        "one conversion at a time", "keep the first, or remove() it");
     }
-    conversion.marks_.push_back(mark);
+    conversion.marks.push_back(std::move(mark));
   }
   return conversion;
 }

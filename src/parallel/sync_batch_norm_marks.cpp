@@ -18,14 +18,12 @@ struct BatchNormMark {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> identity;
   std::weak_ptr<torch::nn::Module> module;
   std::shared_ptr<const SyncLayer> layer;
-  uint64_t id = 0;
   bool alive() const { return !identity.expired() && !module.expired(); }
 };
 
 struct BatchNormMarks {
   std::shared_mutex mutex;
-  std::unordered_map<const void*, BatchNormMark> by_tensor;
-  uint64_t next_id = 1;
+  std::unordered_map<const void*, std::weak_ptr<const BatchNormMark>> by_tensor;
 };
 
 // Never destroyed, because operators may run in static destructors.
@@ -47,11 +45,9 @@ static std::shared_ptr<const SyncLayer> synced_layer(
   BatchNormMarks& marks = batch_norm_marks();
   const std::shared_lock lock(marks.mutex);
   const auto found = marks.by_tensor.find(identity->unsafeGetTensorImpl());
-  if (found == marks.by_tensor.end()) {
-    return nullptr;
-  }
-  const auto module = found->second.module.lock();
-  return module && module->is_training() ? found->second.layer : nullptr;
+  const auto mark = found == marks.by_tensor.end() ? nullptr : found->second.lock();
+  const auto module = mark ? mark->module.lock() : nullptr;
+  return module && module->is_training() ? mark->layer : nullptr;
 }
 
 static at::Tensor batch_norm_kernel(const at::Tensor& input,
@@ -90,25 +86,22 @@ static void register_batch_norm() {
   static_cast<void>(libraries);
 }
 
-uint64_t mark_batch_norm(const at::Tensor& identity,
-                         const std::shared_ptr<torch::nn::Module>& module,
-                         std::shared_ptr<const SyncLayer> layer) {
+std::shared_ptr<const BatchNormMark> mark_batch_norm(
+    const at::Tensor& identity, const std::shared_ptr<torch::nn::Module>& module,
+    std::shared_ptr<const SyncLayer> layer) {
   register_batch_norm();
   BatchNormMarks& marks = batch_norm_marks();
   const std::unique_lock lock(marks.mutex);
-  std::erase_if(marks.by_tensor, [](const auto& entry) { return !entry.second.alive(); });
-  BatchNormMark mark{c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                         identity.getIntrusivePtr()),
-                     module, std::move(layer), marks.next_id};
-  const bool fresh =
-      marks.by_tensor.try_emplace(identity.unsafeGetTensorImpl(), std::move(mark)).second;
-  return fresh ? marks.next_id++ : 0;
-}
-
-void unmark_batch_norm(uint64_t id) noexcept {
-  BatchNormMarks& marks = batch_norm_marks();
-  const std::unique_lock lock(marks.mutex);
-  std::erase_if(marks.by_tensor, [id](const auto& entry) { return entry.second.id == id; });
+  std::erase_if(marks.by_tensor, [](const auto& entry) {
+    const auto mark = entry.second.lock();
+    return !mark || !mark->alive();
+  });
+  auto mark = std::make_shared<const BatchNormMark>(
+      BatchNormMark{c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+                        identity.getIntrusivePtr()),
+                    module, std::move(layer)});
+  const bool fresh = marks.by_tensor.try_emplace(identity.unsafeGetTensorImpl(), mark).second;
+  return fresh ? mark : nullptr;
 }
 
 } // namespace hasten::detail

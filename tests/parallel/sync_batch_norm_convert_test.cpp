@@ -53,7 +53,7 @@ TEST(ConvertSyncBatchNorm, AModelEqualsOneProcessOnTheJoinedBatch) {
   const Split split = converted_split(communicator->world_size());
   SmallNet net = net_of_seed(1), plain = net_of_seed(1);
   const auto conversion = convert_sync_batchnorm(net, communicator);
-  EXPECT_EQ(conversion.layers(), (std::vector<std::string>{"first", "second"}));
+  EXPECT_EQ(conversion.layers, (std::vector<std::string>{"first", "second"}));
   for (uint64_t call = 0; call < 2; ++call) {
     const Tensor x = images(split, call);
     Norms wanted = run_layer(plain, x, x.flatten(1).narrow(1, 0, 6));

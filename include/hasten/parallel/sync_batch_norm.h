@@ -42,6 +42,7 @@ namespace hasten {
 
 namespace detail {
 struct SyncLayer;
+struct BatchNormMark;
 } // namespace detail
 
 /// Parameters, buffers and their names are those of torch's BatchNorm layers, so state dicts are
@@ -79,25 +80,15 @@ struct ConvertSyncBatchNormOptions {
   std::function<bool()> rows_count{};
 };
 
-/// Keeps the layers of a conversion converted during its lifetime or until remove(). Movable.
-class [[nodiscard]] SyncBatchNormConversion {
- public:
-  SyncBatchNormConversion() = default;
-  SyncBatchNormConversion(SyncBatchNormConversion&& other) noexcept;
-  SyncBatchNormConversion& operator=(SyncBatchNormConversion&& other) noexcept;
-  ~SyncBatchNormConversion();
-
+/// A conversion, which lasts as long as its marks, or a copy of them.
+struct [[nodiscard]] SyncBatchNormConversion {
   /// Names of the layers in the model. With one rank, too, where they stay plain.
-  const std::vector<std::string>& layers() const { return layers_; }
-  /// Restores torch's layers from the next forward on. Local.
-  void remove() noexcept;
+  std::vector<std::string> layers{};
+  /// Each keeps one layer converted.
+  std::vector<std::shared_ptr<const detail::BatchNormMark>> marks{};
 
- private:
-  friend SyncBatchNormConversion convert_sync_batchnorm(
-      const std::shared_ptr<torch::nn::Module>& model, std::shared_ptr<Communicator> communicator,
-      ConvertSyncBatchNormOptions options);
-  std::vector<std::string> layers_{};
-  std::vector<uint64_t> marks_{};
+  /// Restores torch's layers from the next forward on. Local.
+  void remove() noexcept { marks.clear(); }
 };
 
 /// Synchronises the training forwards of every BatchNorm1d, 2d and 3d of `model`. C++ cannot
