@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
-#include <sstream>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -109,12 +109,10 @@ void FlatGradients::install_slot(int64_t slot) {
   at::Tensor& grad = layout_.slots()[i].parameter.mutable_grad();
   if (grad.defined()) {
     if (grad.sizes() != views_[i].sizes()) {
-      std::ostringstream what;
-      what << "the gradient of parameter \"" << layout_.slots()[i].name << "\" has shape "
-           << grad.sizes();
-      std::ostringstream expected;
-      expected << "its parameter's shape, " << views_[i].sizes();
-      throw InputError("flat::FlatGradients", what.str(), expected.str());
+      throw InputError("flat::FlatGradients",
+                       c10::str("the gradient of parameter \"", layout_.slots()[i].name,
+                                "\" has shape ", grad.sizes()),
+                       c10::str("its parameter's shape, ", views_[i].sizes()));
     }
     known_zero_ = false;
     if (!detail::flat_copy_bytes(views_[i], grad)) {
@@ -128,15 +126,13 @@ void FlatGradients::install_slot(int64_t slot) {
 
 void FlatGradients::install() {
   const auto& slots = layout_.slots();
-  bool any_defined = false;
-  for (const FlatSlot& slot : slots) {
-    any_defined = any_defined || slot.parameter.grad().defined();
-  }
-  if (!any_defined && !known_zero()) {
+  if (!known_zero() && std::none_of(slots.begin(), slots.end(), [](const FlatSlot& slot) {
+        return slot.parameter.grad().defined();
+      })) {
     zero_(); // one pass per buffer instead of one per parameter
   }
-  for (size_t i = 0; i < slots.size(); ++i) {
-    install_slot(static_cast<int64_t>(i));
+  for (int64_t slot = 0; slot < std::ssize(slots); ++slot) {
+    install_slot(slot);
   }
 }
 
@@ -164,41 +160,30 @@ void FlatGradients::reorder(std::vector<int64_t> order) {
     return;
   }
   at::NoGradGuard no_grad;
-  bool zero = known_zero();
-  bool any_in_place = false;
-  for (size_t i = 0; !zero && i < views_.size(); ++i) {
-    any_in_place = any_in_place || installed(static_cast<int64_t>(i));
+  std::vector<char> in_place; // [slot]
+  for (int64_t i = 0; i < std::ssize(views_); ++i) {
+    in_place.push_back(installed(i));
   }
-  if (!zero && !any_in_place) {
+  if (!known_zero() && std::find(in_place.begin(), in_place.end(), 1) == in_place.end()) {
     zero_(); // no gradient is in the buffers
-    zero = true;
   }
-  std::vector<at::Tensor> old; // [slot]
-  std::vector<char> in_place;
-  for (const at::Tensor& buffer : buffers_) {
-    old.push_back(zero ? at::Tensor() : buffer.clone());
-  }
-  std::vector<at::Tensor> values;
-  for (size_t i = 0; i < views_.size(); ++i) {
-    const FlatSlot& slot = layout_.slots()[i];
-    in_place.push_back(installed(static_cast<int64_t>(i)));
-    values.push_back(zero
-                         ? at::Tensor()
-                         : old[static_cast<size_t>(slot.group)].narrow(0, slot.offset, slot.numel));
+  const bool zero = known_zero();
+  std::vector<at::Tensor> values; // [slot]
+  for (int64_t i = 0; !zero && i < std::ssize(views_); ++i) {
+    values.push_back(make_view(i).clone());
   }
   layout_.reorder(std::move(order));
   if (!zero) {
     zero_(); // the padding moves, too
   }
   for (size_t i = 0; i < views_.size(); ++i) {
-    const FlatSlot& slot = layout_.slots()[i];
-    if (!zero) {
-      buffers_[static_cast<size_t>(slot.group)].narrow(0, slot.offset, slot.numel).copy_(values[i]);
-    }
     views_[i] = make_view(static_cast<int64_t>(i));
     addresses_[i] = views_[i].const_data_ptr();
+    if (!zero) {
+      views_[i].copy_(values[i]);
+    }
     if (in_place[i]) {
-      slot.parameter.mutable_grad() = views_[i];
+      layout_.slots()[i].parameter.mutable_grad() = views_[i];
     }
   }
 }

@@ -37,56 +37,43 @@ FlatLayout::FlatLayout(const NamedParameters& parameters) {
   }
   std::reverse(unique.begin(), unique.end());
 
+  std::vector<int64_t> group_of;
   for (const auto& [name, parameter] : unique) {
-    const at::ScalarType dtype = flat_gradient_dtype(parameter.scalar_type());
-    const auto same = [dtype, &parameter = parameter](const FlatGroup& group) {
-      return group.dtype == dtype && group.device == parameter.device();
-    };
-    auto group = std::find_if(groups_.begin(), groups_.end(), same);
+    const FlatGroup own{flat_gradient_dtype(parameter.scalar_type()), parameter.device(), 0};
+    const auto group = std::find_if(groups_.begin(), groups_.end(), [&](const FlatGroup& other) {
+      return other.dtype == own.dtype && other.device == own.device;
+    });
+    group_of.push_back(group - groups_.begin());
     if (group == groups_.end()) {
-      groups_.push_back({dtype, parameter.device(), 0, 0, 0});
-      group = groups_.end() - 1;
+      groups_.push_back(own);
     }
-    slots_.push_back({name, parameter, parameter.sizes().vec(),
-                      (parameter.is_non_overlapping_and_dense()
-                           ? parameter.strides()
-                           : at::IntArrayRef(c10::contiguous_strides(parameter.sizes())))
-                          .vec(),
-                      parameter.scalar_type(), group - groups_.begin(), group->numel,
-                      parameter.numel()});
-    group->numel += detail::flat_padded(parameter.numel(), group->dtype);
   }
   // Slots are sorted by group. order_ keeps the sequence over all groups.
-  std::vector<int64_t> by_group(slots_.size());
-  std::iota(by_group.begin(), by_group.end(), 0);
-  std::stable_sort(by_group.begin(), by_group.end(), [this](int64_t a, int64_t b) {
-    return slots_[static_cast<size_t>(a)].group < slots_[static_cast<size_t>(b)].group;
-  });
-  std::vector<FlatSlot> sorted;
-  order_.resize(slots_.size());
-  for (size_t i = 0; i < by_group.size(); ++i) {
-    sorted.push_back(std::move(slots_[static_cast<size_t>(by_group[i])]));
-    order_[static_cast<size_t>(by_group[i])] = static_cast<int64_t>(i);
-  }
-  slots_ = std::move(sorted);
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    FlatGroup& group = groups_[static_cast<size_t>(slots_[i].group)];
-    if (group.last_slot == 0) {
-      group.first_slot = static_cast<int64_t>(i);
+  order_.resize(unique.size());
+  for (int64_t g = 0; g < std::ssize(groups_); ++g) {
+    FlatGroup& group = groups_[static_cast<size_t>(g)];
+    for (size_t i = 0; i < unique.size(); ++i) {
+      if (group_of[i] != g) {
+        continue;
+      }
+      const auto& [name, parameter] = unique[i];
+      order_[i] = index_[parameter.unsafeGetTensorImpl()] = std::ssize(slots_);
+      slots_.push_back({name, parameter, parameter.sizes().vec(),
+                        (parameter.is_non_overlapping_and_dense()
+                             ? parameter.strides()
+                             : at::IntArrayRef(c10::contiguous_strides(parameter.sizes())))
+                            .vec(),
+                        parameter.scalar_type(), g, group.numel, parameter.numel()});
+      group.numel += detail::flat_padded(parameter.numel(), group.dtype);
     }
-    group.last_slot = static_cast<int64_t>(i) + 1;
-    index_[slots_[i].parameter.unsafeGetTensorImpl()] = static_cast<int64_t>(i);
   }
 }
 
 void FlatLayout::reorder(std::vector<int64_t> order) {
-  std::vector<int64_t> sorted = order;
+  std::vector<int64_t> sorted = order, all(slots_.size());
   std::sort(sorted.begin(), sorted.end());
-  bool permutation = sorted.size() == slots_.size();
-  for (size_t i = 0; permutation && i < sorted.size(); ++i) {
-    permutation = sorted[i] == static_cast<int64_t>(i);
-  }
-  if (!permutation) {
+  std::iota(all.begin(), all.end(), 0);
+  if (sorted != all) {
     throw InputError("flat::FlatLayout", "order has " + std::to_string(order.size()) + " entries",
                      "each of the " + std::to_string(slots_.size()) + " slots once");
   }

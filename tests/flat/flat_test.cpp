@@ -82,7 +82,7 @@ TEST(FlatLayout, ReversesAlignsAndLeavesOutTiedAndFrozen) {
   EXPECT_EQ(layout.groups()[0].numel, 32);
   EXPECT_EQ(layout.groups()[1].dtype, at::kDouble);
   EXPECT_EQ(layout.groups()[1].numel, 8);
-  EXPECT_EQ(layout.groups()[1].first_slot, 2);
+  EXPECT_EQ(layout.slots()[2].group, 1);
   EXPECT_EQ(layout.find(a), 1);
   EXPECT_EQ(layout.find(frozen), -1);
 }

@@ -41,9 +41,6 @@ struct FlatGroup {
   at::Device device = at::kCPU;
   /// Number of elements of the buffer, including padding.
   int64_t numel = 0;
-  /// Its slots: [first_slot, last_slot).
-  int64_t first_slot = 0;
-  int64_t last_slot = 0;
 };
 
 /// kFloat for kHalf and kBFloat16, otherwise the same dtype.
