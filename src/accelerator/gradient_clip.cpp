@@ -56,9 +56,7 @@ OptimizerSet::Gathered OptimizerSet::gradients_of(const std::vector<SlotList>& l
                           found.gradients.end());
       continue;
     }
-    for (size_t g = 0; g < flat.layout().groups().size(); ++g) {
-      found.pieces.push_back(flat.buffer(static_cast<int64_t>(g)));
-    }
+    found.pieces.insert(found.pieces.end(), flat.buffers().begin(), flat.buffers().end());
   }
   return found;
 }

@@ -68,9 +68,9 @@ void FlatGradients::allocate() const {
   allocator_ = nullptr;
 }
 
-const at::Tensor& FlatGradients::buffer(int64_t group) const {
+const std::vector<at::Tensor>& FlatGradients::buffers() const {
   allocate();
-  return buffers_.at(static_cast<size_t>(group));
+  return buffers_;
 }
 
 const at::Tensor& FlatGradients::view(int64_t slot) const {

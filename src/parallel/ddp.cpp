@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <sstream>
-#include <unordered_set>
 
 #include "hasten/base/error.h"
 #include "module_buffers.h"
@@ -43,45 +41,39 @@ Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::
 // Each group has one open bucket, to which parameters are added in order. Buckets are in the order
 // in which their last gradients are complete.
 void Ddp::make_buckets() {
-  struct Open {
-    std::vector<int64_t> slots{};
-    int64_t begin = 0; // element in the group's buffer
-    int64_t end = 0;
-  };
   const FlatLayout& layout = gradients_.layout();
-  std::vector<Open> open(layout.groups().size());
+  std::vector<Bucket> open(layout.groups().size()); // [group]
+  std::vector<int64_t> begin(open.size(), 0); // [group] of the open bucket, in elements
   buckets_.clear();
   bucket_of_.assign(layout.slots().size(), 0);
   const auto close = [&](size_t g) {
-    for (const int64_t slot : open[g].slots) {
-      bucket_of_[static_cast<size_t>(slot)] = static_cast<int64_t>(buckets_.size());
+    Bucket bucket = std::exchange(open[g], {});
+    for (const int64_t slot : bucket.slots) {
+      bucket_of_[static_cast<size_t>(slot)] = buckets_.size();
     }
-    const int64_t numel = open[g].end - open[g].begin;
-    buckets_.push_back(
-        {numel,
-         alone_ ? at::Tensor()
-                : gradients_.buffer(static_cast<int64_t>(g)).narrow(0, open[g].begin, numel),
-         std::move(open[g].slots), 0});
-    open[g] = {{}, open[g].end, open[g].end};
+    if (!alone_) {
+      bucket.range = gradients_.buffers()[g].narrow(0, begin[g], bucket.numel);
+    }
+    begin[g] += bucket.numel;
+    buckets_.push_back(std::move(bucket));
   };
   std::vector<size_t> last_come; // groups, by their last slot
   for (const int64_t index : layout.order()) {
     const FlatSlot& slot = layout.slots()[static_cast<size_t>(index)];
     const auto g = static_cast<size_t>(slot.group);
-    const auto bytes = static_cast<double>(c10::elementSize(layout.groups()[g].dtype));
+    const at::ScalarType dtype = layout.groups()[g].dtype;
     open[g].slots.push_back(index);
-    open[g].end += detail::flat_padded(slot.numel, layout.groups()[g].dtype);
-    const double mb = static_cast<double>(open[g].end - open[g].begin) * bytes / (1 << 20);
-    last_come.erase(std::remove(last_come.begin(), last_come.end(), g), last_come.end());
+    open[g].numel += detail::flat_padded(slot.numel, dtype);
+    const double mb = static_cast<double>(open[g].numel) *
+                      static_cast<double>(c10::elementSize(dtype)) / (1 << 20);
+    std::erase(last_come, g);
     if (mb >= (buckets_.empty() ? options_.first_bucket_mb : options_.bucket_cap_mb)) {
       close(g);
     } else {
       last_come.push_back(g);
     }
   }
-  for (const size_t g : last_come) {
-    close(g);
-  }
+  std::for_each(last_come.begin(), last_come.end(), close);
 }
 
 std::vector<int64_t> Ddp::bucket_sizes() const {
@@ -107,13 +99,12 @@ void Ddp::check_parameters() const {
     const FlatGroup& group = gradients_.layout().groups()[static_cast<size_t>(was.group)];
     if (parameter.sizes() != was.sizes || parameter.scalar_type() != was.dtype ||
         parameter.device() != group.device) {
-      std::ostringstream what;
-      what << "parameter \"" << name << "\" is " << parameter.sizes() << " "
-           << parameter.scalar_type() << " on " << parameter.device() << " now, and was "
-           << at::IntArrayRef(was.sizes) << " " << was.dtype << " on " << group.device
-           << " when it was prepared";
-      throw InputError("parallel::Ddp", what.str(), "the same shape, dtype and device",
-                       "convert or move the model before prepare()");
+      throw InputError(
+          "parallel::Ddp",
+          c10::str("parameter \"", name, "\" is ", parameter.sizes(), " ", parameter.scalar_type(),
+                   " on ", parameter.device(), " now, and was ", at::IntArrayRef(was.sizes), " ",
+                   was.dtype, " on ", group.device, " when it was prepared"),
+          "the same shape, dtype and device", "convert or move the model before prepare()");
     }
   }
 }
@@ -161,22 +152,19 @@ void Ddp::begin(bool in_place) {
     hook.ensure_installed();
   }
   use_learned_order();
-  const size_t count = hooks_.size();
   final_ = further_ = false;
   aside_.clear();
-  used_.assign(count, 0);
-  defined_.assign(count, 0);
+  used_.assign(hooks_.size(), 0);
+  defined_.clear();
+  for (const FlatSlot& slot : gradients_.layout().slots()) {
+    defined_.push_back(slot.parameter.grad().defined());
+  }
   if (gradients_.release()) {
     foreign_ = false;
-  } else if (alone_ && (in_place || gradients_.cleared())) {
-    for (size_t slot = 0; slot < defined_.size(); ++slot) { // Note [A rank alone]
-      defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
-    }
+    defined_.assign(hooks_.size(), 0);
+  } else if (alone_ && (in_place || gradients_.cleared())) { // Note [A rank alone]
     foreign_ = foreign_ && in_place && !gradients_.cleared();
   } else {
-    for (size_t slot = 0; slot < count; ++slot) {
-      defined_[slot] = gradients_.layout().slots()[slot].parameter.grad().defined();
-    }
     gradients_.install();
     const bool zero = gradients_.all_zero();
     foreign_ = foreign_ && !zero;
@@ -206,8 +194,8 @@ void Ddp::set_aside() {
   at::NoGradGuard no_grad;
   gradients_.install();
   aside_.clear();
-  for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
-    aside_.push_back(gradients_.buffer(static_cast<int64_t>(g)).clone());
+  for (const at::Tensor& buffer : gradients_.buffers()) {
+    aside_.push_back(buffer.clone());
   }
 }
 
@@ -226,7 +214,7 @@ void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
     apply_pending_factor();
   }
   for (size_t g = 0; g < aside_.size(); ++g) {
-    at::Tensor(gradients_.buffer(static_cast<int64_t>(g))).add_(aside_[g]);
+    gradients_.buffers()[g].add_(aside_[g]);
   }
   aside_.clear();
   if (!alone_) {
@@ -260,10 +248,7 @@ void Ddp::apply_pending_factor() {
     }
   }
   if (in_place) { // few large tensors instead of many
-    gradients.clear();
-    for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
-      gradients.push_back(gradients_.buffer(static_cast<int64_t>(g)));
-    }
+    gradients = gradients_.buffers();
   }
   if (!gradients.empty()) {
     at::_foreach_mul_(gradients, factor);
@@ -289,17 +274,15 @@ bool Ddp::has_foreign_gradients() {
 
 void Ddp::cancel() noexcept {
   std::lock_guard lock(mutex_);
-  in_backward_ = false;
-  reducing_ = false;
+  in_backward_ = reducing_ = false;
   operations_.clear();
   agreement_ = order_ = at::Tensor();
   backward_ = {};
   prescale_.reset();
   violation_.clear();
   aside_.clear();
-  final_ = false;
   pending_factor_ = 1;
-  begun_ = false;
+  begun_ = final_ = false;
   gradients_.reset();
 }
 

@@ -137,7 +137,7 @@ void Ddp::gradient_ready(int64_t slot) {
         "a gradient without a graph, because it is summed in a buffer",
         "compute it by torch::autograd::grad(…, create_graph) and use the result in the loss");
   }
-  const bool late = reducing_ && static_cast<size_t>(bucket_of_[i]) < next_bucket_;
+  const bool late = reducing_ && bucket_of_[i] < next_bucket_;
   if (late) {
     throw InputError("parallel::Ddp",
                      "parameter \"" + entry.name + "\" got a gradient after its bucket was sent",
@@ -158,7 +158,7 @@ void Ddp::gradient_ready(int64_t slot) {
   if (learned_.empty()) {
     ready_order_.push_back(slot);
   }
-  if (waits_[i] && --buckets_[static_cast<size_t>(bucket_of_[i])].pending == 0 && !backward_.hold) {
+  if (waits_[i] && --buckets_[bucket_of_[i]].pending == 0 && !backward_.hold) {
     launch_ready_buckets(false);
   }
 }
@@ -256,10 +256,7 @@ void Ddp::start_agreement() {
   const auto& slots = gradients_.layout().slots();
   const auto count = static_cast<int64_t>(slots.size());
   const auto send = [&](Work handle) {
-    Operation operation;
-    operation.handle = std::move(handle);
-    operation.started = Clock::now();
-    operations_.push_back(std::move(operation));
+    operations_.push_back({.handle = std::move(handle), .started = Clock::now()});
   };
   agreement_ = at::zeros({kAgreementRows * count + 1}, at::kByte);
   auto* rows = agreement_.mutable_data_ptr<uint8_t>();

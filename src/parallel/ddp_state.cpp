@@ -160,8 +160,8 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   defined_ = marks(values.at("defined"));
   const at::NoGradGuard no_grad;
   if (aside) {
-    for (size_t g = 0; g < gradients_.layout().groups().size(); ++g) {
-      aside_.push_back(at::zeros_like(gradients_.buffer(static_cast<int64_t>(g))));
+    for (const at::Tensor& buffer : gradients_.buffers()) {
+      aside_.push_back(at::zeros_like(buffer));
     }
   }
   for (size_t i = 0; i < slots.size(); ++i) {

@@ -104,9 +104,9 @@ TEST(FlatGradients, AutogradAccumulatesInPlace) {
   pair.backward();
   pair.backward();
   EXPECT_TRUE(pair.flat.installed(0) && pair.flat.installed(1));
-  EXPECT_TRUE(torch::equal(pair.flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 6.0)));
-  EXPECT_TRUE(torch::equal(pair.flat.buffer(0).narrow(0, 16, 15), torch::full({15}, 4.0)));
-  EXPECT_EQ(pair.flat.buffer(0).sum().item<float>(), 6 * 7 + 4 * 15);
+  EXPECT_TRUE(torch::equal(pair.flat.buffers()[0].narrow(0, 0, 7), torch::full({7}, 6.0)));
+  EXPECT_TRUE(torch::equal(pair.flat.buffers()[0].narrow(0, 16, 15), torch::full({15}, 4.0)));
+  EXPECT_EQ(pair.flat.buffers()[0].sum().item<float>(), 6 * 7 + 4 * 15);
 }
 
 TEST(FlatGradients, AnyZeroGradIsLegal) {
@@ -142,7 +142,7 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
   (pair.a * pair.a).sum().backward({}, true, true);
   pair.a.mutable_grad() = pair.a.grad().detach();
   expect(5 + 2 * pair.a[0][0].item<double>(), 1);
-  pair.flat.buffer(0).fill_(NAN);
+  pair.flat.buffers()[0].fill_(NAN);
   EXPECT_FALSE(pair.flat.all_zero());
 }
 
@@ -201,10 +201,10 @@ TEST(FlatGradients, ReorderMovesWhatLiesThere) {
   EXPECT_EQ(flat.layout().slots()[static_cast<size_t>(at_a)].offset, 32);
   EXPECT_TRUE(flat.installed(at_a) && flat.installed(at_b));
   EXPECT_FALSE(c.grad().defined());
-  EXPECT_TRUE(torch::equal(flat.buffer(0).narrow(0, 0, 7), torch::full({7}, 3.0)));
+  EXPECT_TRUE(torch::equal(flat.buffers()[0].narrow(0, 0, 7), torch::full({7}, 3.0)));
   EXPECT_TRUE(torch::equal(a.grad(), torch::full({3, 5}, 2.0)));
   flat.install();
-  EXPECT_EQ(flat.buffer(0).sum().item<float>(), 7 * 3 + 15 * 2) << "padding and c are zero";
+  EXPECT_EQ(flat.buffers()[0].sum().item<float>(), 7 * 3 + 15 * 2) << "padding and c are zero";
   EXPECT_THROW(flat.reorder({0, 1, 1}), InputError);
   EXPECT_THROW(flat.reorder({0, 1}), InputError);
 }

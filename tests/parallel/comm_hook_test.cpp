@@ -60,7 +60,7 @@ struct HookRig {
     return sum;
   }
   void expect_equal_on_all_ranks() {
-    const Tensor own = ddp.gradients().buffer(0).clone().reshape({1, -1});
+    const Tensor own = ddp.gradients().buffers()[0].clone().reshape({1, -1});
     const Tensor all = communicator->all_gather_rows(own, "check");
     EXPECT_EQ((all - own).abs().max().item<double>(), 0) << "to the bit";
   }

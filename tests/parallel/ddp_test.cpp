@@ -77,7 +77,7 @@ TEST(Ddp, ReducesInOneOrderWhatEachRankUses) {
     net->zero_grad();
     reduce_once(ddp, rank, loss);
     ddp.gradients().install(); // a rank alone has them elsewhere
-    Tensor own = ddp.gradients().buffer(0).clone().reshape({1, -1});
+    Tensor own = ddp.gradients().buffers()[0].clone().reshape({1, -1});
     const Tensor all = communicator->all_gather_rows(own, "check");
     EXPECT_EQ((all - own).abs().max().item<double>(), 0);
     EXPECT_GT(own.abs().max().item<double>(), 0);
@@ -92,7 +92,7 @@ TEST(Ddp, FirstBucketIsSmallAndAllCoverTheBuffers) {
   EXPECT_EQ(sizes.front(), 32 + 1024) << "the last layer's bias, then its weight";
   EXPECT_EQ(sizes[1], 2 * (32 + 1024));
   EXPECT_EQ(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
-            ddp.gradients().buffer(0).numel());
+            ddp.gradients().buffers()[0].numel());
 }
 
 // Modules are normally registered in the order of use, and backward has the reverse order. Here

@@ -27,8 +27,8 @@ class FlatGradients {
   explicit FlatGradients(FlatLayout layout, FlatAllocator allocator = {});
 
   const FlatLayout& layout() const { return layout_; }
-  /// The group's whole buffer. Its padding is zero. [group]
-  const at::Tensor& buffer(int64_t group) const;
+  /// The groups' whole buffers. Their padding is zero. [group]
+  const std::vector<at::Tensor>& buffers() const;
   /// The view for a slot's gradient, in its parameter's shape. [slot]
   const at::Tensor& view(int64_t slot) const;
 

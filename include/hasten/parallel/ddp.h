@@ -154,7 +154,7 @@ class Ddp : public DataParallel {
 
   // Over sums.
   std::vector<Bucket> buckets_;
-  std::vector<int64_t> bucket_of_; // [slot]
+  std::vector<size_t> bucket_of_; // [slot]
   std::vector<int64_t> learned_; // order; empty: not yet known
   bool learned_in_use_ = false;
   std::vector<char> static_ready_; // [slot] this rank's; empty: not yet known
