@@ -10,63 +10,70 @@ namespace hasten {
 
 namespace detail {
 
+std::string bucket_name(const GradientBucket& bucket) {
+  return "gradient bucket " + std::to_string(bucket.index);
+}
+
 CommHook::Step plain_reduce(Communicator& communicator, const GradientBucket& bucket) {
-  Work handle = communicator.all_reduce_async(bucket.buffer, ReduceOp::SUM,
-                                              "gradient bucket " + std::to_string(bucket.index));
+  Work handle = communicator.all_reduce_async(bucket.buffer, ReduceOp::SUM, bucket_name(bucket));
   return [handle]() mutable {
     handle.wait();
     return false;
   };
 }
 
-bool has_16_bits(const at::Tensor& buffer) { return buffer.element_size() == 2; }
-
-// Note [Wire type]
-// An all-reduce of 16-bit data would add in 16 bits. Here each rank gets its part of every rank's
-// bucket (all-to-all), adds these in fp32 and sends the rounded sum to all. That sends
-// 2 (W - 1) / W 16-bit elements per gradient element, and rounds each term once and the sum once.
 CommHook::Step compressed_reduce(Communicator& communicator, const GradientBucket& bucket,
-                                 at::ScalarType wire) {
-  if (has_16_bits(bucket.buffer)) {
+                                 const at::Tensor& sent,
+                                 std::function<void(const at::Tensor& parts)> add,
+                                 std::function<void()> finish) {
+  const at::Tensor parts = at::empty_like(sent);
+  const std::string name = bucket_name(bucket);
+  Work handle = communicator.all_to_all_async(parts, sent, name);
+  bool summed = false;
+  return [=, &communicator]() mutable {
+    handle.wait();
+    if (!summed) {
+      add(parts);
+      handle = communicator.all_gather_async(sent, parts[0], name);
+      summed = true;
+      return true;
+    }
+    finish();
+    return false;
+  };
+}
+
+static CommHook::Step cast_reduce(Communicator& communicator, const GradientBucket& bucket,
+                                  at::ScalarType wire) {
+  if (bucket.buffer.element_size() == 2) {
     return plain_reduce(communicator, bucket);
   }
   const int64_t world = communicator.world_size();
   const int64_t count = bucket.buffer.numel();
   const int64_t part = (count + world - 1) / world;
-  const at::Tensor all = at::empty({world, part}, bucket.buffer.options().dtype(wire));
-  const at::Tensor flat = all.view({-1});
-  flat.narrow(0, 0, count).copy_(bucket.buffer);
-  flat.narrow(0, count, world * part - count).zero_();
-  const at::Tensor parts = at::empty_like(all);
-  const std::string name = "gradient bucket " + std::to_string(bucket.index);
-  Work handle = communicator.all_to_all_async(parts, all, name);
-  bool summed = false;
-  return [=, &communicator, buffer = bucket.buffer]() mutable {
-    handle.wait();
-    if (!summed) {
-      at::Tensor sum = parts[0].to(at::kFloat);
-      for (int64_t rank = 1; rank < world; ++rank) {
-        sum.add_(parts[rank]);
-      }
-      at::Tensor mine = parts[0];
-      mine.copy_(sum);
-      handle = communicator.all_gather_async(all, mine, name);
-      summed = true;
-      return true;
+  const at::Tensor sent = at::empty({world, part}, bucket.buffer.options().dtype(wire));
+  const at::Tensor own = sent.view({-1}).narrow(0, 0, count);
+  own.copy_(bucket.buffer);
+  sent.view({-1}).narrow(0, count, world * part - count).zero_();
+  const auto add = [](const at::Tensor& parts) {
+    at::Tensor sum = parts[0].to(at::kFloat);
+    for (int64_t rank = 1; rank < parts.size(0); ++rank) {
+      sum.add_(parts[rank]);
     }
-    buffer.copy_(flat.narrow(0, 0, count));
-    return false;
+    parts[0].copy_(sum);
   };
+  return compressed_reduce(communicator, bucket, sent, add,
+                           [own, buffer = bucket.buffer] { buffer.copy_(own); });
 }
 
 } // namespace detail
 
 CommHook::Step Fp16CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
-  return detail::compressed_reduce(communicator, bucket, at::kHalf);
+  return detail::cast_reduce(communicator, bucket, at::kHalf);
 }
 
 CommHook::Step Bf16CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
-  return detail::compressed_reduce(communicator, bucket, at::kBFloat16);
+  return detail::cast_reduce(communicator, bucket, at::kBFloat16);
 }
 
 } // namespace hasten

@@ -76,8 +76,7 @@ uint64_t layout_of(const GradientBucket& bucket, int64_t world) {
 } // namespace detail
 
 // Note [Eight bits]
-// As with 16 bits, each rank gets its part of every rank's bucket, adds these in fp32 and sends
-// the sum to all, rounded again. Each rounding error stays on its rank and is added to the next
+// Note [Compressed sum] with rounding errors that stay on their rank and are added to the next
 // bucket of that index and layout, so nothing is lost over several reductions (error feedback).
 CommHook::Step Int8CompressHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
   if (bucket.buffer.scalar_type() != at::kFloat) {
@@ -97,34 +96,24 @@ CommHook::Step Int8CompressHook::reduce(Communicator& communicator, const Gradie
   const at::Tensor lost = kept.numbers.narrow(0, 0, world * part);
   const at::Tensor lost_of_sum = kept.numbers.narrow(0, world * part, part);
   lost.narrow(0, 0, count).add_(bucket.buffer);
-  const at::Tensor all =
+  const at::Tensor sent =
       at::empty({world, blocks * detail::kInt8BlockBytes}, at::TensorOptions().dtype(at::kChar));
-  detail::quantize_blocks(lost.mutable_data_ptr<float>(), all.mutable_data_ptr<int8_t>(),
+  detail::quantize_blocks(lost.mutable_data_ptr<float>(), sent.mutable_data_ptr<int8_t>(),
                           world * blocks);
-  const at::Tensor parts = at::empty_like(all);
-  const std::string name = "gradient bucket " + std::to_string(bucket.index);
-  Work handle = communicator.all_to_all_async(parts, all, name);
-  bool summed = false;
-  return [=, &communicator, buffer = bucket.buffer, error = lost_of_sum]() mutable {
-    handle.wait();
-    if (!summed) {
-      for (int64_t rank = 0; rank < world; ++rank) {
-        detail::dequantize_blocks(parts[rank].const_data_ptr<int8_t>(),
-                                  error.mutable_data_ptr<float>(), blocks, true);
-      }
-      at::Tensor mine = parts[0];
-      detail::quantize_blocks(error.mutable_data_ptr<float>(), mine.mutable_data_ptr<int8_t>(),
-                              blocks);
-      handle = communicator.all_gather_async(all, mine, name);
-      summed = true;
-      return true;
+  const auto add = [blocks, lost_of_sum](const at::Tensor& parts) {
+    auto* sum = lost_of_sum.mutable_data_ptr<float>();
+    for (int64_t rank = 0; rank < parts.size(0); ++rank) {
+      detail::dequantize_blocks(parts[rank].const_data_ptr<int8_t>(), sum, blocks, true);
     }
+    detail::quantize_blocks(sum, parts[0].mutable_data_ptr<int8_t>(), blocks);
+  };
+  const auto finish = [=, buffer = bucket.buffer] {
     const at::Tensor values = at::empty({world * part}, floats);
-    detail::dequantize_blocks(all.const_data_ptr<int8_t>(), values.mutable_data_ptr<float>(),
+    detail::dequantize_blocks(sent.const_data_ptr<int8_t>(), values.mutable_data_ptr<float>(),
                               world * blocks, false);
     buffer.copy_(values.narrow(0, 0, count));
-    return false;
   };
+  return detail::compressed_reduce(communicator, bucket, sent, add, finish);
 }
 
 void Int8CompressHook::save_state(NamedTensors& tensors, nlohmann::json&) const {

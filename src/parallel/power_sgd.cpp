@@ -65,7 +65,7 @@ at::Tensor product_of_factors(const at::Tensor& p, const at::Tensor& q) {
 
 } // namespace detail
 
-// One gradient as a matrix, with views of its factors in the messages.
+// One gradient as a matrix, with its factors.
 struct PowerSgdHook::Matrix {
   std::string name{};
   at::Tensor gradient{}; // the bucket's, any shape
@@ -78,7 +78,7 @@ struct PowerSgdHook::Pending {
   std::string name{};
   std::vector<Matrix> matrices{};
   std::vector<at::Tensor> others{}; // gradients sent uncompressed
-  at::Tensor plain{}, first{}, second{}; // messages: others, all P, all Q
+  at::Tensor plain{}, factors{}; // messages: others; all P, then all Q
   Work plain_sum{}, factor_sum{};
 };
 
@@ -131,8 +131,7 @@ bool PowerSgdHook::compresses(const at::Tensor& gradient) const {
 }
 
 CommHook::Step PowerSgdHook::reduce(Communicator& communicator, const GradientBucket& bucket) {
-  const bool plain =
-      iteration_ < options_.start_powerSGD_iter || detail::has_16_bits(bucket.buffer);
+  const bool plain = iteration_ < options_.start_powerSGD_iter || bucket.buffer.element_size() == 2;
   Step step;
   if (plain) {
     numbers_ += bucket.buffer.numel();
@@ -140,12 +139,12 @@ CommHook::Step PowerSgdHook::reduce(Communicator& communicator, const GradientBu
     step = detail::plain_reduce(communicator, bucket);
   } else {
     auto pending = std::make_shared<Pending>();
-    pending->name = "gradient bucket " + std::to_string(bucket.index);
+    pending->name = detail::bucket_name(bucket);
     for (const BucketGradient& entry : bucket.gradients) {
       numbers_ += entry.gradient.numel();
       if (compresses(entry.gradient)) {
         pending->matrices.push_back(make_matrix(entry));
-      } else {
+      } else if (entry.gradient.numel() > 0) {
         pending->others.push_back(entry.gradient);
       }
     }
@@ -173,11 +172,10 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   matrix.m = entry.gradient.reshape({entry.gradient.size(0), -1});
   const auto check = [&](const at::Tensor& kept, at::IntArrayRef sizes) {
     if (kept.sizes() != sizes) {
-      std::ostringstream what, expected;
-      what << "the state kept for parameter \"" << entry.name << "\" is " << kept.sizes();
-      expected << sizes;
-      throw InputError("parallel::PowerSgdHook", what.str(), expected.str(),
-                       "use one hook per model, and its own state");
+      throw InputError(
+          "parallel::PowerSgdHook",
+          c10::str("the state kept for parameter \"", entry.name, "\" is ", kept.sizes()),
+          c10::str(sizes), "use one hook per model, and its own state");
     }
   };
   if (options_.use_error_feedback) {
@@ -206,35 +204,33 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
 // Sends all uncompressed gradients in one message, and P = M Q of all matrices in another.
 void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
   if (!pending.others.empty()) {
-    std::vector<at::Tensor> pieces;
-    for (const at::Tensor& gradient : pending.others) {
-      pieces.push_back(gradient.reshape({-1}));
-    }
-    pending.plain = at::cat(pieces);
+    pending.plain = at::flatten_dense_tensors(pending.others);
     sent_ += pending.plain.numel();
     pending.plain_sum = communicator.all_reduce_async(pending.plain, ReduceOp::SUM, pending.name);
   }
   if (pending.matrices.empty()) {
     return;
   }
-  int64_t first = 0, second = 0;
-  for (const Matrix& matrix : pending.matrices) {
-    first += matrix.m.size(0) * matrix.q.size(1);
-    second += matrix.q.numel();
-  }
-  const auto options = pending.matrices[0].m.options();
-  pending.first = at::empty({first}, options);
-  pending.second = at::empty({second}, options);
-  sent_ += first + second;
-  int64_t offset = 0;
   for (Matrix& matrix : pending.matrices) {
-    const int64_t rows = matrix.m.size(0), rank = matrix.q.size(1);
-    matrix.p = pending.first.narrow(0, offset, rows * rank).view({rows, rank});
-    at::mm_out(matrix.p, matrix.m, matrix.q);
-    offset += rows * rank;
+    matrix.p = at::mm(matrix.m, matrix.q);
+    sent_ += matrix.p.numel() + matrix.q.numel();
+  }
+  sum_factors(communicator, pending, &Matrix::p, ", P");
+}
+
+void PowerSgdHook::sum_factors(Communicator& communicator, Pending& pending,
+                               at::Tensor Matrix::*factor, const char* name) {
+  std::vector<at::Tensor> own;
+  for (const Matrix& matrix : pending.matrices) {
+    own.push_back(matrix.*factor);
+  }
+  pending.factors = at::flatten_dense_tensors(own);
+  const auto sums = at::unflatten_dense_tensors(pending.factors, own);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    pending.matrices[i].*factor = sums[i];
   }
   pending.factor_sum =
-      communicator.all_reduce_async(pending.first, ReduceOp::SUM, pending.name + ", P");
+      communicator.all_reduce_async(pending.factors, ReduceOp::SUM, pending.name + name);
 }
 
 // Returns false if there is nothing to send. The sum of P is equal bit for bit on all ranks, and
@@ -244,7 +240,7 @@ bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pendi
     return false;
   }
   pending.factor_sum.wait();
-  if (!pending.first.isfinite().all().item<bool>()) {
+  if (!pending.factors.isfinite().all().item<bool>()) {
     // NaN and infinity must reach the gradients, but not the factors and errors that are kept.
     for (Matrix& matrix : pending.matrices) {
       matrix.gradient.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -252,13 +248,9 @@ bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pendi
     pending.matrices.clear();
     return false;
   }
-  int64_t offset = 0;
   for (Matrix& matrix : pending.matrices) {
     detail::orthonormalize_(matrix.p);
-    const int64_t columns = matrix.q.size(0), rank = matrix.q.size(1);
-    matrix.q = pending.second.narrow(0, offset, columns * rank).view({columns, rank});
-    at::mm_out(matrix.q, matrix.m.t(), matrix.p);
-    offset += columns * rank;
+    matrix.q = at::mm(matrix.m.t(), matrix.p);
     if (options_.use_error_feedback) {
       // With this rank's own Q, the errors add up over ranks to the error of the summed product.
       at::Tensor& error = errors_[matrix.name];
@@ -268,19 +260,14 @@ bool PowerSgdHook::send_second_factor(Communicator& communicator, Pending& pendi
       at::addmm_out(error, matrix.m, matrix.p, matrix.q.t(), 1, -1);
     }
   }
-  pending.factor_sum =
-      communicator.all_reduce_async(pending.second, ReduceOp::SUM, pending.name + ", Q");
+  sum_factors(communicator, pending, &Matrix::q, ", Q");
   return true;
 }
 
 void PowerSgdHook::finish(Pending& pending) {
   if (pending.plain.defined()) {
     pending.plain_sum.wait();
-    int64_t offset = 0;
-    for (at::Tensor& gradient : pending.others) {
-      gradient.copy_(pending.plain.narrow(0, offset, gradient.numel()).view(gradient.sizes()));
-      offset += gradient.numel();
-    }
+    at::_foreach_copy_(pending.others, at::unflatten_dense_tensors(pending.plain, pending.others));
   }
   if (pending.matrices.empty()) {
     return;

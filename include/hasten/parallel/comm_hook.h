@@ -171,6 +171,10 @@ class PowerSgdHook : public CommHook {
   bool compresses(const at::Tensor& gradient) const;
   Matrix make_matrix(const BucketGradient& entry);
   void start(Communicator& communicator, Pending& pending);
+  // Sends one factor of all matrices. The factors become views of the message, which is the sum
+  // once factor_sum is complete.
+  static void sum_factors(Communicator& communicator, Pending& pending, at::Tensor Matrix::*factor,
+                          const char* name);
   bool send_second_factor(Communicator& communicator, Pending& pending);
   void finish(Pending& pending);
 
