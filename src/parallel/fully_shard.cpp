@@ -36,14 +36,6 @@ FullyShard::~FullyShard() {
   }
 }
 
-detail::ShardFlat& FullyShard::flat_of(size_t parameter) const {
-  return schedule_->units()[parameters_[parameter].unit]->flats()[places_[parameter].first];
-}
-
-detail::ShardTensor& FullyShard::tensor_of(size_t parameter) const {
-  return flat_of(parameter).tensors[places_[parameter].second];
-}
-
 bool FullyShard::unshard() {
   const bool idle = schedule_->idle();
   if (idle) {
@@ -147,9 +139,9 @@ void FullyShard::start_backward(bool reduce) {
 
 void FullyShard::gradient_ready(size_t parameter) {
   const ShardedParameter& entry = parameters_[parameter];
-  detail::ShardUnit& unit = *schedule_->units()[entry.unit];
-  const bool whole = unit.state() == detail::ShardUnit::State::unsharded &&
-                     entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
+  const bool whole =
+      schedule_->units()[entry.unit]->state() == detail::ShardUnit::State::unsharded &&
+      entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
   if (!schedule_->in_backward() || !whole) {
     entry.parameter.mutable_grad().reset();
     throw InputError(
@@ -168,7 +160,7 @@ void FullyShard::gradient_ready(size_t parameter) {
                      "the gradient of parameter \"" + entry.name + "\" was made with create_graph",
                      "a gradient without a graph, because it is summed over ranks");
   }
-  unit.take(places_[parameter].first, places_[parameter].second);
+  detail::ShardUnit::take(tensor_of(parameter));
 }
 
 void FullyShard::finish_backward() {

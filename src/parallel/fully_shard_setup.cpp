@@ -57,6 +57,29 @@ class SequentialEntry final : public torch::nn::Module {
 
 using BlockNumbers = std::unordered_map<const torch::nn::Module*, size_t>;
 
+// The blocks, each once, and the number of each, which is that of its unit.
+struct ShardBlocks {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules{};
+  BlockNumbers numbers{};
+};
+
+static ShardBlocks number_blocks(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                                 const torch::nn::Module& model) {
+  ShardBlocks blocks;
+  for (const auto& block : modules) {
+    if (!block || block.get() == &model) {
+      throw InputError("parallel::FullyShard",
+                       block ? "a block is the model itself" : "a block is null",
+                       "blocks inside the model",
+                       "leave it out; parameters outside all blocks are in the root unit");
+    }
+    if (blocks.numbers.emplace(block.get(), blocks.modules.size()).second) {
+      blocks.modules.push_back(block);
+    }
+  }
+  return blocks;
+}
+
 // Every Sequential in the module, itself included.
 static std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_in(
     const torch::nn::Module& module) {
@@ -102,12 +125,12 @@ static std::function<void()> wrap_entries(
   };
 }
 
-// Visits every module once, with its name and its block; -1: none.
+// Visits every module with its name and its unit; `unit` is that of the modules around it.
 template <typename Visit>
-void visit_modules(torch::nn::Module& module, const std::string& prefix, int64_t unit,
+void visit_modules(torch::nn::Module& module, const std::string& prefix, size_t unit,
                    const BlockNumbers& blocks, const Visit& visit) {
   if (const auto own = blocks.find(&module); own != blocks.end()) {
-    unit = static_cast<int64_t>(own->second);
+    unit = own->second;
   }
   visit(module, prefix, unit);
   for (const auto& child : module.named_children()) {
@@ -149,8 +172,7 @@ std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(const torch::nn:
 }
 
 static void check_shard_options(const FullyShardOptions& options) {
-  const bool two_dimensional = options.replicas && options.replicas->world_size() < 1;
-  if (options.prefetch < 0 || options.prefetch > 1 || two_dimensional) {
+  if (options.prefetch < 0 || options.prefetch > 1) {
     throw InputError("parallel::FullyShard", "prefetch=" + std::to_string(options.prefetch),
                      "0 or 1");
   }
@@ -223,7 +245,7 @@ static void broadcast_start(Communicator* communicator, Communicator* replicas,
 
 FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
                        std::shared_ptr<torch::nn::Module> module,
-                       const std::vector<std::shared_ptr<torch::nn::Module>>& blocks,
+                       const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                        FullyShardOptions options)
     : communicator_(std::move(communicator)),
       module_(std::move(module)),
@@ -231,10 +253,11 @@ FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
       buffers_(std::make_shared<detail::ShardBuffers>()),
       module_buffers_(detail::unique_tensors(module_->named_buffers())) {
   check_shard_options(options_);
-  make_units(blocks);
-  verify_shards(*communicator_, options_.replicas.get(), parameters_, module_buffers_, units_);
+  const detail::ShardBlocks blocks = detail::number_blocks(modules, *module_);
+  Units units = make_units(blocks);
+  verify_shards(*communicator_, options_.replicas.get(), parameters_, module_buffers_, units);
   reductions_ = detail::own_group(*communicator_);
-  shard_units();
+  shard_units(std::move(units));
   attach(blocks);
 }
 
@@ -245,103 +268,81 @@ std::shared_ptr<FullyShard> fully_shard(const std::shared_ptr<torch::nn::Module>
                                       std::move(options));
 }
 
-void FullyShard::make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
-  detail::BlockNumbers numbers;
-  for (const auto& block : blocks) {
-    if (!block || block == module_) {
-      throw InputError("parallel::FullyShard",
-                       block ? "a block is the model itself" : "a block is null",
-                       "blocks inside the model",
-                       "leave it out; parameters outside all blocks are in the root unit");
+// Assigns each tensor to the innermost block that contains it.
+FullyShard::Units FullyShard::make_units(const detail::ShardBlocks& blocks) {
+  std::vector<std::optional<std::string>> names(blocks.modules.size() + 1);
+  names.back() = ""; // the root
+  std::unordered_map<const void*, size_t> seen; // TensorImpl -> parameter
+  const auto visit = [&](torch::nn::Module& visited, const std::string& prefix, size_t unit) {
+    if (blocks.numbers.contains(&visited) && !names[unit]) {
+      names[unit] = prefix.substr(0, prefix.size() - 1);
     }
-    numbers.emplace(block.get(), numbers.size());
-  }
-  std::vector<std::string> names(numbers.size());
-  std::vector<char> found(numbers.size(), 0);
-  detail::visit_modules(*module_, "", -1, numbers,
-                        [&](torch::nn::Module& visited, const std::string& prefix, int64_t) {
-                          const auto own = numbers.find(&visited);
-                          if (own != numbers.end() && !found[own->second]) {
-                            found[own->second] = 1;
-                            names[own->second] = prefix.substr(0, prefix.size() - 1);
-                          }
-                        });
-  for (const auto& block : blocks) {
-    if (!found[numbers.at(block.get())]) {
-      throw InputError("parallel::FullyShard", "block " + block->name() + " is not in the model",
+    for (const auto& item : visited.named_parameters(false)) {
+      if (!item.value().defined()) {
+        continue;
+      }
+      const auto [tied, fresh] =
+          seen.emplace(item.value().unsafeGetTensorImpl(), parameters_.size());
+      const std::string name = prefix + item.key();
+      if (fresh) {
+        parameters_.push_back({name, item.value(), item.value().sizes().vec(), 0, 0, unit});
+      } else if (const auto& first = parameters_[tied->second]; first.unit != unit) {
+        throw InputError("parallel::FullyShard",
+                         "parameters \"" + first.name + "\" of unit \"" + *names[first.unit] +
+                             "\" and \"" + name + "\" of unit \"" + *names[unit] +
+                             "\" are one tensor",
+                         "tied parameters in one unit",
+                         "leave one of the blocks out, or pass a block that has both");
+      }
+    }
+  };
+  detail::visit_modules(*module_, "", blocks.modules.size(), blocks.numbers, visit);
+  for (size_t i = 0; i < blocks.modules.size(); ++i) {
+    if (!names[i]) {
+      throw InputError("parallel::FullyShard",
+                       "block " + blocks.modules[i]->name() + " is not in the model",
                        "modules that are registered in the model");
     }
   }
   for (const auto& container : detail::sequentials_in(*module_)) {
-    detail::check_entries(*container, numbers);
+    detail::check_entries(*container, blocks.numbers);
   }
-  names.emplace_back(); // the root
   for (const auto& [name, precision] : options_.unit_precision) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
       throw InputError("parallel::FullyShard", "unit_precision names \"" + name + "\"",
                        "a block's name, or \"\" for the root");
     }
   }
-  for (const std::string& name : names) {
-    const auto own = options_.unit_precision.find(name);
-    units_.push_back(std::make_unique<detail::ShardUnit>(
-        name, own == options_.unit_precision.end() ? options_.precision : own->second, buffers_,
+  Units units;
+  for (const auto& name : names) {
+    const auto own = options_.unit_precision.find(*name);
+    units.push_back(std::make_unique<detail::ShardUnit>(
+        *name, own == options_.unit_precision.end() ? options_.precision : own->second, buffers_,
         communicator_->rank(), communicator_->world_size()));
   }
-  assign_parameters(numbers);
+  return units;
 }
 
-// Assigns each tensor to the innermost block that contains it.
-void FullyShard::assign_parameters(
-    const std::unordered_map<const torch::nn::Module*, size_t>& blocks) {
-  std::unordered_map<const void*, size_t> seen; // TensorImpl -> parameter
-  detail::visit_modules(
-      *module_, "", -1, blocks,
-      [&](torch::nn::Module& visited, const std::string& prefix, int64_t unit) {
-        const size_t of = unit < 0 ? units_.size() - 1 : static_cast<size_t>(unit);
-        for (const auto& item : visited.named_parameters(false)) {
-          if (!item.value().defined()) {
-            continue;
-          }
-          const auto [tied, fresh] =
-              seen.emplace(item.value().unsafeGetTensorImpl(), parameters_.size());
-          const std::string name = prefix + item.key();
-          if (fresh) {
-            parameters_.push_back({name, item.value(), item.value().sizes().vec(), 0, 0, of});
-          } else if (parameters_[tied->second].unit != of) {
-            const auto& first = parameters_[tied->second];
-            throw InputError("parallel::FullyShard",
-                             "parameters \"" + first.name + "\" of unit \"" +
-                                 units_[first.unit]->name() + "\" and \"" + name + "\" of unit \"" +
-                                 units_[of]->name() + "\" are one tensor",
-                             "tied parameters in one unit",
-                             "leave one of the blocks out, or pass a block that has both");
-          }
-        }
-      });
-}
-
-void FullyShard::shard_units() {
+void FullyShard::shard_units(Units units) {
   std::unordered_map<const void*, size_t> numbers;
-  std::vector<FlatLayout::NamedParameters> parameters(units_.size());
+  std::vector<FlatLayout::NamedParameters> parameters(units.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    parameters[parameters_[i].unit].emplace_back(parameters_[i].name, parameters_[i].parameter);
-    units_[parameters_[i].unit]->add(parameters_[i].name, parameters_[i].parameter);
-    numbers[parameters_[i].parameter.unsafeGetTensorImpl()] = i;
+    const ShardedParameter& entry = parameters_[i];
+    parameters[entry.unit].emplace_back(entry.name, entry.parameter);
+    units[entry.unit]->add(entry.name, entry.parameter);
+    numbers[entry.parameter.unsafeGetTensorImpl()] = i;
   }
   places_.resize(parameters_.size());
   broadcast_start(communicator_.get(), options_.replicas.get(), module_buffers_);
   buffer_versions_ = detail::versions_of(module_buffers_);
-  for (size_t u = 0; u < units_.size(); ++u) {
-    const auto& unit = units_[u];
+  for (size_t u = 0; u < units.size(); ++u) {
     broadcast_start(communicator_.get(), options_.replicas.get(),
                     parameters[u]); // unsharded until the next line
-    unit->shard();
-    for (size_t f = 0; f < unit->flats().size(); ++f) {
-      for (size_t i = 0; i < unit->flats()[f].tensors.size(); ++i) {
-        const detail::ShardTensor& tensor = unit->flats()[f].tensors[i];
+    units[u]->shard();
+    for (detail::ShardFlat& flat : units[u]->flats()) {
+      for (detail::ShardTensor& tensor : flat.tensors) {
         const size_t number = numbers.at(tensor.parameter.unsafeGetTensorImpl());
-        places_[number] = {f, i};
+        places_[number] = {&flat, &tensor};
         parameters_[number].first_row = tensor.first_row;
         parameters_[number].rows = tensor.own_rows;
       }
@@ -356,20 +357,16 @@ void FullyShard::shard_units() {
   settings.reshard_after_forward = options_.reshard_after_forward.value_or(!whole);
   settings.sync_each_batch = options_.sync_each_batch.value_or(!late);
   settings.prefetch = options_.prefetch;
-  schedule_ = std::make_shared<detail::ShardSchedule>(std::move(units_), std::move(settings));
+  schedule_ = std::make_shared<detail::ShardSchedule>(std::move(units), std::move(settings));
 }
 
-void FullyShard::attach(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks) {
-  detail::BlockNumbers numbers;
-  for (const auto& block : blocks) {
-    if (numbers.emplace(block.get(), numbers.size()).second) {
-      attachments_.push_back(
-          attach_block(block, BlockStage::shard,
-                       std::make_shared<detail::ShardLink>(schedule_, numbers.at(block.get()))));
-    }
+void FullyShard::attach(const detail::ShardBlocks& blocks) {
+  for (size_t unit = 0; unit < blocks.modules.size(); ++unit) {
+    attachments_.push_back(attach_block(blocks.modules[unit], BlockStage::shard,
+                                        std::make_shared<detail::ShardLink>(schedule_, unit)));
   }
   for (const auto& container : detail::sequentials_in(*module_)) {
-    unwrap_.push_back(detail::wrap_entries(container, numbers));
+    unwrap_.push_back(detail::wrap_entries(container, blocks.numbers));
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].parameter.requires_grad()) {

@@ -9,9 +9,8 @@
 
 namespace hasten::detail {
 
-void ShardUnit::take(size_t flat, size_t index) {
+void ShardUnit::take(ShardTensor& tensor) {
   const at::NoGradGuard no_grad;
-  ShardTensor& tensor = flats_[flat].tensors[index];
   at::Tensor& grad = tensor.parameter.mutable_grad();
   tensor.taken = tensor.taken.defined() ? tensor.taken + grad : std::move(grad);
   grad.reset();

@@ -88,8 +88,7 @@ class ShardUnit {
   ShardUnit(std::string name, MixedPrecisionPolicy precision, std::shared_ptr<ShardBuffers> buffers,
             int rank, int ranks);
 
-  /// Adds a parameter. Call it before shard(), which may still change flat and index of the
-  /// parameter.
+  /// Adds a parameter. Call it before shard().
   void add(const std::string& name, const at::Tensor& parameter);
   /// Shards the parameters.
   void shard();
@@ -107,7 +106,7 @@ class ShardUnit {
 
   // Gradients.
   /// Moves the gradient from a parameter to this unit, for the next reduction.
-  void take(size_t flat, size_t index);
+  static void take(ShardTensor& tensor);
   /// Adds the taken gradients to the unsharded sums.
   void keep_taken();
   /// Reduce-scatters the taken gradients and the unsharded sums.

@@ -42,7 +42,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -58,6 +57,7 @@ namespace detail {
 class ShardBuffers;
 class ShardSchedule;
 class ShardUnit;
+struct ShardBlocks;
 struct ShardFlat;
 struct ShardTensor;
 } // namespace detail
@@ -281,14 +281,14 @@ class FullyShard : public Stateful {
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
-  void make_units(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
-  void assign_parameters(const std::unordered_map<const torch::nn::Module*, size_t>& blocks);
-  void shard_units();
-  void attach(const std::vector<std::shared_ptr<torch::nn::Module>>& blocks);
+  using Units = std::vector<std::unique_ptr<detail::ShardUnit>>;
+  Units make_units(const detail::ShardBlocks& blocks);
+  void shard_units(Units units);
+  void attach(const detail::ShardBlocks& blocks);
   void check_parameters() const;
   void gradient_ready(size_t parameter);
-  detail::ShardFlat& flat_of(size_t parameter) const;
-  detail::ShardTensor& tensor_of(size_t parameter) const;
+  detail::ShardFlat& flat_of(size_t parameter) const { return *places_[parameter].first; }
+  detail::ShardTensor& tensor_of(size_t parameter) const { return *places_[parameter].second; }
   void set_aside();
   Communicator* replicas() const { return local_ ? nullptr : options_.replicas.get(); }
   void start_agreement();
@@ -304,8 +304,7 @@ class FullyShard : public Stateful {
   FlatLayout::NamedParameters module_buffers_;
   std::vector<uint32_t> buffer_versions_; // at the last synchronisation
   bool buffers_changed_ = false; // on any rank
-  std::vector<std::pair<size_t, size_t>> places_; // [parameter] flat, index
-  std::vector<std::unique_ptr<detail::ShardUnit>> units_; // until the schedule owns them
+  std::vector<std::pair<detail::ShardFlat*, detail::ShardTensor*>> places_; // [parameter]
   std::shared_ptr<detail::ShardSchedule> schedule_;
   std::vector<BlockAttachment> attachments_;
   std::vector<std::function<void()>> unwrap_; // Sequentials' entries
