@@ -33,15 +33,15 @@ void ShardSchedule::open_backward(bool last) {
   }
 }
 
-void ShardSchedule::reach(int64_t id) {
+void ShardSchedule::reach(int64_t left) {
   if (!in_backward_) {
     throw InputError("parallel::FullyShard",
                      "loss.backward() outside start_backward() and finish_backward()",
                      "a backward between the two, because ranks gather and reduce in it",
                      "use accelerator.backward(loss), or call them around it");
   }
-  const auto found =
-      std::find_if(calls_.begin(), calls_.end(), [id](const Call& call) { return call.id == id; });
+  const auto found = std::find_if(calls_.begin(), calls_.end(),
+                                  [left](const Call& call) { return call.left == left; });
   if (found == calls_.end()) {
     throw InputError("parallel::FullyShard",
                      "a backward through a forward that was abandoned or belongs to an earlier "

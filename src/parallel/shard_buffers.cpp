@@ -2,37 +2,23 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
+#include <utility>
 
 namespace hasten::detail {
 
 at::Tensor ShardBuffers::find(int64_t bytes, at::Device device) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto best = idle_.end();
-    auto small = idle_.end(); // the largest that is too small
-    for (auto it = idle_.begin(); it != idle_.end(); ++it) {
-      const int64_t size = it->numel();
-      if (it->device() != device) {
-        continue;
-      }
-      if (size < bytes) {
-        small = small == idle_.end() || size > small->numel() ? it : small;
-      } else if (size <= 2 * bytes + 4096) {
-        best = best == idle_.end() || size < best->numel() ? it : best;
-      }
+    auto& idle = idle_[device];
+    const auto fits = idle.lower_bound(bytes);
+    if (fits != idle.end() && fits->first <= 2 * bytes + 4096) {
+      return idle.extract(fits).mapped();
     }
-    const bool fits = best != idle_.end();
-    const auto found = fits ? best : small;
-    at::Tensor buffer; // one that is too small is freed here
-    if (found != idle_.end()) {
-      buffer = std::move(*found);
-      idle_.erase(found);
+    at::Tensor small; // the largest that is too small is freed here
+    if (fits != idle.begin()) {
+      small = idle.extract(std::prev(fits)).mapped();
     }
-    if (fits) {
-      return buffer;
-    }
-    bytes_ += bytes - (buffer.defined() ? buffer.numel() : 0);
+    bytes_ += bytes - (small.defined() ? small.numel() : 0);
   }
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
 }
@@ -64,7 +50,7 @@ at::Tensor ShardBuffers::take(at::IntArrayRef sizes, const at::TensorOptions& op
 
 void ShardBuffers::give_back(at::Tensor buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  idle_.push_back(std::move(buffer));
+  idle_[buffer.device()].emplace(buffer.numel(), std::move(buffer));
 }
 
 int64_t ShardBuffers::bytes() const {
@@ -73,11 +59,11 @@ int64_t ShardBuffers::bytes() const {
 }
 
 void ShardBuffers::release() {
-  std::vector<at::Tensor> freed;
   const std::lock_guard<std::mutex> lock(mutex_);
-  freed.swap(idle_);
-  for (const at::Tensor& buffer : freed) {
-    bytes_ -= buffer.numel();
+  for (const auto& [device, idle] : std::exchange(idle_, {})) {
+    for (const auto& [bytes, buffer] : idle) {
+      bytes_ -= bytes;
+    }
   }
 }
 

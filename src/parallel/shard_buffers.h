@@ -6,9 +6,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
+#include <unordered_map>
 
 namespace hasten::detail {
 
@@ -31,7 +32,7 @@ class ShardBuffers : public std::enable_shared_from_this<ShardBuffers> {
   void give_back(at::Tensor buffer);
 
   mutable std::mutex mutex_;
-  std::vector<at::Tensor> idle_{}; // bytes
+  std::unordered_map<at::Device, std::multimap<int64_t, at::Tensor>> idle_{}; // by bytes
   int64_t bytes_ = 0;
 };
 

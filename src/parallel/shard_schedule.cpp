@@ -101,10 +101,10 @@ void ShardSchedule::enter(size_t unit) {
 void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
   const Entered call = entered_.back();
   entered_.pop_back();
-  if (graph) {
-    calls_.push_back({clock_ + 1, call.unit, forward_, call.time, clock_ + 1, false, false, graph});
-  }
   ++clock_;
+  if (graph) {
+    calls_.push_back({call.unit, forward_, call.time, clock_, false, false, graph});
+  }
   const bool inside = std::any_of(entered_.begin(), entered_.end(),
                                   [&](const Entered& outer) { return outer.unit == call.unit; });
   const bool waits = graph || (call.unit == root() && at::GradMode::is_enabled());
@@ -129,7 +129,7 @@ void ShardSchedule::give_up(size_t entered) {
 std::shared_ptr<void> ShardSchedule::watch(const std::vector<at::Tensor>& outputs,
                                            uint64_t first_node) {
   std::shared_ptr<void> graph;
-  const int64_t id = clock_ + 1; // the one that leave() will use
+  const int64_t left = clock_ + 1; // the one that leave() will use
   for (const at::Tensor& output : outputs) {
     if (!output.defined() || !output.requires_grad() || !output.grad_fn() ||
         output.grad_fn()->sequence_nr() < first_node) {
@@ -138,10 +138,10 @@ std::shared_ptr<void> ShardSchedule::watch(const std::vector<at::Tensor>& output
     if (!graph) {
       graph = std::make_shared<char>();
     }
-    output.register_hook([weak = weak_from_this(), id, graph](const at::Tensor& gradient) {
+    output.register_hook([weak = weak_from_this(), left, graph](const at::Tensor& gradient) {
       const auto self = weak.lock();
       if (self && gradient.defined()) {
-        self->reach(id);
+        self->reach(left);
       }
     });
   }
@@ -183,10 +183,9 @@ std::vector<at::Tensor> ShardSchedule::call(size_t unit, std::vector<at::Tensor>
 }
 
 void ShardSchedule::enter_recompute(size_t unit) {
-  const bool whole = units_[unit]->state() == ShardUnit::State::unsharded;
-  const bool ahead = units_[unit]->state() == ShardUnit::State::unsharding;
+  const bool sharded = units_[unit]->state() == ShardUnit::State::sharded;
   unshard(unit);
-  if (!whole && !ahead) {
+  if (sharded) {
     recomputing_[unit] = 1;
   }
 }

@@ -92,11 +92,10 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
 
  private:
   struct Call {
-    int64_t id = 0;
     size_t unit = 0;
     int64_t forward = 0;
-    int64_t entered = 0; // on clock_, as is left
-    int64_t left = 0;
+    int64_t entered = 0; // on clock_
+    int64_t left = 0; // on clock_; identifies the call
     bool reached = false; // by this backward
     bool spent = false; // by an earlier backward
     std::weak_ptr<void> graph{};
@@ -113,7 +112,7 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   void leave(const std::shared_ptr<void>& graph);
   void give_up(size_t entered);
   std::shared_ptr<void> watch(const std::vector<at::Tensor>& outputs, uint64_t first_node);
-  void reach(int64_t id);
+  void reach(int64_t left);
   void advance(Call& call);
   void reshard_others(const Call& call);
   void complete_after(int64_t time);

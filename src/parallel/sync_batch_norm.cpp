@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <unordered_set>
 
 #include "hasten/base/error.h"
@@ -21,19 +20,11 @@ namespace detail {
 template <typename Layer>
 std::string describe_batch_norm(const Layer& layer) {
   const auto& options = layer.options;
-  std::ostringstream text;
-  text << "num_features=" << options.num_features() << " eps=" << options.eps() << " momentum=";
-  if (options.momentum()) {
-    text << *options.momentum();
-  } else {
-    text << "none";
-  }
-  text << " affine=" << options.affine()
-       << " track_running_stats=" << options.track_running_stats();
-  if (options.affine()) {
-    text << " " << describe_tensor(layer.weight, true);
-  }
-  return text.str();
+  return c10::str("num_features=", options.num_features(), " eps=", options.eps(),
+                  " momentum=", options.momentum() ? c10::str(*options.momentum()) : "none",
+                  " affine=", options.affine(),
+                  " track_running_stats=", options.track_running_stats(),
+                  options.affine() ? " " + describe_tensor(layer.weight, true) : "");
 }
 
 // One of torch's layers in a model.

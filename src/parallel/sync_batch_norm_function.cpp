@@ -5,7 +5,6 @@
 #include <torch/custom_class.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "hasten/base/error.h"
 #include "hasten/core/recompute.h"
@@ -40,20 +39,15 @@ static at::Tensor wide(const at::Tensor& tensor, const at::Tensor& x) {
 }
 
 void check_sync_input(const SyncLayer& layer, const at::Tensor& x) {
-  const bool right = x.defined() && x.dim() >= 2 && x.dim() <= 5 && x.size(1) == layer.channels &&
-                     x.is_floating_point();
-  if (right) {
+  if (x.defined() && x.dim() >= 2 && x.dim() <= 5 && x.size(1) == layer.channels &&
+      x.is_floating_point()) {
     return;
   }
-  std::ostringstream what;
-  what << layer.name << ": input ";
-  if (x.defined()) {
-    what << "has shape " << x.sizes() << " " << c10::toString(x.scalar_type());
-  } else {
-    what << "is undefined";
-  }
   throw InputError(
-      kSyncBatchNorm, what.str(),
+      kSyncBatchNorm,
+      layer.name + ": input " +
+          (x.defined() ? c10::str("has shape ", x.sizes(), " ", c10::toString(x.scalar_type()))
+                       : "is undefined"),
       "floating-point [N, " + std::to_string(layer.channels) + ", ...] of 2 to 5 dimensions");
 }
 

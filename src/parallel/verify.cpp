@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include <optional>
-#include <sstream>
 
 #include "hasten/base/error.h"
 #include "hasten/core/deferred_init.h"
@@ -15,12 +14,8 @@
 namespace hasten::detail {
 
 std::string describe_tensor(const at::Tensor& tensor, bool parameter) {
-  std::ostringstream text;
-  text << tensor.sizes() << " " << c10::toString(tensor.scalar_type());
-  if (parameter && !tensor.requires_grad()) {
-    text << " frozen";
-  }
-  return text.str();
+  return c10::str(tensor.sizes(), " ", c10::toString(tensor.scalar_type()),
+                  parameter && !tensor.requires_grad() ? " frozen" : "");
 }
 
 std::string describe_strides(const at::Tensor& tensor) {
@@ -94,11 +89,6 @@ void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_val
 // Limit of the small tensors in one operation. Bytes.
 constexpr size_t kPack = 4 << 20;
 
-// Depends only on the shape, because strides may differ between ranks.
-bool travels_alone(const at::Tensor& tensor) {
-  return static_cast<int64_t>(tensor.nbytes()) >= kTravelsAlone;
-}
-
 at::Tensor as_bytes(const at::Tensor& tensor) {
   // A dimension of size 1 may have any stride; view() would keep it.
   const at::Tensor whole = tensor.contiguous();
@@ -132,9 +122,7 @@ struct Pack {
   void finish() {
     handle.wait();
     if (tensors.size() == 1) {
-      if (!sent.is_same(tensors[0])) {
-        tensors[0].copy_(sent);
-      }
+      tensors[0].copy_(sent); // nothing if it is the tensor itself
       return;
     }
     int64_t begin = 0;
@@ -142,9 +130,7 @@ struct Pack {
       const auto size = static_cast<int64_t>(tensor.nbytes());
       const at::Tensor whole = tensor.contiguous(); // in most cases the tensor itself
       as_bytes(whole).copy_(sent.narrow(0, begin, size));
-      if (!whole.is_same(tensor)) {
-        tensor.copy_(whole);
-      }
+      tensor.copy_(whole); // nothing if it is
       begin += size;
     }
   }
@@ -156,7 +142,8 @@ void broadcast_tensors(Communicator& communicator, const FlatLayout::NamedParame
   std::vector<Pack> packs;
   std::optional<size_t> open; // the pack to which small tensors are added
   for (const auto& [name, tensor] : tensors) {
-    if (travels_alone(tensor)) {
+    // Depends only on the shape, because strides may differ between ranks.
+    if (static_cast<int64_t>(tensor.nbytes()) >= kTravelsAlone) {
       packs.emplace_back().add(tensor);
       continue;
     }
