@@ -1,8 +1,6 @@
 #include "model_set.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -54,30 +52,16 @@ uint64_t ModelSet::synced(uint64_t mask) const {
   return synced;
 }
 
-// One model: no look at the graph. Several: a walk over it, until all are found.
+// One model: no look at the graph. Several: a walk over it for each.
 uint64_t ModelSet::of_loss(const at::Tensor& loss) const {
   const uint64_t all = (uint64_t{1} << models_.size()) - 1;
   if (models_.size() == 1 || !loss.defined() || !loss.requires_grad()) {
     return all;
   }
   uint64_t found = 0;
-  std::vector<torch::autograd::Node*> open{
-      torch::autograd::impl::gradient_edge(loss).function.get()};
-  std::unordered_set<const torch::autograd::Node*> seen{open.front()};
-  while (!open.empty() && found != all) {
-    torch::autograd::Node* node = open.back();
-    open.pop_back();
-    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-      const auto owner = parameter_owner_.find(leaf->variable.unsafeGetTensorImpl());
-      if (owner != parameter_owner_.end()) {
-        found |= uint64_t{1} << owner->second.first;
-      }
-    }
-    for (const auto& edge : node->next_edges()) {
-      if (edge.function && seen.insert(edge.function.get()).second) {
-        open.push_back(edge.function.get());
-      }
-    }
+  for (size_t i = 0; i < models_.size(); ++i) {
+    const auto reached = models_[i].parallel->gradients().layout().reachable(loss);
+    found |= uint64_t{std::find(reached.begin(), reached.end(), 1) != reached.end()} << i;
   }
   if (found == 0) {
     throw InputError("accelerator::backward",

@@ -1,5 +1,8 @@
 #include "hasten/flat/flat_layout.h"
 
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <numeric>
 #include <unordered_set>
@@ -90,6 +93,31 @@ void FlatLayout::reorder(std::vector<int64_t> order) {
 int64_t FlatLayout::find(const at::Tensor& parameter) const {
   const auto it = index_.find(parameter.unsafeGetTensorImpl());
   return it == index_.end() ? -1 : it->second;
+}
+
+std::vector<char> FlatLayout::reachable(const at::Tensor& loss) const {
+  std::vector<char> found(slots_.size(), 0);
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  const auto add = [&](const torch::autograd::Edge& edge) {
+    if (edge.function && seen.insert(edge.function.get()).second) {
+      open.push_back(edge.function.get());
+    }
+  };
+  add(torch::autograd::impl::gradient_edge(loss));
+  while (!open.empty()) {
+    torch::autograd::Node* const node = open.back();
+    open.pop_back();
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      if (const int64_t slot = find(leaf->variable); slot >= 0) {
+        found[static_cast<size_t>(slot)] = 1;
+      }
+    }
+    for (const auto& edge : node->next_edges()) {
+      add(edge);
+    }
+  }
+  return found;
 }
 
 } // namespace hasten

@@ -1,6 +1,5 @@
 // The backward: starts buckets while it runs, and exchanges the agreement after it.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -13,33 +12,6 @@
 namespace hasten {
 
 namespace detail {
-
-// Slots whose parameters the loss depends on.
-std::vector<char> reachable_slots(const at::Tensor& loss, const FlatLayout& layout) {
-  std::vector<char> reachable(layout.slots().size(), 0);
-  std::vector<torch::autograd::Node*> open;
-  std::unordered_set<const torch::autograd::Node*> seen;
-  if (loss.grad_fn()) {
-    open.push_back(loss.grad_fn().get());
-    seen.insert(open.back());
-  }
-  while (!open.empty()) {
-    torch::autograd::Node* const node = open.back();
-    open.pop_back();
-    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-      const int64_t slot = layout.find(leaf->variable);
-      if (slot >= 0) {
-        reachable[static_cast<size_t>(slot)] = 1;
-      }
-    }
-    for (const auto& edge : node->next_edges()) {
-      if (edge.function && seen.insert(edge.function.get()).second) {
-        open.push_back(edge.function.get());
-      }
-    }
-  }
-  return reachable;
-}
 
 // Rows of the agreement.
 enum AgreementRow { kUsed, kMissing, kFrozen, kDefined, kAgreementRows };
@@ -62,7 +34,7 @@ std::vector<char> Ddp::awaited(const DdpBackward& backward) const {
   if (!static_ready_.empty()) {
     waits = static_ready_;
   } else if (options_.find_unused_parameters && backward.loss.defined()) {
-    waits = detail::reachable_slots(backward.loss, gradients_.layout());
+    waits = gradients_.layout().reachable(backward.loss);
   }
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     waits[slot] = waits[slot] && slots[slot].parameter.requires_grad();

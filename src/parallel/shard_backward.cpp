@@ -195,12 +195,8 @@ void ShardSchedule::wait() {
 }
 
 void ShardSchedule::settle() {
-  entered_.clear();
-  open_ = false;
-  calls_.clear();
-  reducing_.reset();
+  cancel();
   for (const auto& unit : units_) {
-    unit->drop_reduction();
     unit->wait_for_unshard();
     unit->reshard();
   }

@@ -49,7 +49,6 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   /// `units`: the root is last.
   ShardSchedule(std::vector<std::unique_ptr<ShardUnit>> units, ShardSettings settings);
 
-  std::vector<std::unique_ptr<ShardUnit>>& units() { return units_; }
   const std::vector<std::unique_ptr<ShardUnit>>& units() const { return units_; }
 
   // Forward.

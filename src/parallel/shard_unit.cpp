@@ -184,15 +184,14 @@ void ShardUnit::unshard(Communicator& communicator) {
   const UnseenOps unseen;
   state_ = State::unsharding;
   report_.gathers += ranks_ > 1 && !flats_.empty();
-  for (size_t flat = 0; flat < flats_.size(); ++flat) {
-    if (!flats_[flat].in_place) {
+  for (ShardFlat& flat : flats_) {
+    if (!flat.in_place) {
       all_gather(flat, communicator);
     }
   }
 }
 
-void ShardUnit::all_gather(size_t index, Communicator& communicator) {
-  ShardFlat& flat = flats_[index];
+void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
   const auto bytes = static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
   c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(buffers_->take_memory(bytes, flat.shard.device()));
@@ -201,10 +200,9 @@ void ShardUnit::all_gather(size_t index, Communicator& communicator) {
     flat.whole.copy_(flat.shard);
     return;
   }
-  for (size_t i = 0; i < flat.pieces.size(); ++i) {
-    const ShardPiece& piece = flat.pieces[i];
+  for (const ShardPiece& piece : flat.pieces) {
     const at::Tensor own = flat.shard.narrow(0, piece.begin, piece.numel);
-    Gather& gather = gathers_.emplace_back(Gather{{}, index, i, {}});
+    Gather& gather = gathers_.emplace_back(Gather{&flat, &piece, {}, {}});
     const std::string what = "parameters of " + name_;
     if (!piece.direct) {
       gather.rows = buffers_->take({ranks_, piece.numel}, flat.whole.options());
@@ -232,15 +230,13 @@ void ShardUnit::wait_for_unshard() {
     for (Work& handle : gather.handles) {
       wait(handle);
     }
-    ShardFlat& flat = flats_[gather.flat];
     if (!gather.rows.defined()) {
       continue;
     }
-    const ShardPiece& piece = flat.pieces[gather.piece];
-    for (const size_t i : piece.tensors) {
-      const ShardTensor& tensor = flat.tensors[i];
-      whole_chunks(flat, tensor)
-          .copy_(gather.rows.narrow(1, tensor.offset - piece.begin, tensor.chunk()));
+    for (const size_t i : gather.piece->tensors) {
+      const ShardTensor& tensor = gather.flat->tensors[i];
+      whole_chunks(*gather.flat, tensor)
+          .copy_(gather.rows.narrow(1, tensor.offset - gather.piece->begin, tensor.chunk()));
     }
   }
   gathers_.clear();

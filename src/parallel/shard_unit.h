@@ -130,7 +130,6 @@ class ShardUnit {
   const std::string& name() const { return name_; }
   const MixedPrecisionPolicy& precision() const { return precision_; }
   std::vector<ShardFlat>& flats() { return flats_; }
-  const std::vector<ShardFlat>& flats() const { return flats_; }
   ShardUnitReport& report() { return report_; }
   /// Allocates the sum, for loading a state.
   void restore_sum();
@@ -139,9 +138,9 @@ class ShardUnit {
   using Clock = std::chrono::steady_clock;
   // A message in flight.
   struct Gather {
+    ShardFlat* flat = nullptr;
+    const ShardPiece* piece = nullptr;
     std::vector<Work> handles{};
-    size_t flat = 0;
-    size_t piece = 0;
     at::Tensor rows{}; // undefined: in place
   };
   struct Reduction {
@@ -154,7 +153,7 @@ class ShardUnit {
   void place(ShardTensor& tensor) const;
   void make_shards(ShardFlat& flat);
   at::Tensor whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const;
-  void all_gather(size_t index, Communicator& communicator);
+  void all_gather(ShardFlat& flat, Communicator& communicator);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
   void wait(Work& handle);
 
