@@ -247,11 +247,8 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     detail::ShardTensor& tensor = tensor_of(i);
-    const detail::ShardFlat& flat = flat_of(i);
-    at::Tensor gradient;
-    if (tensor.used) {
-      gradient = units[parameters_[i].unit]->gradient_of(flat, tensor);
-    }
+    at::Tensor gradient =
+        tensor.used ? units[parameters_[i].unit]->gradient_of(flat_of(i), tensor) : at::Tensor();
     if (tensor.aside.defined()) {
       gradient = gradient.defined() ? gradient.add_(tensor.aside) : std::move(tensor.aside);
       tensor.aside.reset();

@@ -176,20 +176,19 @@ static void check_shard_options(const FullyShardOptions& options) {
     throw InputError("parallel::FullyShard", "prefetch=" + std::to_string(options.prefetch),
                      "0 or 1");
   }
-  const auto check = [](std::optional<at::ScalarType> dtype, const char* what) {
-    if (dtype && !at::isFloatingType(*dtype)) {
-      throw InputError("parallel::FullyShard", std::string(what) + "=" + c10::toString(*dtype),
-                       "a floating-point type");
+  const auto check = [](const MixedPrecisionPolicy& precision) {
+    for (const auto& [what, dtype] : {std::pair("param_dtype", precision.param_dtype),
+                                      std::pair("reduce_dtype", precision.reduce_dtype),
+                                      std::pair("output_dtype", precision.output_dtype)}) {
+      if (dtype && !at::isFloatingType(*dtype)) {
+        throw InputError("parallel::FullyShard", std::string(what) + "=" + c10::toString(*dtype),
+                         "a floating-point type");
+      }
     }
   };
-  const auto check_all = [&](const MixedPrecisionPolicy& precision) {
-    check(precision.param_dtype, "param_dtype");
-    check(precision.reduce_dtype, "reduce_dtype");
-    check(precision.output_dtype, "output_dtype");
-  };
-  check_all(options.precision);
+  check(options.precision);
   for (const auto& [name, precision] : options.unit_precision) {
-    check_all(precision);
+    check(precision);
   }
 }
 

@@ -84,9 +84,7 @@ at::Tensor FullyShard::gather_like(size_t parameter, const at::Tensor& shard) {
   const int64_t ranks = communicator_->world_size();
   at::Tensor sent = shard.detach().reshape({-1});
   if (sent.numel() < tensor.chunk()) {
-    const at::Tensor own = sent;
-    sent = at::zeros({tensor.chunk()}, own.options());
-    sent.narrow(0, 0, own.numel()).copy_(own);
+    sent = at::constant_pad_nd(sent, {0, tensor.chunk() - sent.numel()});
   }
   at::Tensor chunks = at::empty({ranks, tensor.chunk()}, sent.options());
   communicator_->all_gather_async(chunks, sent, "whole of " + entry.name).wait();
