@@ -191,6 +191,7 @@ void TrainingRun::begin() {
     open_output_dir();
   }
   reset_peak_memory();
+  bytes_sent_before_ = tcp_bytes_sent();
   parts_.saves_when_terminated = !output_dir_.empty();
   control_.compare_callbacks();
   const RunDescription description = describe();
@@ -381,7 +382,7 @@ void TrainingRun::end_epoch() {
   collect_tokens();
   collect_losses();
   at::Tensor peaks = at::tensor(
-      {static_cast<double>(memory_stats().peak_bytes), static_cast<double>(peak_resident_bytes())},
+      {memory_stats().peak_bytes, peak_resident_bytes(), tcp_bytes_sent() - bytes_sent_before_},
       at::kDouble);
   peaks = parts_.accelerator->reduce(peaks.to(parts_.accelerator->device()), ReduceOp::MAX);
   peaks = peaks.cpu();
@@ -405,6 +406,7 @@ void TrainingRun::end_epoch() {
   report.padding_waste = padded > 0 ? 1.0 - real / padded : 0.0;
   report.peak_tensor_bytes = static_cast<int64_t>(peaks[0].item<double>());
   report.peak_resident_bytes = static_cast<int64_t>(peaks[1].item<double>());
+  report.bytes_sent = static_cast<int64_t>(peaks[2].item<double>());
   report.seconds_left = seconds_left();
   of_epoch_ = {};
 
@@ -419,6 +421,7 @@ void TrainingRun::end_epoch() {
                            {"padding_waste", report.padding_waste},
                            {"peak_tensor_bytes", report.peak_tensor_bytes},
                            {"peak_resident_bytes", report.peak_resident_bytes},
+                           {"bytes_sent", report.bytes_sent},
                            {"seconds_left", report.seconds_left}};
   record.update(nlohmann::json(report.evaluation));
   append_record("epoch", record);

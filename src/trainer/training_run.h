@@ -175,6 +175,7 @@ class TrainingRun {
   Tokens tokens_before_epoch_{};
   std::map<std::string, double> epoch_evaluation_{};
 
+  int64_t bytes_sent_before_ = 0; // by this process, before the run
   Stopwatch run_time_{};
   double run_seconds_before_ = 0;
   double seconds_aside_ = 0; // in evaluations and saves

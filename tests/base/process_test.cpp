@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -157,6 +159,26 @@ TEST(Process, LoopbackSocketListens) {
   EXPECT_GT(port, 0);
   EXPECT_EQ(::fcntl(fd, F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
   ::close(fd);
+}
+
+TEST(Process, CountsTheBytesThatItsConnectionsHaveSent) {
+  const auto [listener, port] = listen_on_loopback();
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  const int sender = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  ASSERT_EQ(::connect(sender, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  const int receiver = ::accept(listener, nullptr, nullptr);
+  const int64_t before = tcp_bytes_sent();
+  const std::string data(1000, 'x');
+  ASSERT_EQ(::write(sender, data.data(), data.size()), 1000);
+  EXPECT_EQ(tcp_bytes_sent() - before, 1000);
+  ASSERT_EQ(::write(receiver, data.data(), 10), 10);
+  EXPECT_EQ(tcp_bytes_sent() - before, 1010);
+  for (const int fd : {sender, receiver, listener}) {
+    ::close(fd);
+  }
 }
 
 TEST(ProcessDeathTest, FirstInterruptIsRememberedTheSecondEndsTheProcess) {

@@ -207,6 +207,7 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
     EXPECT_GT(epoch.padding_waste, 0);
     EXPECT_LT(epoch.padding_waste, 1);
     EXPECT_GT(epoch.peak_resident_bytes, 1 << 20);
+    EXPECT_EQ(epoch.bytes_sent, 0);
     for (const char* name : {"eval_loss", "eval_accuracy", "eval_f1"}) {
       EXPECT_TRUE(epoch.evaluation.count(name)) << name;
     }

@@ -158,6 +158,33 @@ TEST(TrainerWorld, GroupingByLengthGivesTheSameUpdatesForAnySplit) {
   }
 }
 
+TEST(TrainerWorld, EpochReportCountsTheBytesThatRanksSend) {
+  struct Sent : TrainerCallback {
+    std::vector<int64_t> bytes{}; // [epoch]
+    void on_epoch_end(const EpochReport& epoch) override { bytes.push_back(epoch.bytes_sent); }
+  };
+  const int64_t ranks = testing_support::test_world().world_size;
+  auto model = std::make_shared<toy::Classifier>();
+  TrainingArguments arguments = toy::arguments();
+  arguments.num_train_epochs = 2;
+  arguments.per_device_train_batch_size = 2;
+  Trainer trainer(model, toy::loss_function(model), arguments,
+                  std::make_shared<toy::Texts>(10 * ranks), nullptr, {},
+                  detail::trainer_accelerator(1, false));
+  const auto sent = std::make_shared<Sent>();
+  trainer.add_callback(sent);
+  trainer.train();
+  int64_t gradients = 0;
+  for (const at::Tensor& parameter : model->parameters()) {
+    gradients += static_cast<int64_t>(parameter.nbytes());
+  }
+  ASSERT_EQ(sent->bytes.size(), 2u);
+  // A ring sends all but one rank's part twice; 5 steps an epoch.
+  const int64_t of_epoch = 5 * 2 * gradients * (ranks - 1) / ranks;
+  EXPECT_GE(sent->bytes[0], of_epoch);
+  EXPECT_GE(sent->bytes[1], sent->bytes[0] + of_epoch);
+}
+
 TEST(TrainerWorld, EvaluationCountsEveryRowOnceAndPredictionKeepsTheOrder) {
   for (const int64_t rows : {1, 2, 13}) {
     const toy::Texts texts(rows);

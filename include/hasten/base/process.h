@@ -1,5 +1,6 @@
 // Starts other programs (vfork and exec, because a process in which OpenMP has run must not fork
-// and continue), reports how they ended, and handles SIGINT and SIGTERM.
+// and continue), reports how they ended, and handles SIGINT and SIGTERM. Also what this process
+// has sent to others.
 #pragma once
 
 #include <sys/types.h>
@@ -58,6 +59,10 @@ uint64_t process_start_time(int pid);
 
 /// Binds 127.0.0.1:0 and listens. Returns {descriptor (close-on-exec), port}.
 std::pair<int, int> listen_on_loopback();
+
+/// Bytes that this process has sent over the TCP connections that are open now. The kernel counts
+/// them: data without headers.
+int64_t tcp_bytes_sent();
 
 /// Installs handlers for SIGINT and SIGTERM that only remember the signal, even if the signals
 /// were ignored before. A second signal of the same kind ends the process immediately with exit

@@ -105,6 +105,9 @@ struct EpochReport {
   /// install_memory_meter()) and resident bytes (VmHWM) of the process.
   int64_t peak_tensor_bytes = 0;
   int64_t peak_resident_bytes = 0;
+  /// Maximum over ranks since this process began the run: bytes sent to other ranks, without those
+  /// of a store on this host.
+  int64_t bytes_sent = 0;
   /// Estimate for the rest of the run.
   double seconds_left = 0;
 };
