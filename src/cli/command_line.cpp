@@ -243,7 +243,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
                    .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
                                 "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
                    .notes =
-                       "Prints the peak memory of CPU tensors in an update. Scratch memory "
+                       "Prints the peak memory of CPU tensors in a step. Scratch memory "
                        "of libraries and the program itself (about 200 MB) are not included."});
   flags.group("Model and batch");
   flags.value("--model", command.model, "FOLDER|SHAPE",
@@ -256,7 +256,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
   flags.value("--batch", batch, "SAMPLESxTOKENS",
               "one micro-batch of one process, e.g. 8x128 (default: without activations)");
   flags.value("--gradient-accumulation-steps", command.gradient_accumulation_steps, "N",
-              "micro-batches per update", NumberRange{1, 1'048'576});
+              "micro-batches per step", NumberRange{1, 1'048'576});
   flags.group("Training");
   flags.value("--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
   flags.value("--optim-args", command.optim_args, "ARGS", "name=value,name=value");

@@ -163,7 +163,7 @@ struct CompareCommand {
   int64_t memory_limit_bytes = 0;
   /// Largest micro-batch of one process to try, in samples.
   int64_t max_batch_size = 1024;
-  /// Number of updates to time.
+  /// Number of steps to time.
   int64_t steps = 5;
   /// File for the results; empty writes none.
   std::string json{};

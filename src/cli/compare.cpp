@@ -84,7 +84,7 @@ class CompareRun {
                                       optimizer_settings(arguments_));
   }
 
-  /// Two updates, because the first one allocates the optimizer's state. More than two
+  /// Two steps, because the first one allocates the optimizer's state. More than two
   /// micro-batches take no more memory.
   void attempt(int64_t rows) {
     reset_peak_memory();

@@ -51,12 +51,12 @@ struct BatchSearch {
   double bytes_per_row() const;
 };
 
-/// Timed updates of one batch size, over all ranks.
+/// Timed steps of one batch size, over all ranks.
 struct BatchTiming {
   /// 0: nothing was timed.
   int64_t rows = 0;
   double samples_per_second = 0;
-  /// Median time of an update on the slowest rank.
+  /// Median time of a step on the slowest rank.
   double step_seconds = 0;
   /// Fraction of it that the slowest rank's backward waited for communication.
   double exposed_share = 0;

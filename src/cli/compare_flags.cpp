@@ -72,7 +72,7 @@ Command parse_compare(std::vector<std::string> arguments) {
   flags.value("--max-length", training.max_length, "TOKENS",
               "tokens of every sample; at most the model's limit");
   flags.value("--gradient-accumulation-steps", training.gradient_accumulation_steps, "N",
-              "micro-batches per update");
+              "micro-batches per step");
   flags.value("--max-batch-size", command.max_batch_size, "SAMPLES",
               "largest micro-batch to try on a process", kBatchRows);
   flags.group("Processes");
@@ -88,7 +88,7 @@ Command parse_compare(std::vector<std::string> arguments) {
   declare_checkpointing(flags, training);
   flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
   flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
-  flags.value("--steps", command.steps, "UPDATES", "updates to time for each strategy",
+  flags.value("--steps", command.steps, "STEPS", "steps to time for each strategy",
               NumberRange{1, 1'000'000});
   flags.group("Output");
   flags.value("--json", command.json, "FILE", "write the results to FILE");

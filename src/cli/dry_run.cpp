@@ -16,7 +16,7 @@
 
 namespace hasten::detail {
 
-/// "at each epoch's end (3)", "every 50 updates (12)", "never".
+/// "at each epoch's end (3)", "every 50 steps (12)", "never".
 std::string when_text(IntervalStrategy strategy, int64_t steps, const TrainingPlan& plan) {
   switch (strategy) {
     case IntervalStrategy::no:
@@ -27,22 +27,22 @@ std::string when_text(IntervalStrategy strategy, int64_t steps, const TrainingPl
       break;
   }
   return "every " + format_count(steps) +
-         " updates and at the end: " + format_count((plan.max_steps + steps - 1) / steps);
+         " steps and at the end: " + format_count((plan.max_steps + steps - 1) / steps);
 }
 
-/// The rate at the first update, the highest one and the last.
+/// The rate at the first step, the highest one and the last.
 std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
   const Schedule schedule =
       make_schedule(spelling(a.lr_scheduler_type), plan.warmup_steps, plan.max_steps,
                     a.learning_rate, try_parse_json(a.lr_scheduler_kwargs).value);
-  // In a long run only about a million updates are evaluated, and the first after the warm-up.
+  // In a long run only about a million steps are evaluated, and the first after the warm-up.
   int64_t highest = std::min(plan.warmup_steps, plan.max_steps - 1);
   const int64_t stride = 1 + plan.max_steps / 1'000'000;
   for (int64_t k = 0; k < plan.max_steps; k += stride) {
     highest = schedule(k) > schedule(highest) ? k : highest;
   }
   const auto rate = [&](int64_t k) {
-    return format_digits(a.learning_rate * schedule(k)) + " at update " + format_count(k + 1);
+    return format_digits(a.learning_rate * schedule(k)) + " at step " + format_count(k + 1);
   };
   std::string text = rate(0);
   if (highest > 0 && highest + 1 < plan.max_steps) {
@@ -125,7 +125,7 @@ void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int wo
           (a.max_grad_norm > 0 ? ", gradients clipped to norm " + format_digits(a.max_grad_norm)
                                : ", gradients not clipped"));
   lines.emplace_back("rate", spelling(a.lr_scheduler_type) + ": " + rates_text(a, plan));
-  lines.emplace_back("records", "every " + format_count(plan.logging_steps) + " updates");
+  lines.emplace_back("records", "every " + format_count(plan.logging_steps) + " steps");
   lines.emplace_back("evaluation", evaluation_text(a, in.eval.get(), plan));
   lines.emplace_back("saves", saves_text(a, plan));
   if (!a.gradient_checkpointing) {

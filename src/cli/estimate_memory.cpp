@@ -106,7 +106,7 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   estimate.optimizer_state = optimizer_state_bytes(spelling(command.optim), settings, shards);
 }
 
-/// Estimates the peak. It is in backward, from the second update on, when the optimizer's state
+/// Estimates the peak. It is in backward, from the second step on, when the optimizer's state
 /// exists. A rank that reduces nothing and does not accumulate has no gradients in forward.
 /// Gradients that are reduced have buffers. Local SGD has these buffers and a rank's own gradients.
 MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {

@@ -84,9 +84,9 @@ void declare_strategy(FlagTable& flags, TrainingArguments& arguments) {
               "zero2 (gradients, too), fsdp (parameters, too) or hsdp (fsdp in groups of "
               "--shard-size processes, each with a replica of the model)");
   declare_shard_size(flags, arguments.shard_size);
-  flags.value("--local-sgd-steps", arguments.local_sgd_steps, "UPDATES",
+  flags.value("--local-sgd-steps", arguments.local_sgd_steps, "STEPS",
               "Local SGD: processes train independently and average their weights every "
-              "UPDATES updates; 0: gradients are averaged in each update");
+              "STEPS steps; 0: gradients are averaged in each step");
   flags.value("--ddp-timeout", arguments.ddp_timeout, "SECONDS",
               "limit of waiting for a process that is alive but late");
   flags.value("--heartbeat-timeout", arguments.heartbeat_timeout, "SECONDS",
@@ -97,14 +97,14 @@ void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
   flags.group("Length and batches");
   flags.value("--num-train-epochs,--epochs", arguments.num_train_epochs, "EPOCHS",
               "passes over the data; may be fractional");
-  flags.value("--max-steps", arguments.max_steps, "UPDATES",
+  flags.value("--max-steps", arguments.max_steps, "STEPS",
               "number of optimizer steps; above 0 it overrides the epochs");
   flags.value("--per-device-train-batch-size,--batch-size", arguments.per_device_train_batch_size,
               "SAMPLES", "samples of a micro-batch on one process");
   flags.value("--per-device-eval-batch-size", arguments.per_device_eval_batch_size, "SAMPLES",
               "samples of an evaluation batch on one process");
   flags.value("--gradient-accumulation-steps", arguments.gradient_accumulation_steps, "N",
-              "micro-batches per update");
+              "micro-batches per step");
   flags.flag("--auto-find-batch-size", arguments.auto_find_batch_size,
              "halve the micro-batch until the longest samples fit into memory, and "
              "accumulate more of them instead");
@@ -161,10 +161,10 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
               "reduce_lr_on_plateau or one_cycle");
   flags.value("--lr-scheduler-kwargs", arguments.lr_scheduler_kwargs, "JSON",
               "the schedule's arguments, e.g. '{\"num_cycles\": 2}'");
-  flags.value("--warmup-steps", arguments.warmup_steps, "UPDATES",
-              "updates of warm-up; below 1: a fraction of all");
+  flags.value("--warmup-steps", arguments.warmup_steps, "STEPS",
+              "steps of warm-up; below 1: a fraction of all");
   flags.value("--warmup-ratio", arguments.warmup_ratio, "FRACTION",
-              "warm-up as a fraction of all updates; older than --warmup-steps");
+              "warm-up as a fraction of all steps; older than --warmup-steps");
   flags.group("Randomness");
   flags.value("--seed", arguments.seed, "N",
               "random seed of initial weights, dropout, split and order");
@@ -174,18 +174,18 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
 
 void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
   flags.group("Reports, evaluation and saves");
-  flags.value("--logging-steps", arguments.logging_steps, "UPDATES",
-              "updates between two records; below 1: a fraction of all");
+  flags.value("--logging-steps", arguments.logging_steps, "STEPS",
+              "steps between two records; below 1: a fraction of all");
   flags.value("--log-gradient-norms", arguments.log_gradient_norms, "OF",
               "gradient norms in the records: no, layer, module or parameter");
   flags.value("--eval-strategy", arguments.eval_strategy, "WHEN",
               "when to evaluate: no, steps or epoch");
-  flags.value("--eval-steps", arguments.eval_steps, "UPDATES",
-              "with steps: updates between evaluations; below 1: a fraction of all");
+  flags.value("--eval-steps", arguments.eval_steps, "STEPS",
+              "with strategy steps: steps between evaluations; below 1: a fraction of all");
   flags.value("--save-strategy", arguments.save_strategy, "WHEN",
               "when to save checkpoint-N folders: no, steps or epoch");
-  flags.value("--save-steps", arguments.save_steps, "UPDATES",
-              "with steps: updates between saves; below 1: a fraction of all");
+  flags.value("--save-steps", arguments.save_steps, "STEPS",
+              "with strategy steps: steps between saves; below 1: a fraction of all");
   flags.value("--save-total-limit", arguments.save_total_limit, "N",
               "number of checkpoint-N folders to keep; the best is always kept; 0 keeps all");
   flags.flag("--save-only-model", arguments.save_only_model,

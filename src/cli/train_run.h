@@ -39,7 +39,7 @@ struct TrainingInputs {
 using ReadInputs = std::function<TrainingInputs(int world_size, bool is_main)>;
 
 /// Prints the plan to stdout (--dry-run). Throws InputError, as the run would, if the arguments
-/// contradict the number of updates.
+/// contradict the number of steps.
 void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int world_size);
 
 /// Trains, or with --dry-run prints the plan. Returns the exit code.

@@ -156,11 +156,11 @@ void require_argument(bool good, const char* name, const T& value, const char* e
   }
 }
 
-/// Updates, or a fraction of all updates.
+/// Steps, or a fraction of all steps.
 void require_interval(const char* name, double value) {
   require_argument(value > 0 && std::isfinite(value) && (value < 1 || value == std::floor(value)),
                    name, value,
-                   "a whole number of updates, or a fraction of all updates above 0 and below 1");
+                   "a whole number of steps, or a fraction of all steps above 0 and below 1");
 }
 
 void validate_precision(const TrainingArguments& a) {
@@ -192,9 +192,9 @@ void validate_strategy(const TrainingArguments& a) {
 void validate_schedule(const TrainingArguments& a) {
   require_argument(a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
                    "warmup_steps", a.warmup_steps,
-                   "a whole number of updates, or a fraction below 1");
+                   "a whole number of steps, or a fraction below 1");
   require_argument(a.warmup_ratio >= 0 && a.warmup_ratio <= 1, "warmup_ratio", a.warmup_ratio,
-                   "a fraction of all updates, 0 to 1");
+                   "a fraction of all steps, 0 to 1");
   if (!a.lr_scheduler_kwargs.empty()) {
     require_argument(try_parse_json(a.lr_scheduler_kwargs).value.is_object(), "lr_scheduler_kwargs",
                      a.lr_scheduler_kwargs, "a JSON object, e.g. {\"num_cycles\": 2}");

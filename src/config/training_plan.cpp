@@ -9,12 +9,11 @@ namespace hasten {
 
 namespace detail {
 
-/// A count of updates, or below 1 a fraction of `total`.
-int64_t updates_of(double count_or_share, int64_t total) {
-  const double updates = count_or_share < 1.0
-                             ? std::ceil(count_or_share * static_cast<double>(total))
-                             : count_or_share;
-  return static_cast<int64_t>(updates);
+/// A count of steps, or below 1 a fraction of `total`.
+int64_t steps_of(double count_or_share, int64_t total) {
+  const double steps = count_or_share < 1.0 ? std::ceil(count_or_share * static_cast<double>(total))
+                                            : count_or_share;
+  return static_cast<int64_t>(steps);
 }
 
 } // namespace detail
@@ -31,35 +30,35 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
   TrainingPlan plan;
   plan.step_shift = step_shift;
   const int64_t window = arguments.gradient_accumulation_steps;
-  plan.updates_per_epoch = (batches_per_epoch + window - 1) / window;
+  plan.steps_per_epoch = (batches_per_epoch + window - 1) / window;
   if (arguments.max_steps > 0) {
     plan.max_steps = arguments.max_steps;
   } else {
-    const double updates =
-        std::ceil(arguments.num_train_epochs * static_cast<double>(plan.updates_per_epoch));
-    if (!(updates <= static_cast<double>(kMaxUpdates))) {
+    const double steps =
+        std::ceil(arguments.num_train_epochs * static_cast<double>(plan.steps_per_epoch));
+    if (!(steps <= static_cast<double>(kMaxSteps))) {
       throw InputError("trainer::plan",
                        "num_train_epochs=" + std::to_string(arguments.num_train_epochs) + " of " +
-                           std::to_string(plan.updates_per_epoch) + " updates",
-                       "at most " + std::to_string(kMaxUpdates) + " updates in total");
+                           std::to_string(plan.steps_per_epoch) + " steps",
+                       "at most " + std::to_string(kMaxSteps) + " steps in total");
     }
-    plan.max_steps = static_cast<int64_t>(updates) - step_shift;
+    plan.max_steps = static_cast<int64_t>(steps) - step_shift;
   }
   plan.max_steps = std::max<int64_t>(1, plan.max_steps);
-  plan.epochs = (plan.max_steps + step_shift + plan.updates_per_epoch - 1) / plan.updates_per_epoch;
+  plan.epochs = (plan.max_steps + step_shift + plan.steps_per_epoch - 1) / plan.steps_per_epoch;
   const double warmup =
       arguments.warmup_steps > 0 ? arguments.warmup_steps : arguments.warmup_ratio;
   // A ratio of exactly 1 is a fraction, but warmup_steps = 1 is a count.
   plan.warmup_steps = arguments.warmup_steps <= 0 && warmup == 1.0
                           ? plan.max_steps
-                          : detail::updates_of(warmup, plan.max_steps);
+                          : detail::steps_of(warmup, plan.max_steps);
   if (plan.warmup_steps > plan.max_steps) {
     throw InputError("trainer::plan", "warmup_steps=" + std::to_string(plan.warmup_steps),
                      "at most the run's optimizer steps=" + std::to_string(plan.max_steps),
-                     "use fewer updates of warm-up, or train longer");
+                     "use fewer steps of warm-up, or train longer");
   }
   const auto interval = [&](double steps) {
-    return std::max<int64_t>(1, detail::updates_of(steps, plan.max_steps));
+    return std::max<int64_t>(1, detail::steps_of(steps, plan.max_steps));
   };
   plan.logging_steps = interval(arguments.logging_steps);
   plan.eval_steps = interval(arguments.eval_steps);

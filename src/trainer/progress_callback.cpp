@@ -102,11 +102,11 @@ BannerLines run_lines(const RunDescription& run) {
   parameters += run.trainable_parameters == run.parameters
                     ? ", all trained"
                     : ", " + number(run.trainable_parameters) + " trained";
-  std::string updates = number(plan.max_steps) + " (" + number(plan.epochs) +
-                        (plan.epochs == 1 ? " epoch of " : " epochs of ") +
-                        number(plan.updates_per_epoch) + ")";
+  std::string steps = number(plan.max_steps) + " (" + number(plan.epochs) +
+                      (plan.epochs == 1 ? " epoch of " : " epochs of ") +
+                      number(plan.steps_per_epoch) + ")";
   if (plan.warmup_steps > 0) {
-    updates += ", the first " + number(plan.warmup_steps) + " warm up";
+    steps += ", the first " + number(plan.warmup_steps) + " warm up";
   }
   BannerLines lines{
       {"parameters", parameters},
@@ -125,8 +125,8 @@ BannerLines run_lines(const RunDescription& run) {
                     std::to_string(run.world_size) +
                     (run.world_size == 1 ? " rank x " : " ranks x ") +
                     number(run.gradient_accumulation_steps) +
-                    " accumulation = " + number(run.total_batch) + " samples per update"},
-      {"updates", updates},
+                    " accumulation = " + number(run.total_batch) + " samples per step"},
+      {"steps", steps},
   };
   if (run.local_sgd_steps > 0) {
     lines.emplace_back("local sgd", "weights are averaged every " + number(run.local_sgd_steps) +

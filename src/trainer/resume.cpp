@@ -231,7 +231,7 @@ void require_same_trajectory(const std::filesystem::path& folder,
 
 namespace detail {
 
-/// Records of updates up to `global_step`, without the records that will be written again.
+/// Records of steps up to `global_step`, without the records that will be written again.
 std::string records_until(const std::string& text, int64_t global_step) {
   std::istringstream lines(text);
   std::string kept;

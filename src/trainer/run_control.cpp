@@ -68,9 +68,9 @@ void RunControl::take_controls(bool common) {
           "trainer::train",
           "a callback set control().learning_rate=" + std::to_string(*control.learning_rate) +
               (control.any_rank ? " with any_rank"
-               : common_[i]     ? " inside an update"
+               : common_[i]     ? " inside a step"
                                 : " that not every rank has"),
-          "the same rate on every rank, after an update",
+          "the same rate on every rank, after a step",
           "add the callback on every rank, and set the rate in on_step_end, "
           "on_log, on_evaluate, on_save or on_epoch_end");
     }

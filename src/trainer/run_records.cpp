@@ -369,7 +369,7 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
           {"world_size", parts_.accelerator->num_processes()},
           {"gradient_accumulation_steps", parts_.arguments.gradient_accumulation_steps},
           {"total_batch", total_batch(parts_)},
-          {"updates_per_epoch", plan_.updates_per_epoch},
+          {"steps_per_epoch", plan_.steps_per_epoch},
           {"train_rows", parts_.train->size()},
           {"global_step", state_.global_step},
           {"epoch_index", epoch_},

@@ -90,7 +90,7 @@ RunStart look_for_start(const TrainerParts& parts) {
   if (a.dataloader_drop_last) {
     start.drop_batch = saved.run.at("drop_batch").get<int64_t>();
   }
-  start.notes.push_back("resumes from " + point.folder.string() + ", after update " +
+  start.notes.push_back("resumes from " + point.folder.string() + ", after step " +
                         saved.run.at("global_step").dump());
   if (const std::string text = describe_changes(changes, false); !text.empty()) {
     start.notes.push_back("changed since: " + text);
@@ -183,14 +183,14 @@ int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const Tra
   const auto ceil_of = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const auto epoch = start.run.at("epoch_index").get<int64_t>();
   const auto step = start.run.at("global_step").get<int64_t>();
-  int64_t left = 0; // updates left in the current epoch
+  int64_t left = 0; // steps left in the current epoch
   if (!start.run.at("at_epoch_end").get<bool>()) {
     const int64_t rows = epoch_rows - start.run.at("epoch_rows_seen").get<int64_t>();
     const int64_t batches = ceil_of(
         rows, parts.arguments.per_device_train_batch_size * parts.accelerator->num_processes());
     left = ceil_of(batches, parts.arguments.gradient_accumulation_steps);
   }
-  return (epoch + 1) * plan.updates_per_epoch - step - left;
+  return (epoch + 1) * plan.steps_per_epoch - step - left;
 }
 
 } // namespace hasten::detail

@@ -30,7 +30,7 @@ struct RunStart {
   int64_t drop_batch = 0;
 };
 
-/// Samples of one update over all ranks.
+/// Samples of one step over all ranks.
 int64_t total_batch(const TrainerParts& parts);
 
 /// Rank 0's lock on the output folder; null on the others.
@@ -46,7 +46,7 @@ RunStart decide_start(TrainerParts& parts);
 /// saved run.
 int64_t first_batch_size(const TrainerParts& parts, const RunStart& start);
 
-/// TrainingPlan::step_shift of a run that resumes from `start` with updates of this size.
+/// TrainingPlan::step_shift of a run that resumes from `start` with steps of this size.
 int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const TrainerParts& parts,
                       int64_t epoch_rows);
 

@@ -5,10 +5,10 @@
 //   g   = dL/dp                    equal on every rank,
 //   g  <- g * min(1, max_grad_norm / (|g| + 1e-6)),
 //   g  <- each element clipped to max_grad_value, if that is above 0,
-//   p  <- AdamW(p, g, lr(k)),      k = updates done before this one.
+//   p  <- AdamW(p, g, lr(k)),      k = steps done before this one.
 //
 // With local_sgd_steps = H, sums are over this rank's micro-batches only, and after every H
-// updates p becomes the ranks' mean.
+// steps p becomes the ranks' mean.
 //
 // The accelerator's window sums and reduces while backward runs. Micro-batches before the last
 // add to g and communicate nothing.
@@ -136,13 +136,13 @@ void TrainStep::stop_at_loss() {
     }
   }
   throw TrainingError("trainer::train",
-                      "the loss is not finite in update " +
+                      "the loss is not finite in step " +
                           std::to_string(parts_.state.global_step + 1) + " of " +
                           std::to_string(plan_.max_steps) + ", on " +
                           (who.empty() ? "another rank, or only in the sum" : who),
                       "a finite loss",
                       "lower learning_rate, lengthen the warm-up, or look for bad samples; "
-                      "the parameters are those before this update");
+                      "the parameters are those before this step");
 }
 
 void TrainStep::note_gradient_norms() {
@@ -182,7 +182,7 @@ bool TrainStep::scales_losses() const {
   return parts_.accelerator->mixed_precision() == Precision::fp16;
 }
 
-// A scale that is too large is lowered within a few updates. Gradients that overflow with a scale
+// A scale that is too large is lowered within a few steps. Gradients that overflow with a scale
 // near 0 are not the scale's fault.
 void TrainStep::note_overflow() {
   ++overflows_;
@@ -197,7 +197,7 @@ void TrainStep::stop_at_gradient() const {
       {.norm_type = norm_type_of(parts_.arguments.grad_norm_type), .of = NormsOf::parameter});
   throw TrainingError(
       "trainer::train",
-      "the gradient is not finite in update " + std::to_string(parts_.state.global_step + 1) +
+      "the gradient is not finite in step " + std::to_string(parts_.state.global_step + 1) +
           " of " + std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
           (scales_losses()
                ? " with loss_scale=" + std::to_string(parts_.accelerator->loss_scale().value())

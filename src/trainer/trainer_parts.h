@@ -33,7 +33,7 @@ struct TrainerParts {
   bool precision_settled = false;
   // The choice of enable_checkpointing(); empty: none, or the model had its own.
   std::optional<GradientCheckpointingOptions> checkpointing{};
-  /// train() saves on SIGTERM after the update; until then other calls ignore the signal.
+  /// train() saves on SIGTERM after the step; until then other calls ignore the signal.
   bool saves_when_terminated = false;
   const OutputDirLock* output_lock = nullptr; // rank 0's, while train() runs
 

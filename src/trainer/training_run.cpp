@@ -122,14 +122,14 @@ TrainOutput TrainingRun::run() {
   std::optional<TerminationDeferral> deferral;
   try {
     begin();
-    if (parts_.saves_when_terminated) { // SIGTERM takes effect at the end of an update
+    if (parts_.saves_when_terminated) { // SIGTERM takes effect at the end of a step
       deferral.emplace();
     }
-    if (epoch_ended_ && (last_update() || state_.global_step == epochs_last_step(epoch_))) {
+    if (epoch_ended_ && (last_step() || state_.global_step == epochs_last_step(epoch_))) {
       end_epoch(); // the checkpoint was saved before the epoch's report
       ++epoch_;
     }
-    for (; !last_update() && !terminated_; ++epoch_) {
+    for (; !last_step() && !terminated_; ++epoch_) {
       run_epoch();
     }
     const TrainOutput output = terminated_ ? TrainOutput{} : finish();
@@ -228,7 +228,7 @@ StepProgress TrainingRun::step_progress() const {
 void TrainingRun::run_epoch() {
   const StepProgress before = step_progress();
   control_.notify([&](TrainerCallback& c) { c.on_epoch_begin(before); });
-  if (last_update()) {
+  if (last_step()) {
     return;
   }
   step_->loader().set_epoch(static_cast<uint64_t>(epoch_));
@@ -243,16 +243,16 @@ void TrainingRun::run_epoch() {
     if (!step_->run(batch, step_progress())) {
       continue;
     }
-    count_update(true);
+    count_step(true);
     if (state_.global_step == epochs_last_step(epoch_)) {
       // Records and saves wait for the loader's end, which is collective. A rank without samples
       // in the last window takes part in that window only there.
       continue;
     }
-    if (last_update()) {
+    if (last_step()) {
       break; // in the middle of an epoch, where every rank has samples
     }
-    after_update(false);
+    after_step(false);
     if (control_.stopping()) {
       break;
     }
@@ -262,10 +262,10 @@ void TrainingRun::run_epoch() {
   }
   if (parts_.accelerator->last_window().number > windows_counted_ ||
       (is_local() && local_sgd_->steps() > state_.global_step)) {
-    count_update(false);
+    count_step(false);
   }
-  after_update(true);
-  if (control_.terminating() && !last_update()) {
+  after_step(true);
+  if (control_.terminating() && !last_step()) {
     return terminate();
   }
   end_epoch();
@@ -282,7 +282,7 @@ void TrainingRun::terminate() {
     local_sgd_->abort(); // it was synchronised above
   }
   if (parts_.is_main()) {
-    log_info("SIGTERM: saved after update " + std::to_string(state_.global_step) + " of " +
+    log_info("SIGTERM: saved after step " + std::to_string(state_.global_step) + " of " +
              std::to_string(plan_.max_steps) + " in " +
              (output_dir_ / ("checkpoint-" + std::to_string(state_.global_step))).string());
   }
@@ -294,7 +294,7 @@ void TrainingRun::terminate() {
   }
 }
 
-void TrainingRun::count_update(bool stepped) {
+void TrainingRun::count_step(bool stepped) {
   const WindowReport& window = parts_.accelerator->last_window();
   const bool has_rows = std::exchange(windows_counted_, window.number) < window.number;
   learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
@@ -319,12 +319,12 @@ void TrainingRun::count_update(bool stepped) {
                 "hasten::call_block");
   }
   state_.epoch = static_cast<double>(state_.global_step + plan_.step_shift) /
-                 static_cast<double>(plan_.updates_per_epoch);
+                 static_cast<double>(plan_.steps_per_epoch);
   const StepProgress progress = step_progress();
   control_.notify([&](TrainerCallback& c) { c.on_step_end(progress); });
 }
 
-void TrainingRun::after_update(bool epoch_ended) {
+void TrainingRun::after_step(bool epoch_ended) {
   epoch_ended_ = epoch_ended;
   const TrainingArguments& a = parts_.arguments;
   const auto due = [&](IntervalStrategy strategy, int64_t steps) {
@@ -336,12 +336,12 @@ void TrainingRun::after_update(bool epoch_ended) {
       case IntervalStrategy::steps:
         break;
     }
-    return state_.global_step % steps == 0 || last_update();
+    return state_.global_step % steps == 0 || last_step();
   };
   if (is_local() && (epoch_ended || state_.global_step % a.local_sgd_steps == 0)) {
     control_.agree();
   }
-  const bool log = control_.take(kRequestLog) || last_update();
+  const bool log = control_.take(kRequestLog) || last_step();
   if ((step_->record_due(state_.global_step) || log) && last_logged_step_ != state_.global_step) {
     log_training();
   }

@@ -27,7 +27,7 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
-/// Loss over several updates and all ranks: the sum of the windows' reports.
+/// Loss over several steps and all ranks: the sum of the windows' reports.
 struct LossTotal {
   double loss_sum = 0;
   double weight = 0;
@@ -35,10 +35,10 @@ struct LossTotal {
     loss_sum += window.loss * window.weight;
     weight += window.weight;
   }
-  double mean() const { return loss_sum / weight; } // NaN if there are no updates
+  double mean() const { return loss_sum / weight; } // NaN if there are no steps
 };
 
-/// Options of the training loader. Updates are equal for equal values of
+/// Options of the training loader. Steps are equal for equal values of
 /// per_device_train_batch_size * gradient_accumulation_steps * world_size.
 LoaderOptions train_loader_options(const TrainingArguments& arguments, int world_size,
                                    int64_t drop_batch = 0);
@@ -83,9 +83,9 @@ class TrainingRun {
   void begin();
   void run_epoch();
   /// `stepped`: this rank had a batch for it.
-  void count_update(bool stepped);
+  void count_step(bool stepped);
   /// Training record, evaluation and save, as they are due.
-  void after_update(bool epoch_ended);
+  void after_step(bool epoch_ended);
   void end_epoch();
   TrainOutput finish();
   RunDescription describe() const;
@@ -94,7 +94,7 @@ class TrainingRun {
   /// Includes the time before the run was resumed.
   double run_seconds() const { return run_seconds_before_ + run_time_.seconds(); }
   int64_t epochs_last_step(int64_t epoch) const {
-    return (epoch + 1) * plan_.updates_per_epoch - plan_.step_shift;
+    return (epoch + 1) * plan_.steps_per_epoch - plan_.step_shift;
   }
 
   void set_learning_rate(double learning_rate);
@@ -127,7 +127,7 @@ class TrainingRun {
   void save_final();
 
   bool is_local() const { return local_sgd_ && local_sgd_->active(); }
-  bool last_update() const { return control_.stopping() || state_.global_step >= plan_.max_steps; }
+  bool last_step() const { return control_.stopping() || state_.global_step >= plan_.max_steps; }
 
   TrainerParts& parts_;
   TrainerState& state_;
@@ -151,14 +151,14 @@ class TrainingRun {
   int64_t epoch_ = 0; // the current one, from 0
   bool epoch_ended_ = false; // but not reported yet
 
-  // The update under way, or the one just done.
+  // The step under way, or the one just done.
   uint64_t windows_counted_ = 0;
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone
   int64_t uncollected_rows_ = 0;
   double mean_grad_norm_ = 0; // Local SGD: over the ranks
   double round_seconds_ = 0; // the same
   double communication_share_ = 0; // the same
-  double learning_rate_ = 0; // of the update
+  double learning_rate_ = 0; // of the step
   double next_learning_rate_ = 0;
 
   LossTotal since_record_{};

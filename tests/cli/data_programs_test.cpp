@@ -31,7 +31,7 @@ std::string reviews_as_jsonl(int rows) {
   return out;
 }
 
-// hasten train on `file`, a few updates, its token ids in folder/cache.
+// hasten train on `file`, a few steps, its token ids in folder/cache.
 ProgramRun cached_train(const TemporaryFolder& folder, const std::string& file,
                         const std::string& out, std::vector<std::string> more = {}) {
   std::vector<std::string> arguments{

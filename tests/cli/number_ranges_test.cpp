@@ -124,9 +124,9 @@ TEST(NumberRanges, BatchesOfPlanAndEstimateHaveThemToo) {
 TEST(NumberRanges, NoProductOfNumbersThatAreTakenOverflows) {
   TrainingArguments a;
   a.num_train_epochs = 1'000'000;
-  EXPECT_EQ(make_training_plan(a, 1'000'000).max_steps, kMaxUpdates);
+  EXPECT_EQ(make_training_plan(a, 1'000'000).max_steps, kMaxSteps);
   EXPECT_THROW(make_training_plan(a, 1'000'001), InputError);
-  // Rows of an update, as everybody computes them.
+  // Rows of a step, as everybody computes them.
   int64_t rows = 0;
   EXPECT_FALSE(
       __builtin_mul_overflow(int64_t{16'777'216} * 1'048'576, int64_t{kMaxWorldSize}, &rows));

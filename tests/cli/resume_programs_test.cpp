@@ -80,7 +80,7 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   bool sent = false;
   const ProgramRun cut =
       run_program(requeued_command(killed.path()), {.watch = [&](pid_t pid, const auto&) {
-        // In mid-epoch: 5 updates make one.
+        // In mid-epoch: 5 steps make one.
                     if (!sent && files::exists(killed / "out/checkpoint-7")) {
                       ::kill(pid, SIGKILL); // its ranks die with it
                       sent = true;

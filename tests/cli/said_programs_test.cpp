@@ -99,7 +99,7 @@ TEST(SaidPrograms, ADryRunOfTheMostUpdatesAnswersAndMoreAreRefused) {
   const TemporaryFolder folder;
   const ProgramRun most = run_reviews(folder, {"--dry-run", "--max-steps", "1000000000000"});
   EXPECT_EQ(most.code, 0) << most.error;
-  EXPECT_NE(most.out.find("0.0003 at update 1,"), std::string::npos) << most.out;
+  EXPECT_NE(most.out.find("0.0003 at step 1,"), std::string::npos) << most.out;
   const ProgramRun endless = run_reviews(folder, {"--num-train-epochs", "1e300"});
   EXPECT_EQ(endless.code, 2);
   EXPECT_TRUE(endless.said("--num-train-epochs=1e+300")) << endless.error;

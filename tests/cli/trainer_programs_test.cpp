@@ -18,7 +18,7 @@ using testing_support::small_reviews;
 using testing_support::TemporaryFolder;
 using testing_support::train_arguments;
 
-/// Sixty updates on two ranks with an evaluation at each epoch's end.
+/// Sixty steps on two ranks with an evaluation at each epoch's end.
 std::vector<std::string> stopped_command(const files::path& folder) {
   return train_arguments(folder,
                          {"--nproc", "2", "--epochs", "20", "--batch-size", "4", "--lr", "2e-3",
@@ -61,7 +61,7 @@ TEST(TrainerPrograms, SigtermSavesAndTheNextStartEndsAsIfNothingHadHappened) {
                   }});
   ASSERT_TRUE(sent);
   EXPECT_EQ(cut.code, 128 + SIGTERM) << cut.error;
-  EXPECT_TRUE(cut.said("SIGTERM: saved after update")) << cut.error;
+  EXPECT_TRUE(cut.said("SIGTERM: saved after step")) << cut.error;
   EXPECT_NE(second_job.find("is in use by another run"), std::string::npos) << second_job;
   EXPECT_FALSE(files::exists(stopped / "out/model.safetensors"));
 
@@ -91,8 +91,8 @@ TEST(TrainerPrograms, ADryRunSaysThePlanAndLeavesNothing) {
   ASSERT_EQ(run.code, 0) << run.error;
   for (const char* part :
        {"Dry run: nothing is trained or written.", "40 samples",
-        "4 samples per rank x 2 ranks x 1 accumulation = 8 samples per update",
-        "15 (3 epochs of 5), the first 3 warm up", "linear: 0 at update 1, 0.0003 at update 4, ",
+        "4 samples per rank x 2 ranks x 1 accumulation = 8 samples per step",
+        "15 (3 epochs of 5), the first 3 warm up", "linear: 0 at step 1, 0.0003 at step 4, ",
         "at each epoch's end: 3, on 10 samples; training stops after 2 without a better eval_f1",
         "the final model is the best by eval_f1 (greater)",
         "of tensors per process on the longest samples", "warmup_steps=3.0"}) {

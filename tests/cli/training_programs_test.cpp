@@ -106,7 +106,7 @@ TEST_F(TrainedPrograms, TheTableOfEpochsIsOnStdoutAndTheBannerOnStderr) {
   }
   EXPECT_FALSE(std::getline(lines, line)) << line;
   for (const char* said : {"40 samples", "15 samples", "2 x 1 thread, cpu",
-                           "4 samples per rank x 2 ranks x 1 accumulation = 8 samples per update",
+                           "4 samples per rank x 2 ranks x 1 accumulation = 8 samples per step",
                            "10 (2 epochs of 5)", "metrics.jsonl"}) {
     EXPECT_TRUE(run_->said(said)) << said << "\n" << run_->error;
   }

@@ -142,11 +142,11 @@ TEST(TrainingPlan, CountsUpdatesAsHuggingFaceDoes) {
   arguments.num_train_epochs = 2.5;
   arguments.warmup_ratio = 0.1;
   TrainingPlan plan = make_training_plan(arguments, 10);
-  EXPECT_EQ(plan.updates_per_epoch, 3); // 4, 4 and a short window of 2
+  EXPECT_EQ(plan.steps_per_epoch, 3); // 4, 4 and a short window of 2
   EXPECT_EQ(plan.max_steps, 8); // ceil(7.5)
   EXPECT_EQ(plan.epochs, 3);
   EXPECT_EQ(plan.warmup_steps, 1); // ceil(0.8)
-  EXPECT_EQ(plan.logging_steps, 1); // never less than one update
+  EXPECT_EQ(plan.logging_steps, 1); // never less than one step
   EXPECT_EQ(plan.eval_steps, 500);
 
   arguments.max_steps = 1000;

@@ -31,7 +31,7 @@ struct GradientRun {
   std::unique_ptr<Trainer> trainer;
 };
 
-/// 26 rows, 12 an update over all ranks: the last window is shorter.
+/// 26 rows, 12 a step over all ranks: the last window is shorter.
 TrainingArguments twelve_an_update() {
   TrainingArguments a = toy::arguments();
   a.gradient_accumulation_steps = 1;
@@ -84,7 +84,7 @@ TEST(TrainerGradients, RecordsHaveTheNormsOfTheirUpdateBeforeClipping) {
       {LogGradientNorms::layer, {"LayerNorm", "embedding", "head"}}};
   for (const auto& [what, wanted] : names) {
     TrainingArguments a = twelve_an_update();
-    a.logging_steps = 4; // of 9 updates: 4, 8, 9
+    a.logging_steps = 4; // of 9 steps: 4, 8, 9
     a.log_gradient_norms = what;
     GradientRun run(a, 26);
     run.trainer->train();
@@ -113,7 +113,7 @@ TEST(TrainerGradients, RecordsHaveTheNormsOfTheirUpdateBeforeClipping) {
   EXPECT_TRUE(toy::history(*without.trainer, "grad_norm/head.bias").empty());
 }
 
-// The first update's gradients are of equal weights: each rank's own, averaged.
+// The first step's gradients are of equal weights: each rank's own, averaged.
 TEST(TrainerGradients, RecordsOfLocalSGDHaveTheRanksMeanNorms) {
   const int world = testing_support::test_world().world_size;
   TrainingArguments a = toy::arguments();
@@ -165,7 +165,7 @@ TEST(TrainerGradients, AGradientThatIsNotFiniteNamesItsParameterOnEveryRank) {
       FAIL() << "trained on";
     } catch (const TrainingError& error) {
       const std::string text = error.what();
-      EXPECT_NE(text.find("update 2 of 12"), text.npos) << text;
+      EXPECT_NE(text.find("step 2 of 12"), text.npos) << text;
       EXPECT_NE(text.find("first in head.bias, in 1 of 5 parameters"), text.npos) << text;
     }
     EXPECT_EQ(run.trainer->state().global_step, 1);

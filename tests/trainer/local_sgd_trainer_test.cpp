@@ -108,7 +108,7 @@ void average_models(std::vector<std::unique_ptr<Replica>>& all) {
 TEST(TrainerLocalSGD, EqualsReplicasInTorchsOperators) {
   const int world = testing_support::test_world().world_size;
   const auto a = local_arguments(2);
-  const int64_t rows = 6 * world + 1; // the last update has rows on one rank
+  const int64_t rows = 6 * world + 1; // the last step has rows on one rank
   const LocalRun run(a, rows);
   std::vector<std::unique_ptr<Replica>> all;
   for (int rank = 0; rank < world; ++rank) {

@@ -83,7 +83,7 @@ TEST(TrainerPrecision, AnOverflowLeavesOutTheUpdateAndTheSchedulesTick) {
     }
   }
   ASSERT_EQ(rates.size(), 6u);
-  EXPECT_EQ(rates[2], rates[3]) << "no tick for the update left out";
+  EXPECT_EQ(rates[2], rates[3]) << "no tick for the step left out";
   EXPECT_GT(rates[3], rates[4]);
   EXPECT_EQ(scales[1], 65536);
   EXPECT_EQ(scales[2], 32768);

@@ -27,7 +27,7 @@ files::path shared_folder() {
   return store->get_to_str("folder");
 }
 
-/// Does something to the folder behind update 3, on rank 0.
+/// Does something to the folder behind step 3, on rank 0.
 struct Meddler : TrainerCallback {
   explicit Meddler(std::function<void()> meddle) : meddle_(std::move(meddle)) {}
   void on_step_end(const StepProgress& progress) override {

@@ -47,7 +47,7 @@ TEST(ProgressCallback, IsThereByDefaultAndRankZeroAloneShowsBannerBarAndTable) {
     EXPECT_EQ(shown.error, "");
     return;
   }
-  for (const char* word : {"parameters", "ranks", "updates", "train  ", "% [="}) {
+  for (const char* word : {"parameters", "ranks", "steps", "train  ", "% [="}) {
     EXPECT_NE(shown.error.find(word), std::string::npos) << shown.error;
   }
   EXPECT_EQ(lines_of(shown.out), 3) << shown.out; // head and two epochs

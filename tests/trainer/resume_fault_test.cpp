@@ -63,7 +63,7 @@ HASTEN_RANK_FUNCTION(TrainerKilledWhileSaving) {
   trainer.accelerator().end_training();
 }
 
-/// Saves after every second update, averages after every fourth; the faulty rank
+/// Saves after every second step, averages after every fourth; the faulty rank
 /// dies in its seventh, in the middle of a round.
 HASTEN_RANK_FUNCTION(TrainerKilledInALocalRound) {
   auto model = std::make_shared<toy::Classifier>();
@@ -97,7 +97,7 @@ TEST(TrainerFault, PeerKilledInARoundOfLocalSGDIsNamedAndNothingIsHalfWritten) {
         << ranks[survivor].error;
     EXPECT_LT(ranks[survivor].seconds_after_fault, 8);
   }
-  // The save of update 6 is the last that all ranks took part in.
+  // The save of step 6 is the last that all ranks took part in.
   std::vector<std::string> saves;
   for (const auto& entry : std::filesystem::directory_iterator(scratch / "run")) {
     const std::string name = entry.path().filename().string();

@@ -22,7 +22,7 @@ namespace hasten::resume_test {
 
 namespace files = std::filesystem;
 
-/// Three updates an epoch of 2 x 2 rows a rank; the last has one row in all.
+/// Three steps an epoch of 2 x 2 rows a rank; the last has one row in all.
 int64_t train_rows() { return 8 * testing_support::test_world().world_size + 1; }
 
 /// The toy's loss with dropout on the words, and the rows it has seen.
@@ -157,7 +157,7 @@ TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
   const int64_t per_epoch = 3;
   ASSERT_EQ(steps, 3 * per_epoch);
   for (const int64_t step : {int64_t{1}, per_epoch, per_epoch + 1, steps}) {
-    SCOPED_TRACE("behind update " + std::to_string(step));
+    SCOPED_TRACE("behind step " + std::to_string(step));
     const auto copy =
         interrupted_copy(*communicator, folder / "whole", "from-" + std::to_string(step), step);
     const WholeRun resumed(resume_arguments(copy), communicator);
@@ -176,7 +176,7 @@ TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
     EXPECT_EQ(read_file(copy / "model.safetensors"),
               read_file(folder / "whole" / "model.safetensors"));
     EXPECT_FALSE(files::exists(copy / "checkpoint-99.tmp-1-1"));
-    // One record of each kind and update, as if nothing had been.
+    // One record of each kind and step, as if nothing had been.
     std::ifstream metrics(copy / "metrics.jsonl");
     int64_t lines = 0;
     for (std::string line; std::getline(metrics, line);) {
@@ -231,7 +231,7 @@ TEST(TrainerResume, ChangedArgumentsAreListedAndRefusedWhereTheyAlterTheRun) {
   EXPECT_HAS(harmless.counter->begun.notes.at(1), "changed since: logging_steps: 3.0 -> 1.0");
   expect_same_model(*harmless.model, *whole.model);
 
-  // Another rate from update 3 on, and it is the new one that is used.
+  // Another rate from step 3 on, and it is the new one that is used.
   const auto changed = interrupted_copy(*communicator, folder / "whole", "changed", 2);
   other = resume_arguments(changed);
   other.learning_rate = 0.01;
@@ -300,7 +300,7 @@ TEST(TrainerResume, AnotherWorldSizeWithTheSameUpdatesGivesTheSameRun) {
     EXPECT_EQ(resumed.output.global_step, whole.output.global_step);
     EXPECT_LE(toy::largest_difference(*resumed.model, *whole.model), 1e-9);
 
-    // Other updates: each row of the epoch is still seen once.
+    // Other steps: each row of the epoch is still seen once.
     const auto other = folder / "other";
     files::create_directories(other);
     files::copy(folder / "whole" / "checkpoint-1", other / "checkpoint-1",

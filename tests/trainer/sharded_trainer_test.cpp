@@ -74,7 +74,7 @@ Finished run(const std::filesystem::path& folder, Strategy strategy) {
 }
 
 void expect_same(const Finished& a, const Finished& b) {
-  // Ranks that had no row in an update do not know its norm.
+  // Ranks that had no row in a step do not know its norm.
   const bool knows = testing_support::test_world().rank == 0;
   ASSERT_EQ(a.history.size(), b.history.size());
   for (size_t i = 0; knows && i < a.history.size(); ++i) {

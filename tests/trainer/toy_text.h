@@ -105,10 +105,10 @@ inline TrainingArguments arguments() {
   return arguments;
 }
 
-/// The losses and norms of each update, and the model after the last.
+/// The losses and norms of each step, and the model after the last.
 struct PlainRun {
-  std::vector<double> losses{}; // [update], mean over its rows
-  std::vector<double> grad_norms{}; // [update], before clipping
+  std::vector<double> losses{}; // [step], mean over its rows
+  std::vector<double> grad_norms{}; // [step], before clipping
   std::shared_ptr<Classifier> model{};
 };
 
@@ -118,7 +118,7 @@ inline double norm_type_of(const TrainingArguments& a) {
                                                 : INFINITY;
 }
 
-/// The same training without hasten: `batch` rows an update, in order.
+/// The same training without hasten: `batch` rows a step, in order.
 inline PlainRun plain_run(const Texts& texts, const TrainingArguments& a, int64_t batch) {
   PlainRun run;
   run.model = std::make_shared<Classifier>();

@@ -71,7 +71,7 @@ struct WatchedRun {
   }
 };
 
-/// Three updates an epoch of 2 x 2 rows; nothing is due by itself but the end's.
+/// Three steps an epoch of 2 x 2 rows; nothing is due by itself but the end's.
 TrainingArguments quiet_arguments(const std::string& folder = {}) {
   TrainingArguments a = toy::arguments();
   a.per_device_train_batch_size = 2;
@@ -138,9 +138,9 @@ TEST(TrainerCallbacks, WhatOneRankMayAskIsDoneBehindTheNextUpdate) {
     c.should_evaluate = true;
     c.any_rank = true;
   };
-  run.watcher->at = {{"step_end 1", alone}, // goes with update 2
-                     {"substep_end 3", alone}, // with update 4
-                     {"optimizer_step 4", alone}}; // inside an update: the next, 6
+  run.watcher->at = {{"step_end 1", alone}, // goes with step 2
+                     {"substep_end 3", alone}, // with step 4
+                     {"optimizer_step 4", alone}}; // inside a step: the next, 6
   run.trainer->train();
   EXPECT_EQ(only(run.watcher->events, {"evaluate"}),
             (Events{"evaluate 2", "evaluate 4", "evaluate 6"}));
@@ -170,7 +170,7 @@ TEST(TrainerCallbacks, ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed)
   for (size_t i = 0; i < 6; ++i) {
     EXPECT_NEAR(whole[i], expected[i], 1e-15) << i;
   }
-  // As if it had been killed behind update 4.
+  // As if it had been killed behind step 4.
   for (const char* name : {"checkpoint-5", "checkpoint-6", "hasten_state.json"}) {
     std::filesystem::remove_all(folder / "whole" / name);
   }
@@ -241,7 +241,7 @@ TEST(EarlyStopping, PatienceIsPartOfCheckpoints) {
     return run.trainer->state().global_step;
   };
   EXPECT_EQ(steps_of({0.5, 0.4, 0.4, 0.4, 0.9, 0.9}), 4);
-  // As if it had been killed behind update 3: two of the three are counted.
+  // As if it had been killed behind step 3: two of the three are counted.
   for (const char* name : {"checkpoint-4", "hasten_state.json"}) {
     std::filesystem::remove_all(folder / "out" / name);
   }

@@ -14,7 +14,7 @@
 
 namespace hasten::trainer_control_world_test {
 
-/// Asks in one on_step_end, and notes at which updates evaluations came.
+/// Asks in one on_step_end, and notes at which steps evaluations came.
 struct Asker : TrainerCallback {
   int64_t step = 0; // 0: never asks
   bool any_rank = false;
@@ -52,7 +52,7 @@ struct AskedRun {
   std::unique_ptr<Trainer> trainer;
 };
 
-/// Five updates an epoch: four of 2 rows a rank, and one of a single row in all.
+/// Five steps an epoch: four of 2 rows a rank, and one of a single row in all.
 TrainingArguments asked_arguments() {
   TrainingArguments a = toy::arguments();
   a.num_train_epochs = 2;
@@ -64,7 +64,7 @@ int last_rank() { return testing_support::test_world().world_size - 1; }
 bool is_last_rank() { return testing_support::test_world().rank == last_rank(); }
 
 TEST(TrainerControlWorld, WhatOneRankAsksAllDoBehindTheNextUpdate) {
-  // 4: goes with the epoch's last update, in which most ranks have no row.
+  // 4: goes with the epoch's last step, in which most ranks have no row.
   // 5: the asking rank has no row there; it goes with the next epoch's first.
   for (const auto& [step, done] : {std::pair(2, 3), {4, 5}, {5, 6}}) {
     SCOPED_TRACE(step);
@@ -128,7 +128,7 @@ TEST(TrainerControlWorld, ARateThatNotEveryRankSetsIsRefused) {
   }
 }
 
-/// The reference: the loss of all `total` rows of an update at once, by torch.
+/// The reference: the loss of all `total` rows of a step at once, by torch.
 struct WeightedRun {
   std::vector<double> losses{};
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>();
@@ -209,7 +209,7 @@ TEST(TrainerControlWorld, LocalSGDSRecordsAreWeighedByClassOverAllRanks) {
   const AskedRun run(a, asker);
   const auto losses = toy::history(*run.trainer, "loss");
   ASSERT_FALSE(losses.empty());
-  // The first update's, over all ranks, before any parameter has changed.
+  // The first step's, over all ranks, before any parameter has changed.
   const World& world = testing_support::test_world();
   std::vector<int64_t> rows(static_cast<size_t>(2 * world.world_size));
   std::iota(rows.begin(), rows.end(), 0);

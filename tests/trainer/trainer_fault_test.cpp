@@ -92,7 +92,7 @@ TEST(TrainerFault, SigtermOfOneRankMakesAllSaveBehindOneUpdate) {
       EXPECT_NE(rank.error_type.find("Interrupted"), std::string::npos)
           << rank.error_type << ": " << rank.error;
     }
-    // In update 2's first micro-batch; with Local SGD behind the next round.
+    // In step 2's first micro-batch; with Local SGD behind the next round.
     TrainingArguments arguments;
     arguments.output_dir = (folder / "out").string();
     arguments.resume_from_checkpoint = "latest";

@@ -184,7 +184,7 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
   arguments.logging_steps = 2;
   arguments.eval_strategy = IntervalStrategy::epoch;
   arguments.save_strategy = IntervalStrategy::epoch;
-  // 16 rows: 6 batches of 3, the last of 1; 3 updates an epoch.
+  // 16 rows: 6 batches of 3, the last of 1; 3 steps an epoch.
   const auto run = detail::train_toy(arguments, 16, 7);
   const std::vector<std::string> events = {
       "begin", "log 2",      "evaluate 3",        "save checkpoint-3", "epoch 1", "log 4",
@@ -249,7 +249,7 @@ TEST(Trainer, LoggedLossIsTheMeanOverTheRowsSinceTheLastRecord) {
   EXPECT_NEAR(logged[0], (l[0] + l[1] + l[2] + l[3]) / 4, 1e-12);
   EXPECT_NEAR(logged[1], (4 * l[4] + 4 * l[5] + 2 * l[6]) / 10, 1e-12);
   EXPECT_NEAR(some.output.training_loss, (16 * logged[0] + 10 * logged[1]) / 26, 1e-12);
-  // The rate an update used, not the next one's: warm-up over 2 of 7 updates.
+  // The rate a step used, not the next one's: warm-up over 2 of 7 steps.
   const auto rates = toy::history(*every.trainer, "learning_rate");
   EXPECT_EQ(rates[0], 0.0);
   EXPECT_NEAR(rates[1], 0.05 / 2, 1e-15);
@@ -261,7 +261,7 @@ TEST(Trainer, MaxStepsAndFractionalEpochsEndInMidEpoch) {
   arguments.eval_strategy = IntervalStrategy::epoch;
   arguments.per_device_train_batch_size = 4;
   arguments.num_train_epochs = 1.5;
-  auto run = detail::train_toy(arguments, 16, 3); // 4 updates an epoch
+  auto run = detail::train_toy(arguments, 16, 3); // 4 steps an epoch
   EXPECT_EQ(run.output.global_step, 6);
   EXPECT_EQ(run.trainer->state().epoch, 1.5);
   EXPECT_EQ(toy::history(*run.trainer, "eval_loss").size(), 2u);

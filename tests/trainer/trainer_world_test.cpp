@@ -47,7 +47,7 @@ SplitRun run_split(TrainingArguments arguments, int64_t rows, int64_t batch, int
   return run;
 }
 
-/// {rows of a micro-batch, micro-batches} that make `total` rows an update.
+/// {rows of a micro-batch, micro-batches} that make `total` rows a step.
 std::vector<std::pair<int64_t, int64_t>> splits(int64_t total, int world_size) {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (const int64_t window : {1, 2, 4}) {
@@ -126,7 +126,7 @@ class ScriptedMetrics : public EvaluationMetrics {
 } // namespace detail
 
 TEST(TrainerWorld, AnySplitGivesTheUpdatesOfAPlainLoopOverTheJoinedBatch) {
-  // 26 = 12 + 12 + 2: with four ranks the last update has rows on two of them.
+  // 26 = 12 + 12 + 2: with four ranks the last step has rows on two of them.
   const int64_t rows = 26, total = 12;
   const auto reference = toy::plain_run(toy::Texts(rows), toy::arguments(), total);
   const int world_size = testing_support::test_world().world_size;
@@ -135,7 +135,7 @@ TEST(TrainerWorld, AnySplitGivesTheUpdatesOfAPlainLoopOverTheJoinedBatch) {
     const auto run = detail::run_split(toy::arguments(), rows, batch, window, false);
     EXPECT_LE(toy::largest_difference(*run.model, *reference.model), 1e-9);
     detail::expect_near(toy::history(*run.trainer, "loss"), reference.losses, 1e-10);
-    // Ranks that had no row in an update do not know its norm.
+    // Ranks that had no row in a step do not know its norm.
     if (testing_support::test_world().rank == 0) {
       detail::expect_near(toy::history(*run.trainer, "grad_norm"), reference.grad_norms, 1e-10);
     }
@@ -149,7 +149,7 @@ TEST(TrainerWorld, GroupingByLengthGivesTheSameUpdatesForAnySplit) {
   const int64_t rows = 77, total = 12;
   const auto reference = detail::run_split(arguments, rows, total, 1, true);
   const auto expected = toy::history(*reference.trainer, "loss");
-  EXPECT_EQ(expected.size(), 7u); // 21 updates
+  EXPECT_EQ(expected.size(), 7u); // 21 steps
   const int world_size = testing_support::test_world().world_size;
   for (const auto& [batch, window] : detail::splits(total, world_size)) {
     const auto run = detail::run_split(arguments, rows, batch, window, false);
@@ -237,7 +237,7 @@ TEST(TrainerWorld, LossThatIsNotFiniteStopsAllRanksNamingUpdateAndRank) {
     FAIL() << "trained on";
   } catch (const TrainingError& error) {
     const std::string text = error.what();
-    EXPECT_NE(text.find("update 2 of 12"), text.npos) << text;
+    EXPECT_NE(text.find("step 2 of 12"), text.npos) << text;
     EXPECT_NE(text.find("rank " + std::to_string(culprit) + " (loss="), text.npos) << text;
   }
   EXPECT_EQ(trainer.state().global_step, 1);
@@ -306,7 +306,7 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
   std::vector<size_t> saves;
   trainer.add_callback(std::make_shared<CountFolders>(saves));
   const TrainOutput output = trainer.train();
-  EXPECT_EQ(output.global_step, 8); // 2 updates an epoch
+  EXPECT_EQ(output.global_step, 8); // 2 steps an epoch
   EXPECT_EQ(trainer.state().best_metric, 0.9);
   EXPECT_EQ(trainer.state().best_global_step, 4);
   // Until the end the newest is there too; then only what a limit of 1 says.

@@ -21,7 +21,7 @@
 
 namespace hasten {
 
-/// When something is repeated. An update is one optimizer step.
+/// When something is repeated. Steps are optimizer steps.
 enum class IntervalStrategy { no, steps, epoch };
 /// The learning rate after the warm-up; see optim/schedule.h.
 enum class SchedulerType {
@@ -117,7 +117,7 @@ struct TrainingArguments {
 
   /// Passes over the training data, > 0; may be fractional.
   double num_train_epochs = 3.0;
-  /// Total number of updates; above 0 it overrides num_train_epochs.
+  /// Total number of steps; above 0 it overrides num_train_epochs.
   int64_t max_steps = -1;
 
   // Batches, memory and processes.
@@ -126,12 +126,12 @@ struct TrainingArguments {
   int64_t per_device_train_batch_size = 8;
   /// Samples of one evaluation batch on one rank, >= 1.
   int64_t per_device_eval_batch_size = 8;
-  /// Micro-batches per update, >= 1. An epoch's last window may be shorter; it is weighted by the
+  /// Micro-batches per step, >= 1. An epoch's last window may be shorter; it is weighted by the
   /// samples that it has.
   int64_t gradient_accumulation_steps = 1;
   /// Halves per_device_train_batch_size until a step on the longest samples fits into memory on
   /// every rank. Every size tried divides the product of per_device_train_batch_size and
-  /// gradient_accumulation_steps; the latter grows so that an update keeps its samples. The run
+  /// gradient_accumulation_steps; the latter grows so that a step keeps its samples. The run
   /// then equals one that starts with the size found. Costs two forward and backward passes per
   /// size, before training. Excludes gradient_checkpointing=budget, which fits activations to the
   /// batch instead.
@@ -147,7 +147,7 @@ struct TrainingArguments {
   GradientCheckpointing gradient_checkpointing{};
 
   /// Trains and evaluates in 16 bits (docs/guides/mixed-precision.md). Setting both is an error.
-  /// fp16 scales losses and skips updates whose gradients overflow.
+  /// fp16 scales losses and skips steps whose gradients overflow.
   bool bf16 = false;
   bool fp16 = false;
   /// The same as one option: no, bf16, fp16 or automatic. no is fp32 and the default, because then
@@ -167,7 +167,7 @@ struct TrainingArguments {
   int64_t shard_size = 0;
 
   /// Above 0: Local SGD. Each process updates its own weights. They are averaged every this many
-  /// updates, and before every evaluation and save. Gradients are not sent
+  /// steps, and before every evaluation and save. Gradients are not sent
   /// (hasten/local_sgd/local_sgd.h). No effect with one process. Memory: one more copy of the
   /// weights.
   int64_t local_sgd_steps = 0;
@@ -185,7 +185,7 @@ struct TrainingArguments {
   double label_smoothing_factor = 0.0;
   /// Weights of the classes: "0.5,2" in the order of the labels, each above 0; "balanced": samples
   /// / (labels * samples of the label) in the training data, as in scikit-learn; empty: all equal.
-  /// The loss is the weighted sum divided by the sum of the weights of all samples of an update. So
+  /// The loss is the weighted sum divided by the sum of the weights of all samples of a step. So
   /// it is torch's cross_entropy(weight) of the joined batch, for any split into batches. With
   /// several labels per sample, the values are torch's pos_weight.
   std::string class_weights{};
@@ -203,33 +203,33 @@ struct TrainingArguments {
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
-  /// Clips the gradient of an update to this norm, over all parameters. 0 does not clip; then a
+  /// Clips the gradient of a step to this norm, over all parameters. 0 does not clip; then a
   /// gradient that is not finite is not detected.
   double max_grad_norm = 1.0;
   GradNormType grad_norm_type = GradNormType::l2;
   /// Clips each element of the gradients to this absolute value, after clipping the norm; 0 does
-  /// not clip. Costs two passes over the gradients per update.
+  /// not clip. Costs two passes over the gradients per step.
   double max_grad_value = 0.0;
   SchedulerType lr_scheduler_type = SchedulerType::linear;
   /// A JSON object as text, for example {"num_cycles": 2}; see optim/make_schedule.h.
   std::string lr_scheduler_kwargs{};
-  /// Updates during which the learning rate rises from 0; below 1: a fraction of all updates,
+  /// Steps during which the learning rate rises from 0; below 1: a fraction of all steps,
   /// rounded up. At most all of them.
   double warmup_steps = 0.0;
   /// The older spelling of a fraction, [0, 1]; used if warmup_steps is 0.
   double warmup_ratio = 0.0;
 
-  // When to report, evaluate and save; counted in updates.
+  // When to report, evaluate and save; counted in steps.
 
-  /// Updates between two training records, > 0; below 1: a fraction of all updates (at least one
-  /// update). Cost: one small all-reduce per record.
+  /// Steps between two training records, > 0; below 1: a fraction of all steps (at least one
+  /// step). Cost: one small all-reduce per record.
   double logging_steps = 0.01;
-  /// Adds "grad_norm/NAME" to training records: the norms in the record's update, before clipping;
+  /// Adds "grad_norm/NAME" to training records: the norms in the record's step, before clipping;
   /// with Local SGD the mean over ranks. Costs a pass over the gradients per record.
   LogGradientNorms log_gradient_norms = LogGradientNorms::no;
   /// steps: every eval_steps; epoch: at the end of each epoch. Ignored without evaluation data.
   IntervalStrategy eval_strategy = IntervalStrategy::epoch;
-  /// Updates, or below 1 a fraction of all updates; > 0.
+  /// Steps, or below 1 a fraction of all steps; > 0.
   double eval_steps = 500;
   /// Writes output_dir/checkpoint-N, from which a run can resume. Each takes three times the
   /// model's size on disk (weights and two moments).
@@ -241,7 +241,7 @@ struct TrainingArguments {
   /// Saves only the model in checkpoint-N folders: a third of the disk space, but no run can resume
   /// from them.
   bool save_only_model = false;
-  /// Loads the weights of the best evaluation after the last update. Needs equal strategies, and
+  /// Loads the weights of the best evaluation after the last step. Needs equal strategies, and
   /// save_steps must be a multiple of eval_steps.
   bool load_best_model_at_end = false;
   /// Name of a metric in the evaluation record, with or without "eval_".

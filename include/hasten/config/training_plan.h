@@ -1,4 +1,4 @@
-// The plan of a run: counts of updates, computed from the arguments and the number of batches.
+// The plan of a run: counts of steps, computed from the arguments and the number of batches.
 // Without LibTorch.
 #pragma once
 
@@ -8,32 +8,32 @@
 
 namespace hasten {
 
-/// Maximum number of updates of a run.
-inline constexpr int64_t kMaxUpdates = 1'000'000'000'000;
+/// Maximum number of steps of a run.
+inline constexpr int64_t kMaxSteps = 1'000'000'000'000;
 
-/// One update is one optimizer step; epochs are counted from 0.
+/// Steps are optimizer steps; epochs are counted from 0.
 struct TrainingPlan {
-  /// Updates of one pass over the data, >= 1.
-  int64_t updates_per_epoch = 1;
-  /// Updates of the run.
+  /// Steps of one pass over the data, >= 1.
+  int64_t steps_per_epoch = 1;
+  /// Steps of the run.
   int64_t max_steps = 1;
   /// Epochs that the run begins; the last one may be incomplete.
   int64_t epochs = 1;
-  /// Updates during the warm-up of the learning rate.
+  /// Steps during the warm-up of the learning rate.
   int64_t warmup_steps = 0;
-  /// Updates between two training records, evaluations, saves; >= 1.
+  /// Steps between two training records, evaluations, saves; >= 1.
   int64_t logging_steps = 1;
   int64_t eval_steps = 1;
   int64_t save_steps = 1;
-  /// global_step + step_shift is the number of updates if all of them had had this plan's batch.
+  /// global_step + step_shift is the number of steps if all of them had had this plan's batch.
   /// Not 0 only after a run was resumed with another total batch.
   int64_t step_shift = 0;
 };
 
-/// `batches_per_epoch`: micro-batches of one rank (DataLoader::size()), >= 1. updates_per_epoch =
-/// ceil(batches / accumulation), max_steps = ceil(num_train_epochs * updates_per_epoch) unless
+/// `batches_per_epoch`: micro-batches of one rank (DataLoader::size()), >= 1. steps_per_epoch =
+/// ceil(batches / accumulation), max_steps = ceil(num_train_epochs * steps_per_epoch) unless
 /// given; fractions are rounded up. Throws InputError for fewer than 1 batch, a warm-up above
-/// max_steps, and more than kMaxUpdates.
+/// max_steps, and more than kMaxSteps.
 TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batches_per_epoch,
                                 int64_t step_shift = 0);
 

@@ -8,11 +8,11 @@
 // The order of events, as in transformers:
 //   on_train_begin
 //     on_epoch_begin
-//       on_step_begin               an optimizer step ("update") begins
-//         on_substep_end            after each micro-batch but the update's last
+//       on_step_begin               an optimizer step begins
+//         on_substep_end            after each micro-batch but the step's last
 //       on_pre_optimizer_step       gradients are final and clipped
 //       on_optimizer_step           the parameters have changed
-//       on_step_end                 global_step counts the update
+//       on_step_end                 global_step counts the step
 //       on_log                      if a record is due
 //       on_prediction_step …, on_evaluate       if an evaluation is due
 //       on_save                     if a save is due
@@ -40,12 +40,12 @@ struct RunDescription {
   int world_size = 1;
   /// Threads of this rank's tensor operations.
   int threads = 1;
-  /// Samples of one micro-batch on one rank; micro-batches of one update; samples of one update
+  /// Samples of one micro-batch on one rank; micro-batches of one step; samples of one step
   /// over all ranks.
   int64_t batch_per_rank = 0;
   int64_t gradient_accumulation_steps = 1;
   int64_t total_batch = 0;
-  /// Updates between two synchronisations of Local SGD; 0 without Local SGD.
+  /// Steps between two synchronisations of Local SGD; 0 without Local SGD.
   int64_t local_sgd_steps = 0;
   TrainingPlan plan{};
   /// Elements of all parameters, tied ones once; of the trained ones; of those that weight decay
@@ -59,7 +59,7 @@ struct RunDescription {
   /// Empty if nothing is written.
   std::filesystem::path output_dir{};
   std::filesystem::path metrics_file{};
-  /// Updates that the resumed run had done.
+  /// Steps that the resumed run had done.
   int64_t resumed_step = 0;
   /// Notes on the start: the checkpoint that it resumes from, checkpoints that were skipped and
   /// why, arguments that have changed.
@@ -68,7 +68,7 @@ struct RunDescription {
   TrainingArguments arguments{};
 };
 
-/// Progress of a run, after each update. Local counts, no communication.
+/// Progress of a run, after each step. Local counts, no communication.
 struct StepProgress {
   int64_t global_step = 0;
   int64_t max_steps = 0;
@@ -85,7 +85,7 @@ struct EpochReport {
   int64_t epoch = 0;
   int64_t epochs = 0;
   int64_t global_step = 0;
-  /// Mean per sample (per unit of the loss's weight) over this epoch's updates.
+  /// Mean per sample (per unit of the loss's weight) over this epoch's steps.
   double training_loss = 0;
   /// This epoch's last evaluation: eval_loss, eval_accuracy, eval_f1, …, by name; empty if there
   /// was none.
@@ -115,22 +115,22 @@ struct EpochReport {
 /// Requests of a callback; transformers' TrainerControl. The run reads and resets them after each
 /// event.
 struct TrainerControl {
-  /// Ends training after this update, with a record and, by the strategies, the evaluation and save
-  /// of a last update. In on_train_begin: ends it before the first update.
+  /// Ends training after this step, with a record and, by the strategies, the evaluation and save
+  /// of a last step. In on_train_begin: ends it before the first step.
   bool should_training_stop = false;
-  /// Done once, after this update, independent of the strategies. A save needs an output_dir and is
+  /// Done once, after this step, independent of the strategies. A save needs an output_dir and is
   /// ignored without one. An evaluation needs evaluation data.
   bool should_save = false;
   bool should_evaluate = false;
   bool should_log = false;
-  /// The peak learning rate from the next update on, >= 0; the schedule's multiplier applies to it.
+  /// The peak learning rate from the next step on, >= 0; the schedule's multiplier applies to it.
   /// Saved in checkpoints. Must be set to the same value on all ranks.
   std::optional<double> learning_rate{};
   /// True if only this rank may have made the request (because of a clock or a file). It then
-  /// reaches all ranks with the next update at no cost, and is done after that update. False: every
-  /// rank makes the same request, and it is done after this update. Requests of callbacks that are
+  /// reaches all ranks with the next step at no cost, and is done after that step. False: every
+  /// rank makes the same request, and it is done after this step. Requests of callbacks that are
   /// not on every rank are always treated as true. So are requests in the events from on_step_begin
-  /// to on_optimizer_step, because a rank without samples in an epoch's last update does not have
+  /// to on_optimizer_step, because a rank without samples in an epoch's last step does not have
   /// these events. With Local SGD they are done at the next synchronisation.
   bool any_rank = false;
 };
@@ -141,7 +141,7 @@ class TrainerCallback {
   virtual ~TrainerCallback() = default;
   virtual void on_train_begin(const RunDescription&) {}
   virtual void on_epoch_begin(const StepProgress&) {}
-  /// These four get the progress of the previous update.
+  /// These four get the progress of the previous step.
   virtual void on_step_begin(const StepProgress&) {}
   virtual void on_substep_end(const StepProgress&) {}
   virtual void on_pre_optimizer_step(const StepProgress&) {}

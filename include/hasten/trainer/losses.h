@@ -1,5 +1,5 @@
 // Losses of the usual heads for a Trainer: a sum, and the weight to divide it by. The Trainer
-// divides, over all micro-batches and ranks of an update. The result is torch's loss with
+// divides, over all micro-batches and ranks of a step. The result is torch's loss with
 // reduction=mean on the joined batch. Local. Threading: free functions.
 #pragma once
 

@@ -3,7 +3,7 @@
 //
 //   output_dir/
 //     metrics.jsonl          one JSON object per line, written immediately
-//     checkpoint-N/          the training state after update N; complete or absent.
+//     checkpoint-N/          the training state after step N; complete or absent.
 //                            Also a model folder: model, trainer_state.json,
 //                            training_args.json and hasten_state.json, in addition
 //                            to the files of hasten/state/saved_state.h

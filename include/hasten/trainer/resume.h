@@ -59,7 +59,7 @@ struct ArgumentChange {
 };
 
 /// Arguments that differ from `saved`, except those about where and how to resume. Batch size and
-/// accumulation do not alter the trajectory; the samples of one update over all ranks do
+/// accumulation do not alter the trajectory; the samples of one step over all ranks do
 /// (`total_batch` is the current value).
 std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const TrainingArguments& now,
                                               int64_t total_batch);
@@ -72,7 +72,7 @@ std::string describe_changes(const std::vector<ArgumentChange>& changes, bool on
 void require_same_trajectory(const std::filesystem::path& folder,
                              const std::vector<ArgumentChange>& changes, bool allowed);
 
-/// Prepares output_dir to continue after update `global_step` of its own checkpoint. It renames
+/// Prepares output_dir to continue after step `global_step` of its own checkpoint. It renames
 /// later checkpoint-N folders (damaged, or of a run that is abandoned) to
 /// "checkpoint-N.set-aside…", removes the marks of a finished run and the files of killed writers,
 /// and cuts later records off metrics.jsonl. Throws Error if something cannot be written.

@@ -30,9 +30,9 @@ class Accelerator;
 struct AcceleratorOptions;
 struct OptimizerSettings;
 
-/// What a loss function returns for one micro-batch. The Trainer normalises: the loss of an update
-/// (one optimizer step) is the sum of loss_sum divided by the sum of weight, over all its
-/// micro-batches on all ranks.
+/// What a loss function returns for one micro-batch. The Trainer normalises: the loss of an
+/// optimizer step is the sum of loss_sum divided by the sum of weight, over all its micro-batches on
+/// all ranks.
 struct LossOutput {
   /// Sum (not mean) of the loss over the batch's items; 0-d, with its graph. May be undefined, with
   /// weight 0, for a batch without labels; then only predict() can use the batch.
@@ -159,11 +159,11 @@ class Trainer {
   /// Runs the training, or the rest of it. With resume_from_checkpoint it continues as if it had
   /// not been interrupted: bit for bit with the same world size, and with another one each sample
   /// of the epoch is used exactly once. Leaves the final model (the best one with
-  /// load_best_model_at_end) in output_dir and in the module. At the last update there is always a
+  /// load_best_model_at_end) in output_dir and in the module. At the last step there is always a
   /// training record, and an evaluation and a save unless their strategy is no.
   /// Throws InputError before anything is written (output_dir holds another run, more processes
   /// than samples, a damaged checkpoint, changed arguments). Throws TrainingError for a loss or
-  /// gradient that is not finite, naming update and rank, before the parameters change. Throws
+  /// gradient that is not finite, naming step and rank, before the parameters change. Throws
   /// Interrupted after a signal (base/process.h).
   TrainOutput train();
 

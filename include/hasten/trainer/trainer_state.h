@@ -13,7 +13,7 @@ namespace hasten {
 
 /// Equal on all ranks.
 struct TrainerState {
-  /// Updates done.
+  /// Steps done.
   int64_t global_step = 0;
   /// Epochs done, as a fraction.
   double epoch = 0;
