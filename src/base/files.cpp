@@ -48,6 +48,18 @@ std::filesystem::path folder_of(const std::filesystem::path& path) {
   return folder.empty() ? std::filesystem::path(".") : folder;
 }
 
+int write_all(int fd, std::string_view bytes) noexcept {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(fd, bytes.data(), bytes.size());
+    if (written >= 0) {
+      bytes.remove_prefix(static_cast<size_t>(written));
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+  return 0;
+}
+
 int FileDescriptor::close() {
   const int fd = std::exchange(fd_, -1);
   return fd < 0 || ::close(fd) == 0 || errno == EINTR ? 0 : errno;
@@ -74,13 +86,8 @@ void FileWriter::keep_permissions() const {
 }
 
 void FileWriter::write(std::string_view bytes) const {
-  while (!bytes.empty()) {
-    const ssize_t written = ::write(file_.get(), bytes.data(), bytes.size());
-    if (written >= 0) {
-      bytes.remove_prefix(static_cast<size_t>(written));
-    } else if (errno != EINTR) {
-      throw_file_error(where_, path_, errno);
-    }
+  if (const int error = write_all(file_.get(), bytes); error != 0) {
+    throw_file_error(where_, path_, error);
   }
 }
 

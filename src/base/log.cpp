@@ -3,11 +3,11 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "hasten/base/files.h"
 #include "hasten/base/shortened.h"
 #include "terminal.h"
 
@@ -23,18 +23,7 @@ std::mutex& terminal_mutex() {
   return *mutex;
 }
 
-void write_stderr(std::string_view bytes) noexcept {
-  while (!bytes.empty()) {
-    const ssize_t written = ::write(STDERR_FILENO, bytes.data(), bytes.size());
-    if (written < 0) {
-      if (errno == EINTR) {
-        continue;
-      }
-      return;
-    }
-    bytes.remove_prefix(static_cast<size_t>(written));
-  }
-}
+void write_stderr(std::string_view bytes) noexcept { write_all(STDERR_FILENO, bytes); }
 
 // Atomics instead of the mutex, because log_enabled() is called before costly messages.
 std::atomic<LogLevel> log_main_level{LogLevel::info};

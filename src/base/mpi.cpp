@@ -6,33 +6,24 @@
 #include <iterator>
 #include <string>
 
+#include "hasten/base/process.h"
 #include "world_variables.h"
 
 namespace hasten {
 
 namespace detail {
 
-std::string text_of_proc(int process, const char* file) {
-  std::ifstream stream("/proc/" + std::to_string(process) + "/" + file);
-  return {std::istreambuf_iterator<char>(stream), {}};
-}
-
 /// The nearest ancestor process that does not have `variable`: the launcher, even if a script is
 /// between them. 1 if /proc does not show it.
 int launcher_process(const std::string& variable) {
   int process = ::getppid();
   while (process > 1) {
-    const std::string environment = '\0' + text_of_proc(process, "environ");
+    std::ifstream file("/proc/" + std::to_string(process) + "/environ");
+    const std::string environment = '\0' + std::string(std::istreambuf_iterator<char>(file), {});
     if (environment.find('\0' + variable + "=") == std::string::npos) {
       return process;
     }
-    // "pid (name) state ppid …". The name may contain any character.
-    const std::string stat = text_of_proc(process, "stat");
-    const size_t name_end = stat.rfind(')');
-    if (name_end == std::string::npos || name_end + 4 >= stat.size()) {
-      break;
-    }
-    process = std::atoi(stat.c_str() + name_end + 4);
+    process = process_stat(process).parent;
   }
   return 1;
 }

@@ -31,11 +31,6 @@ namespace hasten {
 
 namespace detail {
 
-struct ProcessStat {
-  char state = '\0'; // '\0': no such process
-  uint64_t start_time = 0;
-};
-
 ProcessStat process_stat(int pid) {
   // Not a stream, because a stream throws if the process ends between open and read.
   std::array<char, 1024> buffer{};
@@ -53,9 +48,9 @@ ProcessStat process_stat(int pid) {
     return stat;
   }
   std::istringstream fields(text.substr(name_end + 1));
-  fields >> stat.state;
-  std::string skipped; // fields 4 … 21
-  for (int i = 4; i < 22; ++i) {
+  fields >> stat.state >> stat.parent;
+  std::string skipped; // fields 5 … 21
+  for (int i = 5; i < 22; ++i) {
     fields >> skipped;
   }
   fields >> stat.start_time;

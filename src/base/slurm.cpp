@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "hasten/base/text.h"
 #include "world_variables.h"
 
 namespace hasten {
@@ -14,9 +15,7 @@ constexpr size_t kMostHosts = 65'536;
 /// another form.
 bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
   std::vector<std::string> numbers;
-  for (size_t at = 0; at <= ranges.size();) {
-    const size_t end = std::min(ranges.find(',', at), ranges.size());
-    const std::string range = ranges.substr(at, end - at);
+  for (const std::string& range : split(ranges)) {
     const size_t dash = range.find('-');
     const std::string first = range.substr(0, dash);
     const auto low = whole_number(first);
@@ -30,7 +29,6 @@ bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
       const size_t width = std::max(first.size(), digits.size());
       numbers.push_back(std::string(width - digits.size(), '0') + digits);
     }
-    at = end + 1;
   }
   if (stems.size() * numbers.size() > kMostHosts) {
     return false;
@@ -88,9 +86,7 @@ std::vector<std::string> expand_host_list(const std::string& text) {
 
 std::vector<int> expand_task_counts(const std::string& text) {
   std::vector<int> counts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t end = std::min(text.find(',', at), text.size());
-    const std::string part = text.substr(at, end - at);
+  for (const std::string& part : split(text)) {
     const size_t times = std::min(part.find("(x"), part.size());
     const auto tasks = whole_number(part.substr(0, times));
     std::optional<int> hosts = 1;
@@ -103,7 +99,6 @@ std::vector<int> expand_task_counts(const std::string& text) {
       return {};
     }
     counts.insert(counts.end(), static_cast<size_t>(*hosts), *tasks);
-    at = end + 1;
   }
   return counts;
 }

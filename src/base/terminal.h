@@ -12,8 +12,7 @@ std::mutex& terminal_mutex();
 /// True if a bar is on the terminal's last line. Guarded by terminal_mutex().
 extern bool terminal_bar_drawn;
 
-/// Writes all bytes to stderr, in one write(2) if the kernel accepts them. Ignores errors, because
-/// there is nowhere to report them.
+/// Writes all bytes to stderr. Ignores errors, because there is nowhere to report them.
 void write_stderr(std::string_view bytes) noexcept;
 
 /// Erases the line of the cursor.

@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "world_variables.h"
 
 namespace hasten {
@@ -32,14 +33,6 @@ std::optional<int> whole_number(std::string_view text) {
     return std::nullopt;
   }
   return value;
-}
-
-std::string joined_texts(const std::vector<std::string>& texts, const char* between) {
-  std::string all;
-  for (const std::string& text : texts) {
-    all += (all.empty() ? "" : between) + text;
-  }
-  return all;
 }
 
 int WorldVariables::number(const std::string& name, int least, int most, int otherwise) {
@@ -67,7 +60,7 @@ void WorldVariables::below(const std::string& name, int value, const std::string
 
 void WorldVariables::check(const std::string& expected, const std::string& fix) const {
   if (!problems_.empty()) {
-    throw InputError(kWorldWhere, joined_texts(problems_, ", "), expected, fix);
+    throw InputError(kWorldWhere, joined(problems_), expected, fix);
   }
 }
 
@@ -120,7 +113,7 @@ struct WorldFamily {
         texts.push_back(variable + " is not set");
       }
     }
-    return joined_texts(texts, ", ");
+    return joined(texts);
   }
 };
 
@@ -197,7 +190,7 @@ World world_from_environment() {
   if (used != nullptr) {
     World world = used->read();
     others.erase(std::remove(others.begin(), others.end(), used->name + "'s"), others.end());
-    world.passed_over = detail::joined_texts(others, ", ");
+    world.passed_over = joined(others);
     world.store_file = detail::store_file_name();
     return world;
   }
@@ -208,7 +201,7 @@ World world_from_environment() {
     incomplete.push_back("torchrun: " + families[0].missing());
   }
   if (!incomplete.empty()) {
-    throw InputError(detail::kWorldWhere, detail::joined_texts(incomplete, "; "),
+    throw InputError(detail::kWorldWhere, joined(incomplete, "; "),
                      incomplete.size() == 1 ? "all variables of a launcher, or none"
                                             : "all variables of one launcher, or none of any",
                      "start with hasten launch, torchrun, srun or mpirun, or unset them");

@@ -25,6 +25,9 @@ std::string hash_hex(std::string_view bytes);
 
 namespace detail {
 
+/// Writes all bytes, in one write(2) if the kernel accepts them. Returns 0 or errno.
+int write_all(int fd, std::string_view bytes) noexcept;
+
 /// Throws for a system call that failed with errno `error`: "path: No space left on device".
 /// It is an InputError if the path does not exist or access is denied, else an Error (for
 /// example a full or failing disk).

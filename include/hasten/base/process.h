@@ -57,6 +57,18 @@ ProcessState process_state(int pid, uint64_t start_time);
 /// Start time in clock ticks since boot. 0 if there is no such process or no /proc.
 uint64_t process_start_time(int pid);
 
+namespace detail {
+
+/// Of /proc/PID/stat.
+struct ProcessStat {
+  char state = '\0'; // '\0': no such process
+  int parent = 0;
+  uint64_t start_time = 0;
+};
+ProcessStat process_stat(int pid);
+
+} // namespace detail
+
 /// Binds 127.0.0.1:0 and listens. Returns {descriptor (close-on-exec), port}.
 std::pair<int, int> listen_on_loopback();
 
