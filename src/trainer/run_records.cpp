@@ -31,12 +31,12 @@ void TrainingRun::collect_losses() {
                                at::kDouble);
   sums = parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
   const double* sum = sums.const_data_ptr<double>();
-  for (LossTotal* total : {&since_record_, &of_epoch_, &of_run_}) {
+  for (LossTotal* total : {&progress_.since_record, &progress_.of_epoch, &progress_.of_run}) {
     total->loss_sum += sum[0];
     total->weight += sum[1];
   }
   // The ranks of a copy have all counted what they did together.
-  samples_ += static_cast<int64_t>(sum[2]) / rounds.ranks_per_copy;
+  progress_.samples += static_cast<int64_t>(sum[2]) / rounds.ranks_per_copy;
   mean_grad_norm_ = sum[3] / sum[4];
   const int ranks = parts_.accelerator->num_processes();
   round_seconds_ = sum[5] / ranks;
@@ -88,7 +88,7 @@ void TrainingRun::describe_gradient_norms(nlohmann::json& record) {
 void TrainingRun::log_training() {
   collect_losses();
   last_logged_step_ = state_.global_step;
-  nlohmann::json record = {{"loss", since_record_.mean()},
+  nlohmann::json record = {{"loss", progress_.since_record.mean()},
                            {"learning_rate", learning_rate_},
                            {"epoch", state_.epoch},
                            {"step", state_.global_step}};
@@ -103,19 +103,19 @@ void TrainingRun::log_training() {
   if (is_local()) {
     describe_rounds(record);
   }
-  since_record_ = {};
+  progress_.since_record = {};
   state_.log_history.push_back(record);
   append_record("train", record);
   control_.notify([&](TrainerCallback& c) { c.on_log(record); });
 }
 
 void TrainingRun::evaluate_and_log() {
-  last_evaluated_step_ = state_.global_step;
+  progress_.last_evaluated_step = state_.global_step;
   nlohmann::json record = evaluate_dataset(parts_, *parts_.eval, "eval");
   control_.take_controls(/*common=*/false); // of on_prediction_step
-  epoch_evaluation_.clear();
+  progress_.epoch_evaluation.clear();
   for (const auto& [name, value] : record.items()) {
-    epoch_evaluation_[name] = value.get<double>();
+    progress_.epoch_evaluation[name] = value.get<double>();
   }
   record["epoch"] = state_.epoch;
   record["step"] = state_.global_step;
@@ -185,9 +185,9 @@ void TrainingRun::collect_tokens() {
       at::tensor({uncollected_.real, uncollected_.padded}, at::TensorOptions().dtype(at::kLong));
   sums = parts_.accelerator->reduce(sums.to(parts_.accelerator->device())).cpu();
   uncollected_ = {};
-  tokens_.real += sums[0].item<int64_t>();
-  tokens_.padded += sums[1].item<int64_t>();
-  state_.num_input_tokens_seen = tokens_.padded;
+  progress_.tokens.real += sums[0].item<int64_t>();
+  progress_.tokens.padded += sums[1].item<int64_t>();
+  state_.num_input_tokens_seen = progress_.tokens.padded;
 }
 
 void TrainingRun::load_best() {
@@ -205,7 +205,7 @@ void TrainingRun::load_best() {
 
 void RunState::save_state(NamedTensors&, nlohmann::json& values) const {
   if (run_ != nullptr) {
-    values = run_->progress();
+    values = run_->saved_progress();
   }
 }
 
@@ -215,89 +215,65 @@ void RunState::load_state(const NamedTensors&, const nlohmann::json& values) {
   }
 }
 
-nlohmann::json loss_total_json(const LossTotal& total) { return {total.loss_sum, total.weight}; }
+void to_json(nlohmann::json& json, const LossTotal& total) {
+  json = {total.loss_sum, total.weight};
+}
+void from_json(const nlohmann::json& json, LossTotal& total) {
+  total = {json.at(0).get<double>(), json.at(1).get<double>()};
+}
+void to_json(nlohmann::json& json, const TokenCount& count) { json = {count.real, count.padded}; }
+void from_json(const nlohmann::json& json, TokenCount& count) {
+  count = {json.at(0).get<int64_t>(), json.at(1).get<int64_t>()};
+}
 
-nlohmann::json TrainingRun::progress() const {
-  nlohmann::json evaluation = nlohmann::json::object();
-  for (const auto& [name, value] : epoch_evaluation_) {
-    evaluation[name] = value;
-  }
-  return {{"state", try_parse_json(trainer_state_json(state_)).value},
-          {"epoch_index", epoch_},
-          {"epoch_ended", epoch_ended_},
-          {"windows_counted", windows_counted_},
-          {"since_record", loss_total_json(since_record_)},
-          {"of_epoch", loss_total_json(of_epoch_)},
-          {"of_run", loss_total_json(of_run_)},
-          {"samples", samples_},
-          {"samples_before_epoch", samples_before_epoch_},
-          {"tokens", {tokens_.real, tokens_.padded}},
-          {"tokens_before_epoch", {tokens_before_epoch_.real, tokens_before_epoch_.padded}},
-          {"epoch_evaluation", finite_json(std::move(evaluation))},
-          {"run_seconds", run_seconds()},
-          {"seconds_aside", seconds_aside_},
-          {"seconds_trained_before_epoch", seconds_trained_before_epoch_},
-          {"stopping", control_.stopping()},
-          {"own_learning_rate", own_learning_rate_},
-          {"evaluated_step", last_evaluated_step_}};
+/// Calls visit("name", field) for the fields that every state has.
+template <typename Progress, typename Visit>
+void visit_progress(Progress& p, Visit&& visit) {
+  visit("epoch_index", p.epoch);
+  visit("epoch_ended", p.epoch_ended);
+  visit("windows_counted", p.windows_counted);
+  visit("since_record", p.since_record);
+  visit("of_epoch", p.of_epoch);
+  visit("of_run", p.of_run);
+  visit("samples", p.samples);
+  visit("samples_before_epoch", p.samples_before_epoch);
+  visit("tokens", p.tokens);
+  visit("tokens_before_epoch", p.tokens_before_epoch);
+  visit("seconds_aside", p.seconds_aside);
+  visit("seconds_trained_before_epoch", p.seconds_trained_before_epoch);
+}
+
+nlohmann::json TrainingRun::saved_progress() const {
+  nlohmann::json values = {{"state", try_parse_json(trainer_state_json(state_)).value},
+                           {"epoch_evaluation", finite_json(progress_.epoch_evaluation)},
+                           {"run_seconds", run_seconds()},
+                           {"stopping", control_.stopping()},
+                           {"own_learning_rate", progress_.own_learning_rate},
+                           {"evaluated_step", progress_.last_evaluated_step}};
+  visit_progress(progress_, [&](const char* name, const auto& field) { values[name] = field; });
+  return values;
 }
 
 void TrainingRun::restore(const nlohmann::json& values) {
   // All is read before anything is set.
-  const TrainerState state = trainer_state_from(values.at("state"));
-  const auto read_total = [&](const char* name) {
-    const auto& pair = values.at(name);
-    return LossTotal{pair.at(0).get<double>(), pair.at(1).get<double>()};
-  };
-  const auto read_tokens = [&](const char* name) {
-    const auto& pair = values.at(name);
-    return Tokens{pair.at(0).get<int64_t>(), pair.at(1).get<int64_t>()};
-  };
-  const auto read_number = [&](const char* name) { return values.at(name).get<double>(); };
-  const auto read_count = [&](const char* name) { return values.at(name).get<int64_t>(); };
-  const LossTotal since_record = read_total("since_record");
-  const LossTotal of_epoch = read_total("of_epoch");
-  const LossTotal of_run = read_total("of_run");
-  const Tokens tokens = read_tokens("tokens");
-  const Tokens tokens_before = read_tokens("tokens_before_epoch");
-  std::map<std::string, double> evaluation;
+  RunProgress progress;
+  visit_progress(progress, [&](const char* name, auto& field) { values.at(name).get_to(field); });
   for (const auto& [name, value] : values.at("epoch_evaluation").items()) {
     if (value.is_number()) {
-      evaluation[name] = value.get<double>();
+      progress.epoch_evaluation[name] = value.get<double>();
     }
   }
-  const int64_t epoch = read_count("epoch_index");
-  const bool epoch_ended = values.at("epoch_ended").get<bool>();
-  const int64_t windows = read_count("windows_counted");
-  const int64_t samples = read_count("samples");
-  const int64_t samples_before = read_count("samples_before_epoch");
-  const double seconds = read_number("run_seconds");
-  const double aside = read_number("seconds_aside");
-  const double trained_before = read_number("seconds_trained_before_epoch");
+  progress.own_learning_rate = values.value("own_learning_rate", false);
+  progress.last_evaluated_step = values.value("evaluated_step", int64_t{-1});
+  const auto seconds = values.at("run_seconds").get<double>();
   const bool stopping = values.value("stopping", false);
-  const bool own_rate = values.value("own_learning_rate", false);
-  const int64_t evaluated = values.value("evaluated_step", int64_t{-1});
+  state_ = trainer_state_from(values.at("state"));
 
-  state_ = state;
-  epoch_ = epoch;
-  epoch_ended_ = epoch_ended;
-  windows_counted_ = static_cast<uint64_t>(windows);
-  since_record_ = since_record;
-  of_epoch_ = of_epoch;
-  of_run_ = of_run;
-  samples_ = samples;
-  samples_before_epoch_ = samples_before;
-  tokens_ = tokens;
-  tokens_before_epoch_ = tokens_before;
-  epoch_evaluation_ = std::move(evaluation);
+  progress_ = std::move(progress);
   run_seconds_before_ = seconds;
   run_time_.restart();
-  seconds_aside_ = aside;
-  seconds_trained_before_epoch_ = trained_before;
   last_saved_step_ = state_.global_step;
-  last_evaluated_step_ = evaluated;
   control_.set_stopping(stopping);
-  own_learning_rate_ = own_rate;
 }
 
 void TrainingRun::register_states() {
@@ -320,7 +296,7 @@ void TrainingRun::load_checkpoint() {
   }
   std::vector<double> peaks = lr_scheduler_->base_lrs();
   parts_.accelerator->load_state(start_.folder, {.verify_checksums = false});
-  if (plateau_ || own_learning_rate_) {
+  if (plateau_ || progress_.own_learning_rate) {
     peaks = lr_scheduler_->base_lrs();
   }
   for (size_t i = 0; i < options.size(); ++i) {
@@ -328,7 +304,7 @@ void TrainingRun::load_checkpoint() {
   }
   lr_scheduler_->set_base_lrs(peaks);
   if (is_local()) { // numbers of windows may differ between ranks
-    windows_counted_ = parts_.accelerator->last_window().number;
+    progress_.windows_counted = parts_.accelerator->last_window().number;
   }
   if (state_.best_global_step) { // the folder may have been moved
     const auto best = output_dir_ / ("checkpoint-" + std::to_string(*state_.best_global_step));
@@ -361,7 +337,7 @@ void TrainingRun::open_output_dir() {
 }
 
 nlohmann::json TrainingRun::run_json(bool finished) const {
-  const bool at_epoch_end = state_.global_step == epochs_last_step(epoch_);
+  const bool at_epoch_end = state_.global_step == epochs_last_step(progress_.epoch);
   const int64_t drop = data_loader_->options().drop_batch;
   return {{"format", 1},
           {"hasten_version", HASTEN_VERSION},
@@ -372,17 +348,17 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
           {"steps_per_epoch", plan_.steps_per_epoch},
           {"train_rows", parts_.train->size()},
           {"global_step", state_.global_step},
-          {"epoch_index", epoch_},
+          {"epoch_index", progress_.epoch},
           {"at_epoch_end", at_epoch_end},
           {"epoch_rows_seen", at_epoch_end ? data_loader_->epoch_rows() : step_->loader().cursor()},
           {"drop_batch", drop > 0 ? drop
                                   : parts_.arguments.per_device_train_batch_size *
                                         parts_.accelerator->num_processes()},
           {"facts", {{"listed", parts_.listed_facts}, {"altering", parts_.altering_facts}}},
-          {"samples_seen", samples_},
-          {"tokens_seen", tokens_.real},
-          {"padded_tokens_seen", tokens_.padded},
-          {"train_loss", of_run_.mean()},
+          {"samples_seen", progress_.samples},
+          {"tokens_seen", progress_.tokens.real},
+          {"padded_tokens_seen", progress_.tokens.padded},
+          {"train_loss", progress_.of_run.mean()},
           {"class_weights", parts_.class_weights}};
 }
 

@@ -125,11 +125,12 @@ TrainOutput TrainingRun::run() {
     if (parts_.saves_when_terminated) { // SIGTERM takes effect at the end of a step
       deferral.emplace();
     }
-    if (epoch_ended_ && (last_step() || state_.global_step == epochs_last_step(epoch_))) {
+    if (progress_.epoch_ended &&
+        (last_step() || state_.global_step == epochs_last_step(progress_.epoch))) {
       end_epoch(); // the checkpoint was saved before the epoch's report
-      ++epoch_;
+      ++progress_.epoch;
     }
-    for (; !last_step() && !terminated_; ++epoch_) {
+    for (; !last_step() && !terminated_; ++progress_.epoch) {
       run_epoch();
     }
     const TrainOutput output = terminated_ ? TrainOutput{} : finish();
@@ -217,7 +218,7 @@ void TrainingRun::set_learning_rate(double learning_rate) {
   }
   lr_scheduler_->set_base_lrs(std::vector<double>(lr_scheduler_->base_lrs().size(), learning_rate));
   next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
-  own_learning_rate_ = true;
+  progress_.own_learning_rate = true;
 }
 
 StepProgress TrainingRun::step_progress() const {
@@ -231,7 +232,7 @@ void TrainingRun::run_epoch() {
   if (last_step()) {
     return;
   }
-  step_->loader().set_epoch(static_cast<uint64_t>(epoch_));
+  step_->loader().set_epoch(static_cast<uint64_t>(progress_.epoch));
   for (const Batch& batch : step_->loader()) {
     // The dataset knows the lengths, so no tensor of the device is read.
     if (batch.has("attention_mask")) {
@@ -244,7 +245,7 @@ void TrainingRun::run_epoch() {
       continue;
     }
     count_step(true);
-    if (state_.global_step == epochs_last_step(epoch_)) {
+    if (state_.global_step == epochs_last_step(progress_.epoch)) {
       // Records and saves wait for the loader's end, which is collective. A rank without samples
       // in the last window takes part in that window only there.
       continue;
@@ -260,7 +261,7 @@ void TrainingRun::run_epoch() {
       return terminate();
     }
   }
-  if (parts_.accelerator->last_window().number > windows_counted_ ||
+  if (parts_.accelerator->last_window().number > progress_.windows_counted ||
       (is_local() && local_sgd_->steps() > state_.global_step)) {
     count_step(false);
   }
@@ -296,13 +297,13 @@ void TrainingRun::terminate() {
 
 void TrainingRun::count_step(bool stepped) {
   const WindowReport& window = parts_.accelerator->last_window();
-  const bool has_rows = std::exchange(windows_counted_, window.number) < window.number;
+  const bool has_rows = std::exchange(progress_.windows_counted, window.number) < window.number;
   learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
   if (!is_local()) {
-    since_record_.add(window);
-    of_epoch_.add(window);
-    of_run_.add(window);
-    samples_ += window.rows;
+    progress_.since_record.add(window);
+    progress_.of_epoch.add(window);
+    progress_.of_run.add(window);
+    progress_.samples += window.rows;
   } else if (has_rows) {
     uncollected_losses_.add(window);
     uncollected_rows_ += window.rows;
@@ -325,7 +326,7 @@ void TrainingRun::count_step(bool stepped) {
 }
 
 void TrainingRun::after_step(bool epoch_ended) {
-  epoch_ended_ = epoch_ended;
+  progress_.epoch_ended = epoch_ended;
   const TrainingArguments& a = parts_.arguments;
   const auto due = [&](IntervalStrategy strategy, int64_t steps) {
     switch (strategy) {
@@ -352,7 +353,7 @@ void TrainingRun::after_step(bool epoch_ended) {
   };
   const bool evaluate =
       (control_.take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) && parts_.eval &&
-      last_evaluated_step_ != state_.global_step;
+      progress_.last_evaluated_step != state_.global_step;
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
     local_sgd_->synchronize(); // so that ranks evaluate and save the same model
@@ -367,10 +368,10 @@ void TrainingRun::after_step(bool epoch_ended) {
   if (save) {
     save_checkpoint();
   }
-  seconds_aside_ += aside.seconds();
+  progress_.seconds_aside += aside.seconds();
 }
 
-double TrainingRun::seconds_trained() const { return run_seconds() - seconds_aside_; }
+double TrainingRun::seconds_trained() const { return run_seconds() - progress_.seconds_aside; }
 
 double TrainingRun::seconds_left() const {
   const auto done = static_cast<double>(state_.global_step);
@@ -378,7 +379,7 @@ double TrainingRun::seconds_left() const {
 }
 
 void TrainingRun::end_epoch() {
-  epoch_ended_ = false;
+  progress_.epoch_ended = false;
   collect_tokens();
   collect_losses();
   at::Tensor peaks = at::tensor(
@@ -388,17 +389,18 @@ void TrainingRun::end_epoch() {
   peaks = peaks.cpu();
 
   EpochReport report;
-  report.epoch = epoch_ + 1;
+  report.epoch = progress_.epoch + 1;
   report.epochs = plan_.epochs;
   report.global_step = state_.global_step;
-  report.training_loss = of_epoch_.mean();
-  report.evaluation = std::exchange(epoch_evaluation_, {});
-  report.samples = samples_ - std::exchange(samples_before_epoch_, samples_);
+  report.training_loss = progress_.of_epoch.mean();
+  report.evaluation = std::exchange(progress_.epoch_evaluation, {});
+  report.samples =
+      progress_.samples - std::exchange(progress_.samples_before_epoch, progress_.samples);
   const double trained = seconds_trained();
-  report.train_seconds = trained - std::exchange(seconds_trained_before_epoch_, trained);
-  const Tokens before = std::exchange(tokens_before_epoch_, tokens_);
-  const auto real = static_cast<double>(tokens_.real - before.real);
-  const auto padded = static_cast<double>(tokens_.padded - before.padded);
+  report.train_seconds = trained - std::exchange(progress_.seconds_trained_before_epoch, trained);
+  const TokenCount before = std::exchange(progress_.tokens_before_epoch, progress_.tokens);
+  const auto real = static_cast<double>(progress_.tokens.real - before.real);
+  const auto padded = static_cast<double>(progress_.tokens.padded - before.padded);
   const double seconds = std::max(report.train_seconds, 1e-9);
   report.samples_per_second = static_cast<double>(report.samples) / seconds;
   report.tokens_per_second = real / seconds;
@@ -408,7 +410,7 @@ void TrainingRun::end_epoch() {
   report.peak_resident_bytes = static_cast<int64_t>(peaks[1].item<double>());
   report.bytes_sent = static_cast<int64_t>(peaks[2].item<double>());
   report.seconds_left = seconds_left();
-  of_epoch_ = {};
+  progress_.of_epoch = {};
 
   nlohmann::json record = {{"epoch", report.epoch},
                            {"step", report.global_step},
@@ -437,9 +439,9 @@ TrainOutput TrainingRun::finish() {
   const TrainingArguments& a = parts_.arguments;
   nlohmann::json record = {
       {"train_runtime", seconds},
-      {"train_samples_per_second", static_cast<double>(samples_) / seconds},
+      {"train_samples_per_second", static_cast<double>(progress_.samples) / seconds},
       {"train_steps_per_second", static_cast<double>(state_.global_step) / seconds},
-      {"train_loss", of_run_.mean()},
+      {"train_loss", progress_.of_run.mean()},
       {"epoch", state_.epoch},
       {"step", state_.global_step}};
   if (a.load_best_model_at_end) {
@@ -457,7 +459,7 @@ TrainOutput TrainingRun::finish() {
     save_final();
   }
   control_.notify([&](TrainerCallback& c) { c.on_train_end(record); });
-  return {state_.global_step, of_run_.mean(), std::move(record)};
+  return {state_.global_step, progress_.of_run.mean(), std::move(record)};
 }
 
 } // namespace detail

@@ -38,6 +38,30 @@ struct LossTotal {
   double mean() const { return loss_sum / weight; } // NaN if there are no steps
 };
 
+struct TokenCount {
+  int64_t real = 0;
+  int64_t padded = 0;
+};
+
+/// What a checkpoint keeps of a run's progress, in addition to TrainerState.
+struct RunProgress {
+  int64_t epoch = 0; // the current one, from 0
+  bool epoch_ended = false; // but not reported yet
+  uint64_t windows_counted = 0;
+  LossTotal since_record{};
+  LossTotal of_epoch{};
+  LossTotal of_run{};
+  int64_t samples = 0; // of the run, over all ranks
+  int64_t samples_before_epoch = 0;
+  TokenCount tokens{}; // of the run, over all ranks
+  TokenCount tokens_before_epoch{};
+  std::map<std::string, double> epoch_evaluation{};
+  double seconds_aside = 0; // in evaluations and saves
+  double seconds_trained_before_epoch = 0;
+  bool own_learning_rate = false; // a callback's, not the arguments'
+  int64_t last_evaluated_step = -1;
+};
+
 /// Options of the training loader. Steps are equal for equal values of
 /// per_device_train_batch_size * gradient_accumulation_steps * world_size.
 LoaderOptions train_loader_options(const TrainingArguments& arguments, int world_size,
@@ -71,7 +95,7 @@ class TrainingRun {
   TrainingRun(const TrainingRun&) = delete;
   TrainingRun& operator=(const TrainingRun&) = delete;
   /// Save and restore counts, sums and records.
-  nlohmann::json progress() const;
+  nlohmann::json saved_progress() const;
   void restore(const nlohmann::json& values);
   /// Collective. If it throws, the run ends on all ranks.
   TrainOutput run();
@@ -148,11 +172,9 @@ class TrainingRun {
   std::optional<TrainStep> step_{}; // once prepared
   std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
-  int64_t epoch_ = 0; // the current one, from 0
-  bool epoch_ended_ = false; // but not reported yet
+  RunProgress progress_{};
 
   // The step under way, or the one just done.
-  uint64_t windows_counted_ = 0;
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone
   int64_t uncollected_rows_ = 0;
   double mean_grad_norm_ = 0; // Local SGD: over the ranks
@@ -161,31 +183,14 @@ class TrainingRun {
   double learning_rate_ = 0; // of the step
   double next_learning_rate_ = 0;
 
-  LossTotal since_record_{};
-  LossTotal of_epoch_{};
-  LossTotal of_run_{};
-  int64_t samples_ = 0; // of the run, over all ranks
-  int64_t samples_before_epoch_ = 0;
-  struct Tokens {
-    int64_t real = 0;
-    int64_t padded = 0;
-  };
-  Tokens uncollected_{}; // this rank's since the last collection
-  Tokens tokens_{}; // of the run, over all ranks
-  Tokens tokens_before_epoch_{};
-  std::map<std::string, double> epoch_evaluation_{};
-
+  TokenCount uncollected_{}; // this rank's since the last collection
   int64_t bytes_sent_before_ = 0; // by this process, before the run
   Stopwatch run_time_{};
   double run_seconds_before_ = 0;
-  double seconds_aside_ = 0; // in evaluations and saves
-  double seconds_trained_before_epoch_ = 0;
   int64_t last_saved_step_ = -1;
-  int64_t last_evaluated_step_ = -1;
   int64_t last_logged_step_ = -1;
 
   bool terminated_ = false;
-  bool own_learning_rate_ = false; // a callback's, not the arguments'
   std::ofstream metrics_file_{}; // rank 0's
 };
 
