@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
@@ -13,27 +12,6 @@
 namespace hasten {
 
 namespace detail {
-
-struct EpochColumn {
-  const char* title;
-  int width;
-};
-constexpr EpochColumn kEpochColumns[] = {
-    {"epoch", 7},     {"train loss", 10}, {"eval loss", 9}, {"", 8}, // the evaluation's two metrics
-    {"", 8},          {"samples/s", 9},   {"tokens/s", 10}, {"peak memory", 11},
-    {"time left", 9},
-};
-
-std::string epoch_row(const std::vector<std::string>& cells) {
-  std::string line;
-  size_t column = 0;
-  for (const EpochColumn& format : kEpochColumns) {
-    char cell[32];
-    std::snprintf(cell, sizeof cell, "%*s", format.width, cells[column].c_str());
-    line += (column++ == 0 ? "" : "  ") + std::string(cell);
-  }
-  return line;
-}
 
 std::string fixed_text(double value, int digits) {
   return std::isfinite(value) ? format_fixed(value, digits) : "-";
@@ -67,32 +45,47 @@ std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
   return {columns[0], columns[1]};
 }
 
+/// A column of the table of epochs.
+struct EpochColumn {
+  size_t width;
+  std::string title;
+  std::string text;
+};
+
+/// The line of the columns' titles or texts.
+std::string epoch_row(const EpochReport& epoch, std::string EpochColumn::*part) {
+  const auto metric = [&](const std::string& name) {
+    const auto found = epoch.evaluation.find(name);
+    return found == epoch.evaluation.end() ? std::string("-") : fixed_text(found->second, 4);
+  };
+  const auto [first, second] = metric_columns(epoch);
+  const EpochColumn columns[] = {
+      {7, "epoch", std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs)},
+      {10, "train loss", fixed_text(epoch.training_loss, 4)},
+      {9, "eval loss", metric("eval_loss")},
+      {8, first.title, metric(first.name)},
+      {8, second.title, metric(second.name)},
+      {9, "samples/s", fixed_text(epoch.samples_per_second, 1)},
+      {10, "tokens/s", format_count(std::llround(epoch.tokens_per_second))},
+      {11, "peak memory", format_bytes(epoch.peak_resident_bytes)},
+      {9, "time left", format_duration(epoch.seconds_left)}};
+  std::string line;
+  for (const EpochColumn& column : columns) {
+    const std::string& text = column.*part;
+    line += (line.empty() ? "" : "  ") +
+            std::string(column.width - std::min(column.width, text.size()), ' ') + text;
+  }
+  return line;
+}
+
 } // namespace detail
 
 std::string epoch_header(const EpochReport& epoch) {
-  std::vector<std::string> titles;
-  size_t metric = 0;
-  for (const detail::EpochColumn& column : detail::kEpochColumns) {
-    const bool named = column.title[0] != '\0';
-    titles.emplace_back(named ? column.title : detail::metric_columns(epoch)[metric].title);
-    metric += named ? 0 : 1;
-  }
-  return detail::epoch_row(titles);
+  return detail::epoch_row(epoch, &detail::EpochColumn::title);
 }
 
 std::string epoch_line(const EpochReport& epoch) {
-  const auto metric = [&](const std::string& name) {
-    const auto found = epoch.evaluation.find(name);
-    return found == epoch.evaluation.end() ? std::string("-")
-                                           : detail::fixed_text(found->second, 4);
-  };
-  return detail::epoch_row(
-      {std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs),
-       detail::fixed_text(epoch.training_loss, 4), metric("eval_loss"),
-       metric(detail::metric_columns(epoch)[0].name), metric(detail::metric_columns(epoch)[1].name),
-       detail::fixed_text(epoch.samples_per_second, 1),
-       format_count(std::llround(epoch.tokens_per_second)), format_bytes(epoch.peak_resident_bytes),
-       format_duration(epoch.seconds_left)});
+  return detail::epoch_row(epoch, &detail::EpochColumn::text);
 }
 
 BannerLines run_lines(const RunDescription& run) {

@@ -12,6 +12,9 @@
 
 namespace hasten::detail {
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunStart, folder, own_folder, finished, run, precision, notes,
+                                   drop_batch)
+
 int64_t total_batch(const TrainerParts& parts) {
   return parts.arguments.per_device_train_batch_size * parts.arguments.gradient_accumulation_steps *
          parts.accelerator->num_processes();
@@ -140,28 +143,13 @@ OutputDirHold hold_output_dir(TrainerParts& parts) {
 }
 
 RunStart decide_start(TrainerParts& parts) {
-  RunStart start;
-  const nlohmann::json told = agreed_with_main(parts, "start of the run", [&]() -> nlohmann::json {
+  const nlohmann::json start = agreed_with_main(parts, "start of the run", [&] {
     if (!parts.altering_facts.contains("train_data")) {
       parts.altering_facts["train_data"] = data_checksum(*parts.train);
     }
-    start = look_for_start(parts);
-    return {{"folder", start.folder.string()},
-            {"own_folder", start.own_folder},
-            {"finished", start.finished},
-            {"run", start.run},
-            {"notes", start.notes},
-            {"precision", start.precision},
-            {"drop_batch", start.drop_batch}};
+    return nlohmann::json(look_for_start(parts));
   });
-  start.folder = told.at("folder").get<std::string>();
-  told.at("own_folder").get_to(start.own_folder);
-  told.at("finished").get_to(start.finished);
-  start.run = told.at("run");
-  told.at("notes").get_to(start.notes);
-  told.at("drop_batch").get_to(start.drop_batch);
-  told.at("precision").get_to(start.precision);
-  return start;
+  return start.get<RunStart>();
 }
 
 int64_t first_batch_size(const TrainerParts& parts, const RunStart& start) {

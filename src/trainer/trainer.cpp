@@ -91,25 +91,28 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
   a.fp16 = a.precision == Precision::fp16;
 }
 
-void require_precision(const TrainerParts& parts) {
-  const Precision asked = parts.arguments.effective_precision();
-  const Precision given = parts.accelerator->options().mixed_precision;
-  if (given != Precision::no && asked != Precision::no && asked != given) {
-    throw InputError("trainer::Trainer",
-                     std::string("precision=") + precision_name(asked) + " in the arguments and " +
-                         precision_name(given) + " in the accelerator",
-                     "the same precision in both, or a precision in only one");
-  }
-}
-
-void require_strategy(const TrainerParts& parts) {
-  const Strategy given = parts.accelerator->options().strategy;
-  if (parts.arguments.strategy != given) {
-    throw InputError("trainer::Trainer",
-                     std::string("strategy=") + strategy_name(parts.arguments.strategy) +
-                         " in the arguments and " + strategy_name(given) + " in the accelerator",
-                     "the same in both");
-  }
+/// Throws unless the arguments and a given accelerator agree.
+void require_same_options(const TrainerParts& parts) {
+  const TrainingArguments& a = parts.arguments;
+  const AcceleratorOptions& given = parts.accelerator->options();
+  const auto require = [](bool same, const std::string& name, const std::string& asked,
+                          const std::string& has, const char* expected) {
+    if (!same) {
+      throw InputError("trainer::Trainer",
+                       name + "=" + asked + " in the arguments and " + has + " in the accelerator",
+                       expected);
+    }
+  };
+  require(given.gradient_accumulation_steps == a.gradient_accumulation_steps,
+          "gradient_accumulation_steps", std::to_string(a.gradient_accumulation_steps),
+          std::to_string(given.gradient_accumulation_steps), "the same number in both");
+  const Precision asked = a.effective_precision();
+  require(given.mixed_precision == Precision::no || asked == Precision::no ||
+              asked == given.mixed_precision,
+          "precision", precision_name(asked), precision_name(given.mixed_precision),
+          "the same precision in both, or a precision in only one");
+  require(given.strategy == a.strategy, "strategy", strategy_name(a.strategy),
+          strategy_name(given.strategy), "the same in both");
 }
 
 /// True if an argument depends on metric_for_best_model.
@@ -217,21 +220,10 @@ Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_fun
   parts.compute_metrics = std::move(compute_metrics);
   detail::require_parts(parts);
   detail::set_objective(parts);
-  const int64_t window = parts.arguments.gradient_accumulation_steps;
-  if (!accelerator) {
-    accelerator = std::make_shared<Accelerator>(accelerator_options(parts.arguments));
-  }
-  if (accelerator->options().gradient_accumulation_steps != window) {
-    throw InputError("trainer::Trainer",
-                     "gradient_accumulation_steps=" + std::to_string(window) +
-                         " in the arguments and " +
-                         std::to_string(accelerator->options().gradient_accumulation_steps) +
-                         " in the accelerator",
-                     "the same number in both");
-  }
-  parts.accelerator = std::move(accelerator);
-  detail::require_precision(parts);
-  detail::require_strategy(parts);
+  parts.accelerator = accelerator
+                          ? std::move(accelerator)
+                          : std::make_shared<Accelerator>(accelerator_options(parts.arguments));
+  detail::require_same_options(parts);
   parts.files = default_model_files(parts.model);
   detail::move_model(*parts.model, parts.accelerator->device());
   if (!parts.arguments.disable_tqdm) {
