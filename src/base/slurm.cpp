@@ -18,8 +18,8 @@ bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
   for (const std::string& range : split(ranges)) {
     const size_t dash = range.find('-');
     const std::string first = range.substr(0, dash);
-    const auto low = whole_number(first);
-    const auto high = dash == std::string::npos ? low : whole_number(range.substr(dash + 1));
+    const auto low = parse_number<int>(first);
+    const auto high = dash == std::string::npos ? low : parse_number<int>(range.substr(dash + 1));
     if (!low || !high || *low < 0 || *high < *low ||
         numbers.size() + static_cast<size_t>(*high - *low) >= kMostHosts) {
       return false;
@@ -88,11 +88,12 @@ std::vector<int> expand_task_counts(const std::string& text) {
   std::vector<int> counts;
   for (const std::string& part : split(text)) {
     const size_t times = std::min(part.find("(x"), part.size());
-    const auto tasks = whole_number(part.substr(0, times));
+    const auto tasks = parse_number<int>(part.substr(0, times));
     std::optional<int> hosts = 1;
     if (times != part.size()) {
-      hosts = part.back() == ')' ? whole_number(part.substr(times + 2, part.size() - times - 3))
-                                 : std::nullopt;
+      hosts = part.back() == ')'
+                  ? parse_number<int>(part.substr(times + 2, part.size() - times - 3))
+                  : std::nullopt;
     }
     if (!tasks || !hosts || *tasks < 0 || *hosts < 1 ||
         counts.size() + static_cast<size_t>(*hosts) > kMostHosts) {
@@ -133,7 +134,7 @@ World slurm_world() {
                     world.local_world_size);
   }
   // Concurrent steps of one job get different ports.
-  const auto step = whole_number(environment_value("SLURM_STEP_ID").value_or("0"));
+  const auto step = parse_number<int>(environment_value("SLURM_STEP_ID").value_or("0"));
   world.master_port = master_port_or(variables, job + int64_t{1009} * step.value_or(0));
   variables.check("what srun sets in a step", "start with srun, torchrun or hasten launch");
   if (hosts.size() > 1) {

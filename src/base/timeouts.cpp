@@ -1,22 +1,18 @@
 #include "hasten/base/timeouts.h"
 
-#include <charconv>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
 static std::chrono::milliseconds timeout_of(const char* variable, double otherwise) {
   const char* text = std::getenv(variable);
   if (text != nullptr && *text != '\0') {
-    const char* end = text + std::strlen(text);
-    if (std::from_chars(text, end, otherwise).ptr != end) {
-      otherwise = std::numeric_limits<double>::quiet_NaN();
-    }
+    otherwise = parse_number<double>(text).value_or(std::numeric_limits<double>::quiet_NaN());
     check_timeout("base::timeouts", variable, otherwise);
   }
   return from_seconds(otherwise);

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <functional>
 
@@ -26,21 +25,12 @@ std::optional<std::string> environment_value(const std::string& name) {
   return value;
 }
 
-std::optional<int> whole_number(std::string_view text) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    return std::nullopt;
-  }
-  return value;
-}
-
 int WorldVariables::number(const std::string& name, int least, int most, int otherwise) {
   const auto text = environment_value(name);
   if (!text) {
     return otherwise;
   }
-  const auto value = whole_number(*text);
+  const auto value = parse_number<int>(*text);
   if (!value || *value < least || *value > most) {
     std::string range = std::to_string(least) + "..";
     range += most == kAnyNumber ? "" : std::to_string(most);
@@ -229,7 +219,7 @@ std::string describe(const World& world) {
 int threads_per_rank(int local_world_size) {
   if (const auto text = detail::environment_value("OMP_NUM_THREADS")) {
     // "4,2" has one number per nesting level. The first one is used.
-    const auto value = detail::whole_number(text->substr(0, text->find(',')));
+    const auto value = parse_number<int>(text->substr(0, text->find(',')));
     if (!value || *value < 1 || *value > detail::kMaxThreads) {
       throw InputError("base::threads_per_rank",
                        "OMP_NUM_THREADS=" + *text + " is not a number of threads",

@@ -16,7 +16,6 @@ constexpr int kAnyNumber = std::numeric_limits<int>::max();
 
 /// The variable's value. Empty if it is not set or empty.
 std::optional<std::string> environment_value(const std::string& name);
-std::optional<int> whole_number(std::string_view text);
 
 class WorldVariables {
  public:

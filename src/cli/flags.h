@@ -6,7 +6,6 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 
-#include <charconv>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -19,6 +18,7 @@
 #include "config_file.h"
 #include "hasten/base/error.h"
 #include "hasten/base/limits.h"
+#include "hasten/base/text.h"
 #include "hasten/config/spelling.h"
 #include "hasten/config/training_arguments.h"
 
@@ -40,9 +40,9 @@ bool read_flag(const std::string& text, T& value) {
     value = tab || text.empty() ? '\t' : text[0];
     return tab || text.size() == 1;
   } else if constexpr (std::is_arithmetic_v<T>) {
-    const char* end = text.data() + text.size();
-    const auto result = std::from_chars(text.data(), end, value);
-    return result.ec == std::errc() && result.ptr == end;
+    const std::optional<T> number = parse_number<T>(text);
+    value = number.value_or(value);
+    return number.has_value();
   } else {
     value = text;
     return !std::is_same_v<T, std::filesystem::path> || !text.empty();

@@ -1,10 +1,10 @@
 #include "hasten/config/checkpoint_spec.h"
 
 #include <array>
-#include <charconv>
 #include <cmath>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -34,10 +34,8 @@ static bool ends_with_word(std::string_view text, std::string_view end) {
 
 /// The number if the whole text is a number above 0, else 0.
 static double positive_number(std::string_view text) {
-  double value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  const bool whole = error == std::errc() && end == text.data() + text.size();
-  return whole && std::isfinite(value) && value > 0 ? value : 0;
+  const double value = parse_number<double>(text).value_or(0);
+  return std::isfinite(value) && value > 0 ? value : 0;
 }
 
 [[noreturn]] static void refuse_spec(std::string_view text) {
@@ -79,9 +77,8 @@ GradientCheckpointing::GradientCheckpointing(std::string_view text) {
     mode_ = Mode::ops;
   } else if (text.substr(0, kEvery.size()) == kEvery) {
     mode_ = Mode::every;
-    const std::string_view number = text.substr(kEvery.size());
-    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), every_);
-    if (error != std::errc() || end != number.data() + number.size() || every_ < 1) {
+    every_ = parse_number<decltype(every_)>(text.substr(kEvery.size())).value_or(0);
+    if (every_ < 1) {
       detail::refuse_spec(text);
     }
   } else if (text.substr(0, kBudget.size()) == kBudget) {

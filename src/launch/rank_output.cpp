@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <condition_variable>
 #include <csignal>
 #include <cstdlib>
@@ -23,6 +22,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -40,9 +40,8 @@ bool RankStreams::any() const {
 
 RankStreams parse_rank_streams(const std::string& text) {
   const auto number = [&](std::string_view part, int most) {
-    int value = -1;
-    const auto [end, error] = std::from_chars(part.data(), part.data() + part.size(), value);
-    if (error != std::errc() || end != part.data() + part.size() || value < 0 || value > most) {
+    const int value = parse_number<int>(part).value_or(-1);
+    if (value < 0 || value > most) {
       throw InputError(
           "launch::parse_rank_streams", "streams=" + text,
           "0, 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS for some ranks, like 0:3,1:2");
@@ -54,13 +53,10 @@ RankStreams parse_rank_streams(const std::string& text) {
     streams.others = static_cast<Std>(number(text, 3));
     return streams;
   }
-  for (size_t at = 0; at <= text.size();) {
-    const size_t end = std::min(text.find(',', at), text.size());
-    const std::string_view part(text.data() + at, end - at);
+  for (const std::string_view part : split(text)) {
     const size_t colon = std::min(part.find(':'), part.size() - 1);
     const int rank = number(part.substr(0, colon), 1 << 20);
     streams.ranks[rank] = static_cast<Std>(number(part.substr(colon + 1), 3));
-    at = end + 1;
   }
   return streams;
 }

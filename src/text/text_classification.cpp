@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <charconv>
 #include <cmath>
 #include <numeric>
 #include <span>
@@ -67,14 +66,11 @@ TextHash hash_text(std::string_view text) {
 }
 
 int32_t read_number(const TextRowReader& reader, const TextTableOptions& table) {
-  const std::string_view text = reader.label();
-  float value = 0;
-  const auto result = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (result.ec != std::errc() || result.ptr != text.data() + text.size() ||
-      !std::isfinite(value)) {
+  const std::optional<float> value = parse_number<float>(reader.label());
+  if (!value || !std::isfinite(*value)) {
     refuse_label(reader, 0, table.label_column, "a finite number");
   }
-  return std::bit_cast<int32_t>(value);
+  return std::bit_cast<int32_t>(*value);
 }
 
 // The sample's label as text: like "101" for label columns, else as in the file.

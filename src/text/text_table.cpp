@@ -1,6 +1,10 @@
 // Samples of one file, and label numbers.
 #include <algorithm>
+<<<<<<< HEAD:src/text/text_table.cpp
 #include <charconv>
+=======
+#include <optional>
+>>>>>>> 45001a8 (One parse_number for numbers in texts):src/data/text_table.cpp
 #include <set>
 #include <string_view>
 #include <unordered_map>
@@ -8,10 +12,18 @@
 #include <variant>
 
 #include "hasten/base/error.h"
+<<<<<<< HEAD:src/text/text_table.cpp
 #include "hasten/text/csv.h"
 #include "hasten/text/jsonl.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/utf8.h"
+=======
+#include "hasten/base/text.h"
+#include "hasten/data/csv.h"
+#include "hasten/data/jsonl.h"
+#include "hasten/data/text_table.h"
+#include "hasten/data/utf8.h"
+>>>>>>> 45001a8 (One parse_number for numbers in texts):src/data/text_table.cpp
 
 namespace hasten {
 
@@ -35,17 +47,11 @@ void check_jsonl_options(const std::filesystem::path& path, const TextTableOptio
   }
 }
 
-bool parse_label_integer(std::string_view text, int64_t& value) {
-  const char* end = text.data() + text.size();
-  const auto result = std::from_chars(text.data(), end, value);
-  return result.ec == std::errc() && result.ptr == end;
-}
-
 // Label number of a placeholder: i if `label` is "i" and `names` has "LABEL_i" at i, else -1.
 int64_t placeholder_number(const std::string& label, const std::vector<std::string>& names) {
-  int64_t number = -1;
-  if (!parse_label_integer(label, number) || number < 0 ||
-      number >= static_cast<int64_t>(names.size()) || names[number] != "LABEL_" + label) {
+  const int64_t number = parse_number<int64_t>(label).value_or(-1);
+  if (number < 0 || number >= static_cast<int64_t>(names.size()) ||
+      names[number] != "LABEL_" + label) {
     return -1;
   }
   return number;
@@ -162,11 +168,11 @@ std::vector<std::string> distinct_labels(const std::vector<std::string>& labels)
   const std::set<std::string> distinct(labels.begin(), labels.end());
   std::vector<std::pair<int64_t, std::string>> numbered;
   for (const auto& label : distinct) {
-    int64_t number = 0;
-    if (!detail::parse_label_integer(label, number)) {
+    const auto number = parse_number<int64_t>(label);
+    if (!number) {
       return {distinct.begin(), distinct.end()};
     }
-    numbered.emplace_back(number, label);
+    numbered.emplace_back(*number, label);
   }
   std::sort(numbered.begin(), numbered.end());
   std::vector<std::string> names;

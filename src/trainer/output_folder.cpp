@@ -1,13 +1,13 @@
 #include "hasten/trainer/output_folder.h"
 
 #include <algorithm>
-#include <charconv>
 #include <string>
 #include <string_view>
 #include <system_error>
 
 #include "hasten/base/error.h"
 #include "hasten/base/temporary_file.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -23,17 +23,11 @@ constexpr const char* kModelTraces[] = {"model.safetensors", "training_args.json
 
 /// N of "checkpoint-N"; empty for other names.
 std::optional<int64_t> checkpoint_number(const std::string& name) {
-  if (name.rfind(kCheckpointPrefix, 0) != 0) {
-    return std::nullopt;
-  }
-  const char* first = name.data() + kCheckpointPrefix.size();
-  const char* last = name.data() + name.size();
-  int64_t number = 0;
-  const auto result = std::from_chars(first, last, number);
-  if (result.ec != std::errc() || result.ptr != last || number < 0) {
-    return std::nullopt;
-  }
-  return number;
+  const auto number =
+      name.starts_with(kCheckpointPrefix)
+          ? parse_number<int64_t>(std::string_view(name).substr(kCheckpointPrefix.size()))
+          : std::nullopt;
+  return number.value_or(-1) < 0 ? std::nullopt : number;
 }
 
 void remove_tree(const fs::path& path) {

@@ -1,9 +1,12 @@
-// Lists and numbers in messages and reports. Threading: free functions.
+// Lists and numbers as text. Threading: free functions.
 #pragma once
 
+#include <charconv>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace hasten {
@@ -12,6 +15,15 @@ namespace hasten {
 std::string joined(const std::vector<std::string>& parts, std::string_view between = ", ");
 /// The parts between separators, including empty ones. A text without separator is one part.
 std::vector<std::string> split(std::string_view text, std::string_view separator = ",");
+
+/// The number that the whole text is. Empty if it is not a number, or out of the type's range.
+template <typename Number>
+std::optional<Number> parse_number(std::string_view text) {
+  Number number{};
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+}
 
 /// "write NAME" with the name nearest to `word` (nearest_name), or `otherwise` if none is near.
 /// For the "Fix" of an error.
