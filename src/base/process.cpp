@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -23,6 +22,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/base/termination.h"
 
 extern char** environ;
@@ -32,15 +32,11 @@ namespace hasten {
 namespace detail {
 
 ProcessStat process_stat(int pid) {
-  // Not a stream, because a stream throws if the process ends between open and read.
-  std::array<char, 1024> buffer{};
-  const std::string path = "/proc/" + std::to_string(pid) + "/stat";
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  const ssize_t size = fd < 0 ? 0 : read(fd, buffer.data(), buffer.size());
-  if (fd >= 0) {
-    close(fd);
+  std::string text;
+  try {
+    text = read_file("/proc/" + std::to_string(pid) + "/stat");
+  } catch (const InputError&) { // no such process, or it ended between open and read
   }
-  const std::string text(buffer.data(), static_cast<size_t>(std::max<ssize_t>(size, 0)));
   // "pid (name) state …": the name may contain any character, so use the last ')'.
   const size_t name_end = text.rfind(')');
   ProcessStat stat;
