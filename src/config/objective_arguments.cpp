@@ -1,6 +1,5 @@
 #include "objective_arguments.h"
 
-#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -13,8 +12,6 @@
 namespace hasten {
 
 namespace detail {
-
-constexpr const char* kObjectiveWhere = "trainer::training_arguments";
 
 /// Ends included. Batch size * accumulation * processes (kMaxWorldSize) stays below 2^63.
 constexpr struct {
@@ -37,37 +34,34 @@ constexpr struct {
                        {"dataloader_prefetch_factor", 1, 1024},
                        {"max_length", 1, 1'048'576}};
 
+void require_argument(bool good, const char* name, const nlohmann::json& value,
+                      const std::string& expected, const std::string& fix) {
+  if (!good) {
+    throw InputError(kArgumentsPlace, std::string(name) + "=" + value.dump(), expected, fix);
+  }
+}
+
 void validate_ranges(const TrainingArguments& arguments) {
   const nlohmann::json json = arguments;
-  for (const auto& range : kArgumentRanges) {
-    const nlohmann::json& value = json.at(range.name);
-    const auto number = value.get<double>();
-    if (!(number >= static_cast<double>(range.least) &&
-          number <= static_cast<double>(range.most))) {
-      throw InputError(kObjectiveWhere, std::string(range.name) + "=" + value.dump(),
-                       std::to_string(range.least) + " to " + std::to_string(range.most));
-    }
+  for (const auto& [name, least, most] : kArgumentRanges) {
+    const auto number = json.at(name).get<double>();
+    require_argument(number >= static_cast<double>(least) && number <= static_cast<double>(most),
+                     name, json.at(name), std::to_string(least) + " to " + std::to_string(most));
   }
 }
 
 void validate_objective(const TrainingArguments& a) {
-  const auto require = [](bool good, const char* name, const nlohmann::json& value,
-                          const char* expected, const char* fix = "") {
-    if (!good) {
-      throw InputError(kObjectiveWhere, std::string(name) + "=" + value.dump(), expected, fix);
-    }
-  };
-  require(a.label_smoothing_factor >= 0 && a.label_smoothing_factor < 1, "label_smoothing_factor",
-          a.label_smoothing_factor, "0 or more and below 1");
+  require_argument(a.label_smoothing_factor >= 0 && a.label_smoothing_factor < 1,
+                   "label_smoothing_factor", a.label_smoothing_factor, "0 or more and below 1");
   class_weight_numbers(a.class_weights);
-  require(a.early_stopping_threshold >= 0 && std::isfinite(a.early_stopping_threshold),
-          "early_stopping_threshold", a.early_stopping_threshold, "0 or more");
-  require(a.early_stopping_threshold == 0 || a.early_stopping_patience > 0,
-          "early_stopping_threshold", a.early_stopping_threshold,
-          "0 without early_stopping_patience", "set early_stopping_patience");
-  require(a.early_stopping_patience == 0 || a.eval_strategy != IntervalStrategy::no,
-          "early_stopping_patience", a.early_stopping_patience, "0 with eval_strategy=no",
-          "set eval_strategy to epoch or steps");
+  require_argument(a.early_stopping_threshold >= 0 && std::isfinite(a.early_stopping_threshold),
+                   "early_stopping_threshold", a.early_stopping_threshold, "0 or more");
+  require_argument(a.early_stopping_threshold == 0 || a.early_stopping_patience > 0,
+                   "early_stopping_threshold", a.early_stopping_threshold,
+                   "0 without early_stopping_patience", "set early_stopping_patience");
+  require_argument(a.early_stopping_patience == 0 || a.eval_strategy != IntervalStrategy::no,
+                   "early_stopping_patience", a.early_stopping_patience, "0 with eval_strategy=no",
+                   "set eval_strategy to epoch or steps");
 }
 
 } // namespace detail
@@ -78,14 +72,9 @@ std::vector<double> class_weight_numbers(const std::string& class_weights) {
     return numbers;
   }
   for (const std::string& item : split(class_weights)) {
-    double number = 0;
-    const char* end = item.data() + item.size();
-    const auto read = std::from_chars(item.data(), end, number);
-    if (read.ec != std::errc() || read.ptr != end || !(number > 0) || !std::isfinite(number)) {
-      throw InputError(detail::kObjectiveWhere,
-                       "class_weights=" + nlohmann::json(class_weights).dump(),
-                       "one number above 0 per label, e.g. 0.5,2, or balanced");
-    }
+    const double number = parse_number<double>(item).value_or(0);
+    detail::require_argument(number > 0 && std::isfinite(number), "class_weights", class_weights,
+                             "one number above 0 per label, e.g. 0.5,2, or balanced");
     numbers.push_back(number);
   }
   return numbers;

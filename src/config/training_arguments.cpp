@@ -13,8 +13,6 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kArgumentsPlace = "trainer::training_arguments";
-
 /// Calls visit("name", field) for each field. This is the only list of the fields.
 template <typename Arguments, typename Visit>
 void visit_arguments(Arguments& a, Visit&& visit) {
@@ -129,14 +127,11 @@ std::optional<T> read_json(const nlohmann::json& json) {
 template <typename T>
 void read_argument(const char* name, const nlohmann::json& json, T& field) {
   const std::optional<T> value = read_json<T>(json);
-  if (!value) {
-    std::string fix;
-    if constexpr (std::is_enum_v<T>) {
-      fix = json.is_string() ? write_nearest(json.get<std::string>(), spelling_names<T>()) : fix;
-    }
-    throw InputError(kArgumentsPlace, std::string(name) + "=" + json.dump(), expected_json<T>(),
-                     fix);
+  std::string fix;
+  if constexpr (std::is_enum_v<T>) {
+    fix = json.is_string() ? write_nearest(json.get<std::string>(), spelling_names<T>()) : fix;
   }
+  require_argument(value.has_value(), name, json, expected_json<T>(), fix);
   field = *value;
 }
 template <typename T>
@@ -147,12 +142,11 @@ void read_argument(const char* name, const nlohmann::json& json, std::optional<T
   }
 }
 
-/// Throws unless `good`: "field=value. Expected expected."
-template <typename T>
-void require_argument(bool good, const char* name, const T& value, const char* expected) {
+/// Throws unless the arguments agree with each other.
+void require_consistent(bool good, const std::string& what, const std::string& expected,
+                        const std::string& fix = {}) {
   if (!good) {
-    throw InputError(kArgumentsPlace, std::string(name) + "=" + argument_json(value).dump(),
-                     expected);
+    throw InputError(kArgumentsPlace, what, expected, fix);
   }
 }
 
@@ -168,15 +162,11 @@ void validate_precision(const TrainingArguments& a) {
     return set && a.precision != Precision::no && a.precision != meant;
   };
   const std::string precision = std::string("precision=") + precision_name(a.precision);
-  if (a.bf16 && a.fp16) {
-    throw InputError(kArgumentsPlace, "bf16=true and fp16=true exclude each other", "one of them",
-                     "leave fp16 out, because bf16 needs no loss scale");
-  }
-  if (contradicts(a.bf16, Precision::bf16) || contradicts(a.fp16, Precision::fp16)) {
-    throw InputError(kArgumentsPlace,
+  require_consistent(!a.bf16 || !a.fp16, "bf16=true and fp16=true exclude each other",
+                     "one of them", "leave fp16 out, because bf16 needs no loss scale");
+  require_consistent(!contradicts(a.bf16, Precision::bf16) && !contradicts(a.fp16, Precision::fp16),
                      std::string(a.bf16 ? "bf16" : "fp16") + "=true with " + precision,
                      "one precision", "leave one of them out");
-  }
 }
 
 void validate_strategy(const TrainingArguments& a) {
@@ -199,12 +189,10 @@ void validate_schedule(const TrainingArguments& a) {
     require_argument(try_parse_json(a.lr_scheduler_kwargs).value.is_object(), "lr_scheduler_kwargs",
                      a.lr_scheduler_kwargs, "a JSON object, e.g. {\"num_cycles\": 2}");
   }
-  if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau &&
-      a.eval_strategy == IntervalStrategy::no) {
-    throw InputError(kArgumentsPlace,
+  require_consistent(a.lr_scheduler_type != SchedulerType::reduce_lr_on_plateau ||
+                         a.eval_strategy != IntervalStrategy::no,
                      "lr_scheduler_type=reduce_lr_on_plateau without evaluation: eval_strategy=no",
                      {}, "set eval_strategy to epoch or steps");
-  }
 }
 
 void validate_memory(const TrainingArguments& a) {
@@ -216,45 +204,36 @@ void validate_memory(const TrainingArguments& a) {
       // below
     }
     require_argument(bytes > 0, "memory_limit", a.memory_limit, "bytes above 0, e.g. 2GB");
-    if (!a.auto_find_batch_size) {
-      throw InputError(kArgumentsPlace,
+    require_consistent(a.auto_find_batch_size,
                        "memory_limit=" + a.memory_limit + " without auto_find_batch_size",
                        "both or neither");
-    }
   }
-  if (a.auto_find_batch_size &&
-      a.gradient_checkpointing.mode() == GradientCheckpointing::Mode::budget) {
-    throw InputError(
-        kArgumentsPlace,
-        "auto_find_batch_size=true with gradient_checkpointing=" + a.gradient_checkpointing.text(),
-        "one of them, because a budget needs a known batch size",
-        "set gradient_checkpointing to full, every:K or ops");
-  }
+  require_consistent(
+      !a.auto_find_batch_size ||
+          a.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
+      "auto_find_batch_size=true with gradient_checkpointing=" + a.gradient_checkpointing.text(),
+      "one of them, because a budget needs a known batch size",
+      "set gradient_checkpointing to full, every:K or ops");
 }
 
 void validate_best_model(const TrainingArguments& a) {
-  const auto contradiction = [](const std::string& what, const char* fix) {
-    throw InputError(kArgumentsPlace, "load_best_model_at_end=true " + what, {}, fix);
+  const auto require = [](bool good, const std::string& what, const char* fix) {
+    require_consistent(good, "load_best_model_at_end=true " + what, {}, fix);
   };
-  if (a.eval_strategy == IntervalStrategy::no) {
-    contradiction("without evaluation: eval_strategy=no", "set eval_strategy to epoch or steps");
-  }
-  if (a.eval_strategy != a.save_strategy) {
-    contradiction("needs a save for each evaluation: eval_strategy=" + spelling(a.eval_strategy) +
-                      ", save_strategy=" + spelling(a.save_strategy),
-                  "make the two strategies equal");
-  }
-  if (a.eval_strategy != IntervalStrategy::steps) {
-    return;
-  }
+  require(a.eval_strategy != IntervalStrategy::no, "without evaluation: eval_strategy=no",
+          "set eval_strategy to epoch or steps");
+  require(a.eval_strategy == a.save_strategy,
+          "needs a save for each evaluation: eval_strategy=" + spelling(a.eval_strategy) +
+              ", save_strategy=" + spelling(a.save_strategy),
+          "make the two strategies equal");
   const double ratio = a.save_steps / a.eval_steps;
   const bool mixed = (a.save_steps < 1) != (a.eval_steps < 1);
-  if (mixed || ratio < 1 || std::abs(ratio - std::round(ratio)) > 1e-9) {
-    contradiction("needs save_steps to be a multiple of eval_steps: save_steps=" +
-                      argument_json(a.save_steps).dump() +
-                      ", eval_steps=" + argument_json(a.eval_steps).dump(),
-                  "make save_steps a multiple of eval_steps");
-  }
+  const bool multiple = !mixed && ratio >= 1 && std::abs(ratio - std::round(ratio)) <= 1e-9;
+  require(a.eval_strategy != IntervalStrategy::steps || multiple,
+          "needs save_steps to be a multiple of eval_steps: save_steps=" +
+              nlohmann::json(a.save_steps).dump() +
+              ", eval_steps=" + nlohmann::json(a.eval_steps).dump(),
+          "make save_steps a multiple of eval_steps");
 }
 
 } // namespace detail

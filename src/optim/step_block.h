@@ -5,11 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
-<<<<<<< HEAD
 #include "hasten/core/random.h"
-=======
 #include "hasten/core/vector_kernels.h"
->>>>>>> 0522cec (core: the pieces that vector kernels share stand once)
 #include "step_kernels.h"
 
 namespace hasten::detail {
@@ -102,13 +99,8 @@ class StepBlock {
   void store_moment(int which, T* values, int64_t at, int64_t n) const {
     if constexpr (std::is_same_v<T, float>) {
       if (!moments_direct_) {
-<<<<<<< HEAD
         const uint64_t key = splitmix64(a_.rounding_key + static_cast<uint64_t>(which),
                                         static_cast<uint64_t>(at / kStepBlock));
-=======
-        const uint64_t key = splitmix64(a_.rounding_key + static_cast<uint64_t>(which),
-                                     static_cast<uint64_t>(at / kStepBlock));
->>>>>>> 0522cec (core: the pieces that vector kernels share stand once)
         store_bf16_at_random(values, static_cast<uint16_t*>(a_.moments[which]) + at,
                              static_cast<int32_t>(n), static_cast<uint32_t>(key),
                              static_cast<uint32_t>(key >> 32));

@@ -10,11 +10,8 @@
 #include <unordered_set>
 
 #include "hasten/base/error.h"
-<<<<<<< HEAD
 #include "hasten/core/random.h"
-=======
 #include "hasten/core/vector_kernels.h"
->>>>>>> 0522cec (core: the pieces that vector kernels share stand once)
 
 namespace hasten {
 
@@ -231,11 +228,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
     item.numbers = rules_->numbers(item.options, step, item.fresh);
     if (arrays.moment_type == StepType::bf16) {
       arrays.rounding_key =
-<<<<<<< HEAD
           splitmix64(splitmix64(options_.seed, static_cast<uint64_t>(step)), item.index);
-=======
-          splitmix64(splitmix64(options_.seed, static_cast<uint64_t>(step)), item.index);
->>>>>>> 0522cec (core: the pieces that vector kernels share stand once)
     }
     if (item.by_tensors) {
       run_by_tensors(item, pass);

@@ -1,10 +1,6 @@
 // Samples of one file, and label numbers.
 #include <algorithm>
-<<<<<<< HEAD:src/text/text_table.cpp
-#include <charconv>
-=======
 #include <optional>
->>>>>>> 45001a8 (One parse_number for numbers in texts):src/data/text_table.cpp
 #include <set>
 #include <string_view>
 #include <unordered_map>
@@ -12,18 +8,11 @@
 #include <variant>
 
 #include "hasten/base/error.h"
-<<<<<<< HEAD:src/text/text_table.cpp
+#include "hasten/base/text.h"
 #include "hasten/text/csv.h"
 #include "hasten/text/jsonl.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/utf8.h"
-=======
-#include "hasten/base/text.h"
-#include "hasten/data/csv.h"
-#include "hasten/data/jsonl.h"
-#include "hasten/data/text_table.h"
-#include "hasten/data/utf8.h"
->>>>>>> 45001a8 (One parse_number for numbers in texts):src/data/text_table.cpp
 
 namespace hasten {
 
