@@ -42,13 +42,6 @@ int64_t mpi_job(const std::string& rank_variable) {
   return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()) >> 1);
 }
 
-struct MpiNames {
-  std::string rank;
-  std::string size;
-  std::string local_rank;
-  std::string local_size;
-};
-
 World mpi_world(const MpiNames& names, const char* source, const std::string& command) {
   WorldVariables variables;
   World world;
@@ -78,17 +71,6 @@ World mpi_world(const MpiNames& names, const char* source, const std::string& co
                       ", and on several hosts the address of rank 0's",
                   command);
   return world;
-}
-
-World open_mpi_world() {
-  return mpi_world({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                    "OMPI_COMM_WORLD_LOCAL_SIZE"},
-                   "Open MPI", "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500 …");
-}
-
-World pmi_world(const std::string& local_rank, const std::string& local_size) {
-  return mpi_world({"PMI_RANK", "PMI_SIZE", local_rank, local_size}, "PMI",
-                   "mpiexec -genv MASTER_ADDR <rank 0's host> -genv MASTER_PORT 29500 …");
 }
 
 } // namespace detail

@@ -127,18 +127,18 @@ WorldFamily torchrun_family() {
 /// In order of precedence.
 std::vector<WorldFamily> world_families() {
   std::vector<WorldFamily> families{torchrun_family()};
-  families.push_back({"Open MPI",
-                      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
-                      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                       "OMPI_COMM_WORLD_LOCAL_SIZE"},
-                      open_mpi_world});
-  const auto pmi = [](const char* local_rank, const char* local_size) {
-    return WorldFamily{
-        "PMI", {"PMI_RANK", "PMI_SIZE"}, {"PMI_RANK", "PMI_SIZE", local_rank, local_size}, [=] {
-          return pmi_world(local_rank, local_size);
-        }};
+  const auto add_mpi = [&](const char* source, const MpiNames& n, const char* command) {
+    families.push_back(
+        {source, {n.rank, n.size}, {n.rank, n.size, n.local_rank, n.local_size}, [=] {
+           return mpi_world(n, source, command);
+         }});
   };
-  families.push_back(pmi("MPI_LOCALRANKID", "MPI_LOCALNRANKS"));
+  const char* mpiexec = "mpiexec -genv MASTER_ADDR <rank 0's host> -genv MASTER_PORT 29500 …";
+  add_mpi("Open MPI",
+          {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+           "OMPI_COMM_WORLD_LOCAL_SIZE"},
+          "mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500 …");
+  add_mpi("PMI", {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}, mpiexec);
   // A shell that srun --pty started among several tasks is not a rank.
   const bool shell = environment_value("SLURM_PTY_PORT") && ::isatty(STDIN_FILENO) == 1 &&
                      environment_value("SLURM_STEP_NUM_TASKS").value_or("1") != "1";
@@ -150,7 +150,7 @@ std::vector<WorldFamily> world_families() {
                         slurm_world});
   }
   if (environment_value("PMI_LOCAL_SIZE")) {
-    families.push_back(pmi("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"));
+    add_mpi("PMI", {"PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}, mpiexec);
   }
   return families;
 }

@@ -31,6 +31,14 @@ class WorldVariables {
   std::vector<std::string> problems_;
 };
 
+/// Names of variables.
+struct MpiNames {
+  std::string rank;
+  std::string size;
+  std::string local_rank;
+  std::string local_size;
+};
+
 /// HASTEN_STORE_FILE if no port is set; else empty.
 std::string store_file_name();
 
@@ -39,9 +47,8 @@ int master_port_or(WorldVariables& variables, int64_t job);
 
 // Each reads the world from one family, whose variables must all be set.
 World torchrun_world();
-World open_mpi_world();
-/// `local_rank` and `local_size` are names of variables.
-World pmi_world(const std::string& local_rank, const std::string& local_size);
+/// Of mpirun and mpiexec. `command` starts ranks on several hosts.
+World mpi_world(const MpiNames& names, const char* source, const std::string& command);
 World slurm_world();
 
 } // namespace hasten::detail
