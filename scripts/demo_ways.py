@@ -41,7 +41,7 @@ def without_dropout(model, folder):
         if (model / name).exists():
             (folder / name).symlink_to((model / name).resolve())
     config = json.loads((model / "config.json").read_text())
-    config.update({name: 0.0 for name in config if name.endswith("dropout_prob")})
+    config.update({name: 0.0 for name, value in config.items() if "dropout" in name and value is not None})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -105,8 +105,8 @@ struct EpochReport {
   /// install_memory_meter()) and resident bytes (VmHWM) of the process.
   int64_t peak_tensor_bytes = 0;
   int64_t peak_resident_bytes = 0;
-  /// Maximum over ranks since this process began the run: bytes sent to other ranks, without those
-  /// of a store on this host.
+  /// Maximum over ranks since this process began the run: bytes that it has sent over the TCP
+  /// connections that are still open, such as Gloo's. A store on this host is no TCP connection.
   int64_t bytes_sent = 0;
   /// Estimate for the rest of the run.
   double seconds_left = 0;
