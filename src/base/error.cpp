@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "hasten/base/shortened.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "hasten/base/files.h"
-#include "hasten/base/shortened.h"
+#include "hasten/base/text.h"
 #include "terminal.h"
 
 namespace hasten {

@@ -23,7 +23,6 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/base/termination.h"
 
 extern char** environ;
 
@@ -282,21 +281,17 @@ std::string describe(const ProcessEnd& end) {
 }
 
 std::pair<int, int> listen_on_loopback() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  detail::FileDescriptor fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t size = sizeof address;
   auto* generic = reinterpret_cast<sockaddr*>(&address);
-  if (fd < 0 || ::bind(fd, generic, size) != 0 || ::listen(fd, SOMAXCONN) != 0 ||
-      ::getsockname(fd, generic, &size) != 0) {
-    const int error = errno;
-    if (fd >= 0) {
-      ::close(fd);
-    }
-    throw Error("base::listen_on_loopback", "127.0.0.1: " + std::generic_category().message(error));
+  if (fd.get() < 0 || ::bind(fd.get(), generic, size) != 0 || ::listen(fd.get(), SOMAXCONN) != 0 ||
+      ::getsockname(fd.get(), generic, &size) != 0) {
+    throw Error("base::listen_on_loopback", "127.0.0.1: " + std::generic_category().message(errno));
   }
-  return {fd, ntohs(address.sin_port)};
+  return {fd.release(), ntohs(address.sin_port)};
 }
 
 int64_t tcp_bytes_sent() {

@@ -7,7 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "hasten/base/limits.h"
 #include "hasten/base/world.h"
 
 namespace hasten::detail {

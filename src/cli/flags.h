@@ -19,6 +19,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/limits.h"
 #include "hasten/base/text.h"
+#include "hasten/base/world.h"
 #include "hasten/config/spelling.h"
 #include "hasten/config/training_arguments.h"
 

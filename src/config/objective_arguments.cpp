@@ -5,8 +5,8 @@
 #include <string>
 
 #include "hasten/base/error.h"
-#include "hasten/base/limits.h"
 #include "hasten/base/text.h"
+#include "hasten/base/world.h"
 #include "hasten/config/training_plan.h"
 
 namespace hasten {

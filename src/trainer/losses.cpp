@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "objective.h"
+#include "trainer_parts.h"
 
 namespace hasten {
 

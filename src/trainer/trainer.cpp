@@ -14,7 +14,6 @@
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
 #include "hasten/trainer/progress_callback.h"
-#include "objective.h"
 #include "training_run.h"
 
 namespace hasten {

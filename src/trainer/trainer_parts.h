@@ -10,6 +10,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/trainer/losses.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/trainer.h"
 
@@ -74,5 +75,11 @@ void enable_checkpointing(TrainerParts& parts);
 /// are automatic, and writes the choice into the arguments. Collective in the first call; later
 /// calls do nothing.
 void settle_precision(TrainerParts& parts, const std::string& kept = {});
+
+/// Returns `inner` with its loss replaced by cross_entropy_output(how) of its outputs, which must
+/// be logits, as in transformers' Trainer; with several labels per sample by
+/// bce_with_logits_output(class_weights). Batches without labels are unchanged. `balanced`:
+/// classes after the last weight have weight 1.
+LossFunction with_objective(LossFunction inner, ClassificationLossOptions how, bool balanced);
 
 } // namespace hasten::detail

@@ -15,7 +15,6 @@
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
-#include "hasten/base/termination.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_schedule.h"
 #include "hasten/optim/param_groups.h"

@@ -8,7 +8,6 @@
 #include "commands.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/base/limits.h"
 #include "hasten/base/world.h"
 #include "hasten/config/training_plan.h"
 #include "support/environment.h"

@@ -85,4 +85,15 @@ int interrupt_signal();
 /// Throws Interrupted if a signal is remembered.
 void throw_if_interrupted();
 
+/// While an object of this class lives, throw_if_interrupted(), and so every call that waits,
+/// ignores SIGTERM, so that a caller can complete its work first. SIGINT still throws.
+/// interrupt_signal() returns both. Any thread may use it.
+class TerminationDeferral {
+ public:
+  TerminationDeferral();
+  TerminationDeferral(const TerminationDeferral&) = delete;
+  TerminationDeferral& operator=(const TerminationDeferral&) = delete;
+  ~TerminationDeferral();
+};
+
 } // namespace hasten

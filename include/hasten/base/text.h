@@ -2,6 +2,7 @@
 #pragma once
 
 #include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -24,6 +25,11 @@ std::optional<Number> parse_number(std::string_view text) {
   const auto [stop, error] = std::from_chars(text.data(), end, number);
   return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
 }
+
+/// Cuts words of more than 512 bytes in the middle, then the whole text to `limit` bytes. So a
+/// short word after a very long one is kept, for example the name of a line after its value. Never
+/// cuts a UTF-8 character. Error calls it for each part of its message, log() for each line.
+std::string shortened(std::string_view text, size_t limit = 2048);
 
 /// "write NAME" with the name nearest to `word` (nearest_name), or `otherwise` if none is near.
 /// For the "Fix" of an error.

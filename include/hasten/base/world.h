@@ -8,6 +8,9 @@
 
 namespace hasten {
 
+/// Maximum number of processes of a world (WORLD_SIZE and similar variables, --nproc).
+inline constexpr int kMaxWorldSize = 65'536;
+
 /// Rank and world size of this process, and where the ranks meet.
 struct World {
   /// 0 … world_size - 1, unique among all hosts.
