@@ -2,56 +2,18 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-#include <cstdlib>
+#include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
 
-#include "gloo_group.h"
+#include "group_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 #include "tensor_checks.h"
 
 namespace hasten {
 
 namespace detail {
-
-struct GroupRegistry {
-  std::mutex mutex;
-  std::vector<std::weak_ptr<GlooGroup>> groups;
-};
-
-GroupRegistry& group_registry() {
-  // Never destroyed, because static destructors may release groups.
-  static GroupRegistry* const registry = new GroupRegistry;
-  return *registry;
-}
-
-/// Runs before the destructors of objects that existed at the first create(), for example
-/// libtorch's static objects.
-void release_groups_at_exit() {
-  std::vector<std::weak_ptr<GlooGroup>> groups;
-  {
-    GroupRegistry& registry = group_registry();
-    const std::lock_guard<std::mutex> lock(registry.mutex);
-    groups.swap(registry.groups);
-  }
-  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
-    if (const auto alive = group->lock()) {
-      alive->release();
-    }
-  }
-}
-
-void register_group(const std::shared_ptr<GlooGroup>& group) {
-  static const int installed = std::atexit(release_groups_at_exit);
-  (void)installed;
-  GroupRegistry& registry = group_registry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  std::erase_if(registry.groups,
-                [](const std::weak_ptr<GlooGroup>& known) { return known.expired(); });
-  registry.groups.push_back(group);
-}
 
 /// An exchange of rows. The first wait that completes it computes the sum.
 struct RowSum final : Work::State {
@@ -89,6 +51,16 @@ struct RowSum final : Work::State {
   at::Tensor rows; // undefined once summed
 };
 
+struct Backends {
+  std::mutex mutex;
+  std::map<std::string, BackendFactory> factories{{"gloo", make_gloo_group}}; // by name
+};
+
+static Backends& backends() {
+  static Backends all;
+  return all;
+}
+
 void check_world(const World& world, const CommunicatorOptions& options) {
   if (world.world_size < 1 || world.rank < 0 || world.rank >= world.world_size) {
     throw InputError(
@@ -115,6 +87,39 @@ void check_world(const World& world, const CommunicatorOptions& options) {
 
 } // namespace detail
 
+void register_backend(const std::string& name, BackendFactory factory) {
+  if (name.empty() || !factory) {
+    throw InputError("comm::register_backend", "name=" + name, "a name and a factory");
+  }
+  detail::Backends& backends = detail::backends();
+  const std::lock_guard<std::mutex> lock(backends.mutex);
+  backends.factories[name] = std::move(factory);
+}
+
+std::vector<std::string> backend_names() {
+  detail::Backends& backends = detail::backends();
+  const std::lock_guard<std::mutex> lock(backends.mutex);
+  std::vector<std::string> names;
+  for (const auto& [name, factory] : backends.factories) {
+    names.push_back(name);
+  }
+  return names;
+}
+
+BackendFactory backend_factory(const std::string& name) {
+  detail::Backends& backends = detail::backends();
+  {
+    const std::lock_guard<std::mutex> lock(backends.mutex);
+    const auto found = backends.factories.find(name);
+    if (found != backends.factories.end()) {
+      return found->second;
+    }
+  }
+  const std::vector<std::string> names = backend_names();
+  throw InputError("comm::create", "no such back end: backend=" + name, "one of " + joined(names),
+                   write_nearest(name, names));
+}
+
 void Work::wait() {
   if (state_) {
     state_->wait();
@@ -130,15 +135,14 @@ bool Work::done() const { return !state_ || state_->done(); }
 std::shared_ptr<Communicator> Communicator::create(const World& world,
                                                    const CommunicatorOptions& options) {
   detail::check_world(world, options);
+  const BackendFactory factory = backend_factory(options.backend);
   if (world.world_size == 1) {
     return detail::make_local_group(options);
   }
   set_error_rank(world.rank, world.world_size);
   set_log_rank(world.rank, world.world_size);
-  auto group =
-      std::make_shared<detail::GlooGroup>(detail::WorldLink::join(world, options), options);
-  detail::register_group(group);
-  return group;
+  const auto link = detail::WorldLink::join(world, options);
+  return factory({link->world(), options, link});
 }
 
 std::optional<Survivors> Communicator::shrink() { return std::nullopt; }

@@ -18,7 +18,7 @@ std::string link_target(const char* path) {
   return size > 0 ? std::string(target.data(), static_cast<size_t>(size)) : "";
 }
 
-Hello own_hello(const World& world, const std::string& device_kind) {
+Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend) {
   std::ifstream boot_file("/proc/sys/kernel/random/boot_id");
   std::string boot;
   boot_file >> boot;
@@ -28,6 +28,7 @@ Hello own_hello(const World& world, const std::string& device_kind) {
   hello.hasten_version = HASTEN_VERSION;
   hello.torch_version = TORCH_VERSION;
   hello.device_kind = device_kind;
+  hello.backend = backend;
   hello.process_host = boot + " " + link_target("/proc/self/ns/pid");
   hello.network_host = boot + " " + link_target("/proc/self/ns/net");
   hello.pid = getpid();
@@ -36,7 +37,7 @@ Hello own_hello(const World& world, const std::string& device_kind) {
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Hello, rank, launch_rank, world_size, hasten_version,
-                                   torch_version, device_kind, process_host, network_host,
+                                   torch_version, device_kind, backend, process_host, network_host,
                                    store_address, pid, start_time)
 
 nlohmann::json to_json(const Hello& hello) { return hello; }
@@ -48,11 +49,12 @@ std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
     return "";
   }
   const auto fields = [](const Hello& hello) {
-    return std::array<std::pair<const char*, std::string>, 4>{{
+    return std::array<std::pair<const char*, std::string>, 5>{{
         {"world size", std::to_string(hello.world_size)},
         {"hasten version", hello.hasten_version},
         {"torch version", hello.torch_version},
         {"device kind", hello.device_kind},
+        {"back end", hello.backend},
     }};
   };
   for (const std::optional<Hello>& hello : hellos) {

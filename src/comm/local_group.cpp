@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "gloo_group.h"
+#include "group_core.h"
 #include "hasten/base/error.h"
 #include "tensor_checks.h"
 

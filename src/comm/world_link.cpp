@@ -155,7 +155,7 @@ void WorldLink::start_watch() {
 void WorldLink::shake_hands(const CommunicatorOptions& options) {
   auto progress = std::make_shared<HandshakeProgress>();
   progress->hellos.resize(static_cast<size_t>(world_.world_size));
-  const Hello own = own_hello(world_, options.device_kind);
+  const Hello own = own_hello(world_, options.device_kind, options.backend);
   std::future<std::vector<Hello>> future = store_->post<std::vector<Hello>>(
       [own, progress, world = world_](c10d::Store& store, const std::atomic<bool>& cancelled) {
         return exchange_hellos(store, cancelled, own, world, *progress);

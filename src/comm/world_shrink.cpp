@@ -18,7 +18,6 @@
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "tensor_checks.h"
-#include "world_link.h"
 
 namespace hasten::detail {
 
@@ -236,8 +235,7 @@ std::optional<Survivors> GlooGroup::shrink() {
 }
 
 void GlooGroup::replace_world(std::shared_ptr<WorldLink> link) {
-  release();
-  link->add_group(core_->options.name);
+  core_->close(false);
   core_ = std::make_shared<GroupCore>(std::move(link), core_->options, std::vector<int>{});
 }
 

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "hasten/base/error.h"
+#include "hasten/comm/backend.h"
 #include "hasten/comm/communicator.h"
 #include "support/spawn.h"
 
@@ -26,6 +27,19 @@ TEST(CommStart, RanksOfAnotherDeviceKindAreNamedOnAllRanks) {
   for (const RankReport& report : spawn(3, "CommOfMixedDevices")) {
     EXPECT_EQ(report.error_type, "hasten::InputError");
     EXPECT_NE(report.error.find("device kind: rank 1 has cuda, rank 0 has cpu"), std::string::npos)
+        << report.error;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommOfMixedBackends) {
+  register_backend("other", backend_factory("gloo"));
+  Communicator::create(rank.world(), {.backend = rank.world().rank == 1 ? "other" : "gloo"});
+}
+
+TEST(CommStart, RanksOfAnotherBackendAreNamedOnAllRanks) {
+  for (const RankReport& report : spawn(3, "CommOfMixedBackends")) {
+    EXPECT_EQ(report.error_type, "hasten::InputError");
+    EXPECT_NE(report.error.find("back end: rank 1 has other, rank 0 has gloo"), std::string::npos)
         << report.error;
   }
 }

@@ -16,7 +16,7 @@ static std::vector<std::optional<Hello>> three_equal_hellos() {
     World world;
     world.rank = rank;
     world.world_size = 3;
-    hellos.push_back(own_hello(world, "cpu"));
+    hellos.push_back(own_hello(world, "cpu", "gloo"));
   }
   return hellos;
 }
@@ -39,6 +39,9 @@ TEST(Handshake, EachDifferenceIsNamedWithBothRanksAndValues) {
   hellos = three_equal_hellos();
   hellos[1]->device_kind = "cuda";
   EXPECT_EQ(first_difference(hellos), "device kind: rank 1 has cuda, rank 0 has cpu");
+  hellos = three_equal_hellos();
+  hellos[2]->backend = "nccl";
+  EXPECT_EQ(first_difference(hellos), "back end: rank 2 has nccl, rank 0 has gloo");
   hellos[0].reset(); // nothing to compare with yet
   EXPECT_EQ(first_difference(hellos), "");
 }

@@ -62,6 +62,10 @@ struct CommunicatorOptions {
   /// compare, new operations must come in the same order on all ranks. HASTEN_COMM_CHECK=1 in
   /// the environment sets always; 0 turns `first` into never.
   ShapeCheck check_shapes = ShapeCheck::first;
+  /// What moves tensors: a name of backend_names() (hasten/comm/backend.h), the same on all ranks.
+  /// A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
+  /// have the back end of the group from which they are made.
+  std::string backend = "gloo";
 };
 
 /// A collective that has started. Copyable. wait() may be called several times.
@@ -96,9 +100,10 @@ struct Survivors {
 
 class Communicator {
  public:
-  /// Joins `world`: connects to the store, creates the Gloo group, starts the heartbeats and
-  /// compares world size, hasten and torch version and device kind of the ranks.
+  /// Joins `world`: connects to the store, starts the heartbeats, compares world size, hasten and
+  /// torch version, device kind and back end of the ranks, and creates the back end's group.
   /// Collective. Blocks up to options.timeout. In a world of one it opens no socket.
+  /// Throws InputError for an unknown back end and if the ranks differ.
   static std::shared_ptr<Communicator> create(const World& world,
                                               const CommunicatorOptions& options = {});
 

@@ -21,6 +21,7 @@ struct Hello {
   std::string hasten_version;
   std::string torch_version;
   std::string device_kind;
+  std::string backend;
   /// Boot id and PID namespace. If equal, a process id means the same process.
   std::string process_host;
   /// Boot id and network namespace. If equal, loopback reaches the other rank.
@@ -34,7 +35,7 @@ struct Hello {
   uint64_t start_time = 0;
 };
 
-Hello own_hello(const World& world, const std::string& device_kind);
+Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend);
 
 nlohmann::json to_json(const Hello& hello);
 Hello hello_from_json(const nlohmann::json& value);

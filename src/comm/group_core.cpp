@@ -1,0 +1,467 @@
+#include "group_core.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+#include <thread>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "hasten/base/recorded_error.h"
+#include "hasten/base/text.h"
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+// How many operations a group remembers. Fully sharded models have hundreds for each rank of the
+// world. 40 bytes each.
+constexpr size_t kKnownOperations = 1 << 20;
+
+/// The fix for ranks that are in different operations.
+constexpr const char* kSameOperations =
+    "run the same operations in the same order, with the same shapes and dtypes, on all ranks";
+
+static CommunicatorOptions with_environment(CommunicatorOptions options) {
+  const char* check = std::getenv("HASTEN_COMM_CHECK");
+  if (check != nullptr && std::string_view(check) == "0") {
+    if (options.check_shapes == ShapeCheck::first) {
+      options.check_shapes = ShapeCheck::never;
+    }
+  } else if (check != nullptr && *check != '\0') {
+    options.check_shapes = ShapeCheck::always;
+  }
+  return options;
+}
+
+static std::vector<int> members_or_all(std::vector<int> members, int world_size) {
+  if (members.empty()) {
+    members.resize(static_cast<size_t>(world_size));
+    std::iota(members.begin(), members.end(), 0);
+  }
+  return members;
+}
+
+/// Groups of different ranks may have the same name.
+static std::string group_key(const std::string& name, const std::vector<int>& members,
+                             int world_size) {
+  std::string key = name;
+  if (std::ssize(members) < world_size) {
+    for (const int member : members) {
+      key += (key == name ? " of " : ",") + std::to_string(member);
+    }
+  }
+  return key;
+}
+
+GroupCore::GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,
+                     std::vector<int> of)
+    : link(std::move(world_link)),
+      options(with_environment(group)),
+      members(members_or_all(std::move(of), link->world().world_size)),
+      key(group_key(group.name, members, link->world().world_size)),
+      rank(static_cast<int>(std::find(members.begin(), members.end(), link->world().rank) -
+                            members.begin())),
+      world_size(static_cast<int>(members.size())) {
+  link->add_group(key);
+  progress_ = link->liveness().add_group(key);
+}
+
+uint64_t GroupCore::enter(const std::string& operation, const std::string& tensors) {
+  check(operation);
+  const std::lock_guard<std::mutex> lock(progress_->mutex);
+  progress_->operation = operation;
+  progress_->tensors = tensors;
+  return ++progress_->sequence;
+}
+
+uint64_t GroupCore::enter_equal(const std::string& operation, const std::string& tensors) {
+  const uint64_t sequence = enter(operation, tensors);
+  bool compare = options.check_shapes == ShapeCheck::always;
+  if (options.check_shapes == ShapeCheck::first) {
+    // All ranks have done the same operations so far, so they agree on what is new.
+    const std::string what = operation + " " + tensors;
+    compare = known_.insert(XXH3_64bits(what.data(), what.size())).second;
+    if (known_.size() > kKnownOperations) {
+      known_.clear();
+    }
+  }
+  if (compare) {
+    check_equal(operation, sequence, tensors);
+  }
+  return sequence;
+}
+
+void GroupCore::check_equal(const std::string& operation, uint64_t sequence,
+                            const std::string& tensors) {
+  std::vector<std::string> texts;
+  for (nlohmann::json& value : exchange(operation, sequence, tensors)) {
+    texts.push_back(value);
+  }
+  require_equal(operation, texts);
+}
+
+void GroupCore::require_equal(const std::string& operation, const std::vector<std::string>& texts) {
+  const auto other = std::find_if(texts.begin(), texts.end(),
+                                  [&](const std::string& text) { return text != texts[0]; });
+  if (other != texts.end()) {
+    const auto has = [&](size_t i) {
+      return "rank " + std::to_string(link->launch_rank(members[i])) + " has " + texts[i];
+    };
+    fail(operation, has(static_cast<size_t>(other - texts.begin())) + ", " + has(0),
+         kSameOperations);
+  }
+}
+
+using StoreBytes = std::vector<uint8_t>;
+
+/// Writes this rank's value, waits for all values, reads them, and deletes them if this rank is the
+/// last to read. Runs in the store's thread.
+class ByteExchange {
+ public:
+  ByteExchange(std::string prefix, int rank, int world_size, StoreBytes value)
+      : prefix_(std::move(prefix)), rank_(static_cast<size_t>(rank)), value_(std::move(value)) {
+    for (int i = 0; i < world_size; ++i) {
+      keys_.push_back(prefix_ + "/" + std::to_string(i));
+    }
+  }
+
+  /// nullopt while a value is missing; an empty list if cancelled.
+  std::optional<std::vector<StoreBytes>> attempt(c10d::Store& store,
+                                                 const std::atomic<bool>& cancelled) {
+    if (!written_) {
+      store.set(keys_[rank_], value_);
+      written_ = true;
+    }
+    if (!store.check(keys_)) {
+      return cancelled ? std::optional(std::vector<StoreBytes>()) : std::nullopt;
+    }
+    std::vector<StoreBytes> values = store.multiGet(keys_);
+    if (store.add(prefix_, 1) == std::ssize(keys_) && !cancelled) {
+      keys_.push_back(prefix_);
+      for (const std::string& key : keys_) {
+        store.deleteKey(key);
+      }
+    }
+    return values;
+  }
+
+ private:
+  const std::string prefix_;
+  const size_t rank_;
+  const StoreBytes value_;
+  std::vector<std::string> keys_; // [rank]
+  bool written_ = false;
+};
+
+std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, uint64_t sequence,
+                                                const nlohmann::json& value) {
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(progress_->mutex);
+    number = ++progress_->exchanges;
+  }
+  // CBOR, since JSON text has no NaN and no infinity.
+  const auto bytes = std::make_shared<ByteExchange>(
+      "values/" + key + "/" + std::to_string(number), rank, world_size,
+      nlohmann::json::to_cbor({operation, sequence, value}));
+  std::future<std::vector<StoreBytes>> future = link->store().post_until<std::vector<StoreBytes>>(
+      [bytes](c10d::Store& store, const std::atomic<bool>& cancelled) {
+        return bytes->attempt(store, cancelled);
+      });
+  bool arrived = false;
+  try {
+    arrived = await_future(future, CommClock::now() + options.timeout,
+                           [&] { poll_together(operation, sequence); });
+  } catch (...) { // a failure or Ctrl-C: no rank will read the value
+    link->store().cancel();
+    throw;
+  }
+  if (!arrived) {
+    link->store().cancel();
+    diagnose(operation, sequence, "", true);
+  }
+  std::vector<StoreBytes> all;
+  try {
+    all = future.get();
+  } catch (const std::exception& error) {
+    diagnose(operation, sequence, error.what(), false);
+  }
+  if (all.empty()) { // cancelled: the world failed while this call waited
+    diagnose(operation, sequence, "cancelled", false);
+  }
+  std::vector<nlohmann::json> values;
+  std::vector<std::string> operations;
+  std::vector<std::string> numbered; // several operations may have one name
+  for (const StoreBytes& sent_bytes : all) {
+    nlohmann::json sent = nlohmann::json::from_cbor(sent_bytes);
+    operations.push_back(sent[0]);
+    numbered.push_back(operations.back() + " as its operation " + sent[1].dump());
+    values.push_back(std::move(sent[2]));
+  }
+  require_equal(operation, operations);
+  require_equal(operation, numbered);
+  return values;
+}
+
+void GroupCore::check(const std::string& operation) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_ && closed_) {
+      throw CommunicationError("comm::" + operation.substr(0, operation.find(' ')),
+                               operation + ": the group is closed: name=" + options.name);
+    }
+    if (!error_ && !link->liveness().failed()) {
+      return;
+    }
+  }
+  raise(operation);
+}
+
+void GroupCore::poll(const std::string& operation) {
+  throw_if_interrupted();
+  link->liveness().poll_store();
+  if (link->liveness().failed()) {
+    raise(operation);
+  }
+}
+
+void GroupCore::poll_together(const std::string& operation, uint64_t sequence) {
+  poll(operation);
+  const CommClock::time_point now = CommClock::now();
+  // The peers' heartbeats are read a few times a second.
+  if (sequence == compared_at_ && now - compared_ < milliseconds(100)) {
+    return;
+  }
+  compared_ = now;
+  compared_at_ = sequence;
+  const std::string other = link->liveness().describe_other(*progress_, members);
+  if (other.empty() || sequence != apart_at_) {
+    apart_at_ = sequence;
+    together_ = now;
+  }
+  // If both ranks are in exchanges, require_equal() finds the difference on all ranks soon.
+  if (!other.empty() && now - together_ > milliseconds(1000)) {
+    fail(operation, other, kSameOperations);
+  }
+}
+
+void GroupCore::raise(const std::string& operation) {
+  FailureCause first;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) {
+      error_ = link->liveness().cause();
+      if (!error_->operation.empty() && error_->operation != operation) {
+        error_->text = "rank " + std::to_string(error_->found_by) + " gave up on " +
+                       error_->operation + ": " + error_->text;
+      }
+      error_->operation = operation;
+    }
+    first = *error_;
+  }
+  set_said_by_peer(first.said_by_peer);
+  throw CommunicationError("comm::" + first.operation.substr(0, first.operation.find(' ')),
+                           first.operation + ": " + first.text, {}, first.fix);
+}
+
+void GroupCore::fail(const std::string& operation, std::string text, std::string fix) {
+  link->liveness().fail({link->launch_rank(), operation, std::move(text), std::move(fix)},
+                        milliseconds(500));
+  raise(operation);
+}
+
+void GroupCore::diagnose(const std::string& operation, uint64_t sequence, const std::string& text,
+                         bool timed_out) {
+  Liveness& liveness = link->liveness();
+  const CommClock::time_point until = CommClock::now() + options.heartbeat_timeout;
+  // The rank that broke the connection need not be the cause: it may have lost a third rank, or
+  // have given up, and reports that soon.
+  while (!timed_out && !liveness.failed() && CommClock::now() < until) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (closed_) {
+        break;
+      }
+    }
+    throw_if_interrupted();
+    liveness.look(milliseconds(200));
+    const std::vector<int> left = liveness.left_ranks();
+    if (!liveness.failed() && !left.empty()) {
+      fail(operation, "rank " + std::to_string(link->launch_rank(left[0])) + " has left the world",
+           "let every rank do the same operations before close()");
+    }
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  if (timed_out && !liveness.failed()) {
+    liveness.look(milliseconds(1000));
+    fail(operation,
+         "timed out after " + format_fixed(double(options.timeout.count()) / 1000, 1) +
+             " s: " + liveness.describe_missing(key, members, sequence, operation),
+         "find out what that rank is doing, or raise the timeout");
+  }
+  check(operation); // throws for a failed world and for a closed group
+  fail(operation, "the connection to a peer broke (" + text.substr(0, text.find('\n')) + ")", "");
+}
+
+struct OpenGroups {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<GroupCore>> groups;
+};
+
+static OpenGroups& open_groups() {
+  // Never destroyed, because static destructors may close groups.
+  static OpenGroups* const open = new OpenGroups;
+  return *open;
+}
+
+/// Runs before the destructors of objects that existed when the first group was kept, for example
+/// libtorch's static objects.
+static void close_groups_at_exit() {
+  std::vector<std::weak_ptr<GroupCore>> groups;
+  {
+    const std::lock_guard<std::mutex> lock(open_groups().mutex);
+    groups.swap(open_groups().groups);
+  }
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    if (const auto alive = group->lock()) {
+      alive->close(false);
+    }
+  }
+}
+
+void GroupCore::keep(const std::shared_ptr<GroupCore>& core,
+                     c10::intrusive_ptr<c10d::Backend> connections) {
+  {
+    const std::lock_guard<std::mutex> lock(core->mutex_);
+    core->connections_ = std::move(connections);
+  }
+  [[maybe_unused]] static const int installed = std::atexit(close_groups_at_exit);
+  const std::lock_guard<std::mutex> lock(open_groups().mutex);
+  std::erase_if(open_groups().groups,
+                [](const std::weak_ptr<GroupCore>& group) { return group.expired(); });
+  open_groups().groups.push_back(core);
+}
+
+c10::intrusive_ptr<c10d::Backend> GroupCore::connections() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return connections_;
+}
+
+void GroupCore::abort(std::string_view reason) noexcept {
+  try {
+    Liveness& liveness = link->liveness();
+    const bool first = !liveness.failed();
+    liveness.fail(
+        {link->launch_rank(),
+         "",
+         "rank " + std::to_string(link->launch_rank()) + " failed: " + std::string(reason),
+         "read that rank's messages",
+         {link->world().rank}},
+        milliseconds(500));
+    // The store ends with rank 0: let the others read the failure first.
+    const CommClock::time_point until = CommClock::now() + milliseconds(1000);
+    while (first && serves_store(link->world()) && !liveness.everybody_knows() &&
+           CommClock::now() < until) {
+      liveness.look(milliseconds(100));
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+  } catch (...) { // out of memory, at the end of the run
+  }
+}
+
+bool GroupCore::wait_idle() {
+  const CommClock::time_point until = CommClock::now() + options.heartbeat_timeout;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (in_flight_ > 0 && CommClock::now() < until && !link->liveness().failed() &&
+         interrupt_signal() == 0) {
+    idle_.wait_for(lock, milliseconds(50));
+  }
+  return in_flight_ == 0;
+}
+
+void GroupCore::close(bool orderly) noexcept {
+  try {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (std::exchange(closed_, true)) {
+        return;
+      }
+    }
+    orderly = orderly && !link->liveness().failed() && wait_idle();
+    c10::intrusive_ptr<c10d::Backend> connections;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      connections = std::move(connections_);
+    }
+    link->remove_group(std::move(connections), orderly);
+  } catch (...) { // out of memory or threads: the process is about to end
+  }
+}
+
+StartedOperation::StartedOperation(std::shared_ptr<GroupCore> core, std::string operation,
+                                   uint64_t sequence, std::function<void()> finish)
+    : core_(std::move(core)),
+      operation_(std::move(operation)),
+      sequence_(sequence),
+      finish_(std::move(finish)) {
+  const std::lock_guard<std::mutex> lock(core_->mutex_);
+  ++core_->in_flight_;
+}
+
+void StartedOperation::complete(std::optional<OperationFailure> failure) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    completed_ = true;
+    completed_at_ = CommClock::now();
+    failure_ = std::move(failure);
+    changed_.notify_all();
+  }
+  const std::lock_guard<std::mutex> lock(core_->mutex_);
+  core_->last_completion_ = CommClock::now();
+  if (--core_->in_flight_ == 0) {
+    core_->idle_.notify_all();
+  }
+}
+
+bool StartedOperation::done() const noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ || core_->link->liveness().failed();
+}
+
+CommClock::time_point StartedOperation::ended() const noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return completed_at_;
+}
+
+void StartedOperation::wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!changed_.wait_for(lock, milliseconds(50), [&] { return completed_; })) {
+    lock.unlock();
+    core_->poll(operation_);
+    if (overdue()) {
+      core_->diagnose(operation_, sequence_, "", true);
+    }
+    lock.lock();
+  }
+  if (failure_) {
+    lock.unlock(); // it does not change any more
+    core_->diagnose(operation_, sequence_, failure_->text, failure_->timed_out);
+  }
+  if (finish_) {
+    finish_();
+    finish_ = nullptr;
+  }
+}
+
+/// A back end checks the timeout itself. This is for the case that it does not.
+bool StartedOperation::overdue() const {
+  const std::lock_guard<std::mutex> lock(core_->mutex_);
+  const auto since = std::max(submitted_, core_->last_completion_);
+  return CommClock::now() - since > core_->options.timeout + milliseconds(2000);
+}
+
+} // namespace hasten::detail

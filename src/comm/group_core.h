@@ -1,0 +1,157 @@
+// What the groups of all back ends share: a group's place in the world, the order of its
+// operations, its first error, its time-outs, and exchanges of values through the store. Only a
+// back end's communicator moves tensors. GroupCore outlives it while operations run.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <unordered_set>
+#include <vector>
+
+#include "hasten/comm/backend.h"
+#include "hasten/comm/communicator.h"
+#include "world_link.h"
+
+namespace hasten {
+
+struct Work::State {
+  virtual ~State() = default;
+  virtual void wait() = 0;
+  virtual bool done() const noexcept = 0;
+  virtual std::chrono::steady_clock::time_point ended() const noexcept = 0;
+};
+
+namespace detail {
+
+class GroupCore {
+ public:
+  /// Counts the group in the world. `of`: its ranks in the world; empty: all ranks. Throws
+  /// InputError if another group of the world has its name.
+  GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,
+            std::vector<int> of);
+
+  // Set at construction.
+  const std::shared_ptr<WorldLink> link;
+  const CommunicatorOptions options; // check_shapes as HASTEN_COMM_CHECK says
+  const std::vector<int> members; // [rank] its rank in the world
+  const std::string key; // the group's name in the store and in heartbeats
+  const int rank;
+  const int world_size;
+
+  /// Throws if the group is closed or dead. Otherwise enters the next operation and returns its
+  /// sequence number. `tensors` describes the operation's tensors in messages.
+  uint64_t enter(const std::string& operation, const std::string& tensors = {});
+  /// Enters an operation on `tensors`. If options.check_shapes requires it, the ranks compare the
+  /// operation and its tensors, and all throw if they differ.
+  uint64_t enter_equal(const std::string& operation, const std::string& tensors);
+  /// The comparison of enter_equal().
+  void check_equal(const std::string& operation, uint64_t sequence, const std::string& tensors);
+  /// Returns every rank's value. [rank] The n-th exchange of a rank meets the n-th of all others.
+  /// If they belong to different operations, all ranks throw.
+  std::vector<nlohmann::json> exchange(const std::string& operation, uint64_t sequence,
+                                       const nlohmann::json& value);
+
+  /// Throws if the group is closed or dead.
+  void check(const std::string& operation);
+  /// For waiting loops, about 20 times a second. Throws once a peer is known to be dead or a
+  /// signal has asked the process to stop.
+  void poll(const std::string& operation);
+  /// Reports `text` to the world as the failure, then throws it.
+  [[noreturn]] void fail(const std::string& operation, std::string text, std::string fix);
+  /// An operation failed with `text`: finds the rank that caused it and throws.
+  [[noreturn]] void diagnose(const std::string& operation, uint64_t sequence,
+                             const std::string& text, bool timed_out);
+
+  /// The connections to the peers; null before keep() and after the end.
+  c10::intrusive_ptr<c10d::Backend> connections();
+  /// Keeps the connections until the world ends. Unless `core` has ended by then, it ends before
+  /// static destructors run, so that no group outlives main.
+  static void keep(const std::shared_ptr<GroupCore>& core,
+                   c10::intrusive_ptr<c10d::Backend> connections);
+
+  /// Communicator::abort.
+  void abort(std::string_view reason) noexcept;
+  /// Communicator::close. Without `orderly` it does not communicate and takes bounded time.
+  void close(bool orderly) noexcept;
+
+ private:
+  friend class StartedOperation;
+
+  /// Like poll(), but also fails once a peer is known to be in another operation.
+  void poll_together(const std::string& operation, uint64_t sequence);
+  /// Throws the group's first error. If there is none, makes it from the world's cause.
+  [[noreturn]] void raise(const std::string& operation);
+  /// Fails unless the texts of all ranks are equal.
+  void require_equal(const std::string& operation, const std::vector<std::string>& texts);
+  bool wait_idle();
+
+  std::shared_ptr<GroupProgress> progress_; // set at construction
+
+  // Guarded by mutex_.
+  std::mutex mutex_;
+  std::condition_variable idle_; // in_flight_ became 0
+  int in_flight_ = 0;
+  CommClock::time_point last_completion_ = CommClock::now();
+  bool closed_ = false;
+  c10::intrusive_ptr<c10d::Backend> connections_;
+  /// The first error, without its "[part::function]".
+  std::optional<FailureCause> error_;
+
+  // Used by the thread that issues operations.
+  std::unordered_set<uint64_t> known_; // hashes of the operations that the group has done
+  uint64_t compared_at_ = 0; // sequence number of the last comparison with the peers
+  CommClock::time_point compared_{}; // time of the last comparison
+  uint64_t apart_at_ = 0; // sequence number at which a peer was last in another operation
+  CommClock::time_point together_{}; // last time at which it was not
+};
+
+/// Why a back end's operation failed.
+struct OperationFailure {
+  std::string text;
+  bool timed_out = false;
+};
+
+/// An operation that a back end has started. A thread of the back end completes it.
+class StartedOperation final : public Work::State {
+ public:
+  /// `sequence`: from enter(). `finish` runs once, in the first wait that completes the operation.
+  StartedOperation(std::shared_ptr<GroupCore> core, std::string operation, uint64_t sequence,
+                   std::function<void()> finish);
+  void complete(std::optional<OperationFailure> failure);
+
+  void wait() override;
+  bool done() const noexcept override;
+  CommClock::time_point ended() const noexcept override;
+
+ private:
+  bool overdue() const;
+
+  // Set at construction.
+  const std::shared_ptr<GroupCore> core_;
+  const std::string operation_;
+  const uint64_t sequence_;
+  const CommClock::time_point submitted_ = CommClock::now();
+
+  // Guarded by mutex_.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool completed_ = false;
+  CommClock::time_point completed_at_{};
+  std::optional<OperationFailure> failure_;
+  std::function<void()> finish_; // empty once it has run
+};
+
+/// Creates the group of a world of one.
+std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options);
+/// The back end "gloo".
+std::shared_ptr<Communicator> make_gloo_group(const BackendContext& context);
+
+} // namespace detail
+
+} // namespace hasten
