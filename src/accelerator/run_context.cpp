@@ -68,6 +68,7 @@ static std::shared_ptr<Communicator> context_group(const AcceleratorOptions& opt
   CommunicatorOptions comm;
   comm.timeout = options.timeout;
   comm.heartbeat_timeout = options.heartbeat_timeout;
+  comm.backend = options.backend;
   comm.check_shapes = debugs(options) ? ShapeCheck::always : ShapeCheck::first;
   comm.device_kind = accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
   return Communicator::create(world, comm);

@@ -185,7 +185,8 @@ int run_command(const CompareCommand& command) {
   int64_t trying = next > 0 ? next : state.search.largest_rows();
   install_interrupt_handlers();
   const MemoryLimit limit(state.search.limit_bytes);
-  const auto communicator = Communicator::create(world_from_environment());
+  const auto communicator =
+      Communicator::create(world_from_environment(), {.backend = command.arguments.ddp_backend});
   try {
     Accelerator accelerator(detail::compared_options(command, state.strategy), communicator);
     detail::CompareRun(command, accelerator, state, trying).run();

@@ -80,6 +80,7 @@ Command parse_compare(std::vector<std::string> arguments) {
   flags.value("--strategies", strategies, "NAME,...",
               "strategies to compare, as in hasten train --strategy");
   declare_shard_size(flags, training.shard_size);
+  declare_backend(flags, training);
   flags.group("Training");
   flags.value("--memory-limit", memory_limit, "BYTES",
               "limit of tensor memory per process, e.g. 2G (default: 90 % of the free "
@@ -96,6 +97,7 @@ Command parse_compare(std::vector<std::string> arguments) {
   command.strategies = read_strategies(flags, strategies);
   command.memory_limit_bytes = read_memory_limit(flags, memory_limit);
   check_compared(flags, command);
+  check_backend(flags, training);
   if (training.shard_size > 0) {
     training.strategy = Strategy::hsdp; // shard_size is valid with hsdp only
   }

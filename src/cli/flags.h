@@ -266,6 +266,9 @@ void check_columns(const FlagTable& flags, const TableFlags& table);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
+/// --backend; and its check against the back ends that hasten-worker has.
+void declare_backend(FlagTable& flags, TrainingArguments& arguments);
+void check_backend(const FlagTable& flags, const TrainingArguments& arguments);
 /// Gives --gradient-checkpointing without a value the value full.
 void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, with names of flags in the messages.

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 
 #include "flags.h"
 
@@ -55,6 +56,22 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments) {
               "every:K blocks, ops, budget:BYTES or budget:50%");
 }
 
+// `hasten` does not see LibTorch and so not backend_names().
+constexpr std::array kWorkerBackends{"gloo"};
+
+void declare_backend(FlagTable& flags, TrainingArguments& arguments) {
+  flags.value("--ddp-backend,--backend", arguments.ddp_backend, "NAME",
+              "what moves tensors between processes: gloo (sockets, tensors on the CPU)");
+}
+
+void check_backend(const FlagTable& flags, const TrainingArguments& arguments) {
+  const std::vector<std::string> known(kWorkerBackends.begin(), kWorkerBackends.end());
+  if (std::find(known.begin(), known.end(), arguments.ddp_backend) == known.end()) {
+    throw InputError(flags.where(), "--backend=" + arguments.ddp_backend, joined(known, " or "),
+                     write_nearest(arguments.ddp_backend, known));
+  }
+}
+
 void declare_run(FlagTable& flags, TrainCommand& command) {
   TrainingArguments& arguments = command.arguments;
   flags.group("Processes and output");
@@ -87,6 +104,7 @@ void declare_strategy(FlagTable& flags, TrainingArguments& arguments) {
   flags.value("--local-sgd-steps", arguments.local_sgd_steps, "STEPS",
               "Local SGD: processes train independently and average their weights every "
               "STEPS steps; 0: gradients are averaged in each step");
+  declare_backend(flags, arguments);
   flags.value("--ddp-timeout", arguments.ddp_timeout, "SECONDS",
               "limit of waiting for a process that is alive but late");
   flags.value("--heartbeat-timeout", arguments.heartbeat_timeout, "SECONDS",
@@ -314,6 +332,7 @@ Command parse_train(std::vector<std::string> arguments) {
   flags.parse(std::move(arguments));
   command.nproc_given = flags.written("--nproc");
   settle_config(flags, command);
+  check_backend(flags, command.arguments);
   check_problem(flags, command);
   check_columns(flags, command.table);
   check_logs(flags, command.logs, command.nproc);

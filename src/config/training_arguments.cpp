@@ -33,6 +33,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("strategy", a.strategy);
   visit("shard_size", a.shard_size);
   visit("local_sgd_steps", a.local_sgd_steps);
+  visit("ddp_backend", a.ddp_backend);
   visit("ddp_timeout", a.ddp_timeout);
   visit("heartbeat_timeout", a.heartbeat_timeout);
   visit("label_smoothing_factor", a.label_smoothing_factor);

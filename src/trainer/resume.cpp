@@ -165,6 +165,7 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "gradient_checkpointing",
       "strategy", // changes only the order of sums
       "shard_size",
+      "ddp_backend",
       "per_device_eval_batch_size",
       "dataloader_num_workers",
       "dataloader_prefetch_factor",

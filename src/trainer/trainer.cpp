@@ -186,7 +186,8 @@ AcceleratorOptions accelerator_options(const TrainingArguments& arguments) {
           .strategy = arguments.strategy,
           .shard_size = static_cast<int>(arguments.shard_size),
           .timeout = from_seconds(arguments.ddp_timeout),
-          .heartbeat_timeout = from_seconds(arguments.heartbeat_timeout)};
+          .heartbeat_timeout = from_seconds(arguments.heartbeat_timeout),
+          .backend = arguments.ddp_backend};
 }
 
 ModelFiles default_model_files(std::shared_ptr<torch::nn::Module> model) {

@@ -71,7 +71,7 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
       "--optim-args beta1=0.8 --lr-scheduler-type cosine_with_restarts "
       "--lr-scheduler-kwargs {\"num_cycles\":2} --max-grad-value 0.5 "
       "--grad-norm-type inf --log-gradient-norms layer --auto-find-batch-size "
-      "--memory-limit 2GB");
+      "--memory-limit 2GB --backend=gloo");
   EXPECT_EQ(command.model, "m");
   EXPECT_EQ(command.train_file, "t.tsv");
   EXPECT_EQ(command.table.text_column, "c");
@@ -131,7 +131,7 @@ TEST(CommandLine, CompareFlagsReachTheirFields) {
   const auto command = detail::parsed<CompareCommand>(
       "compare --model bert-mini --nproc-per-node 3 --strategies fsdp,ddp "
       "--memory-limit 2G --max-length 64 --mixed-precision bf16 "
-      "--gradient-accumulation-steps 2 --max-batch-size 16 --steps 7 --json f "
+      "--gradient-accumulation-steps 2 --max-batch-size 16 --steps 7 --json f --backend gloo "
       "--gradient-checkpointing");
   EXPECT_EQ(command.nproc, 3);
   EXPECT_EQ(command.strategies, (std::vector{Strategy::fsdp, Strategy::ddp}));
@@ -174,6 +174,8 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::estimate-memory] --strategy=fsd. Expected ddp, zero1, zero2"},
       {train + " --strategy fsd",
        "[cli::train] --strategy=fsd. Expected one of ddp, fsdp, hsdp, zero1,"},
+      {train + " --backend glo", "[cli::train] --backend=glo. Expected gloo. Fix: write gloo."},
+      {"compare --model m --ddp-backend mpi", "[cli::compare] --backend=mpi. Expected gloo."},
       {"estimate-memory --model bert-base --batch 8",
        "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",

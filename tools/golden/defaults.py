@@ -23,7 +23,7 @@ SAME = {
     ("False", "None"),
 }
 # None stands for the same value there.
-SAME_NAMES = {"dataloader_prefetch_factor"}
+SAME_NAMES = {"dataloader_prefetch_factor", "ddp_backend"}
 # Where a default stands in a header, and in which class there.
 OURS = {
     "TrainingArguments": ("include/hasten/config/training_arguments.h", "TrainingArguments"),

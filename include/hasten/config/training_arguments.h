@@ -172,6 +172,10 @@ struct TrainingArguments {
   /// weights.
   int64_t local_sgd_steps = 0;
 
+  /// Moves tensors between processes: "gloo", or a back end that the program has registered
+  /// (hasten/comm/backend.h). An accelerator that is passed in uses its own.
+  std::string ddp_backend = "gloo";
+
   /// ddp_timeout limits the wait for a process that is alive but late. heartbeat_timeout limits the
   /// time until a process that died or froze is reported (CommunicatorOptions). Seconds, 0.1 to
   /// 1e7. An accelerator that is passed in uses its own limits.
