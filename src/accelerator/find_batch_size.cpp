@@ -69,7 +69,7 @@ int64_t find_executable_batch_size(const std::function<void(int64_t)>& attempt,
       shortage = detail::run_attempt(attempt, size, options.memory_limit_bytes);
     } catch (const std::exception& error) {
       if (communicator != nullptr) {
-        communicator->abort(error.what());
+        communicator->abort(error);
       }
       throw;
     }

@@ -73,7 +73,8 @@ void OpenBatch::close(bool unwinding) noexcept {
   forwards_.clear();
   const bool broken = !window_->failure().empty();
   if (unwinding || broken) {
-    run_.fail_peers(broken ? window_->failure() : "an exception left the window of accumulate()");
+    run_.fail_peers(broken ? window_->failure() : "an exception left the window of accumulate()",
+                    broken ? window_->failure_kind() : ErrorKind::other);
   }
   closed_without_backward_ = window_->had_backward() || unwinding ? 0 : window_->models_mask();
   last_batch_completed_ = window_->is_complete();
@@ -149,7 +150,7 @@ void OpenBatch::backward_outside(const at::Tensor& loss, std::optional<double> s
       windows_.leave(own);
       // Under no_sync() no peer waits for this rank, but in layers that communicate.
       if (reduce || batch.backward_communicates) {
-        run_.fail_peers(own.failure());
+        run_.fail_peers(own.failure(), own.failure_kind());
       }
     }
     throw;
@@ -276,7 +277,7 @@ void OpenBatch::complete_without_backward(GradientWindow& last) {
                            "norm layers are synchronised",
                            "a forward and a backward for each batch",
                            "call backward() with weight 0 for a batch to be left out");
-    run_.fail_peers(error.what()); // they wait for this rank
+    run_.fail_peers(error); // they wait for this rank
     throw error;
   }
   last.complete_without_backward();

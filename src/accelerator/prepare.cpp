@@ -25,7 +25,6 @@ class CoreLoaderLink final : public LoaderLink {
   void enter_loop(const std::shared_ptr<LoaderState>& loader) const override {
     core_->loaders.enter_loop(loader);
   }
-  void fail_peers(const std::string& why) const override { core_->run.fail_peers(why); }
 
  private:
   std::shared_ptr<AcceleratorCore> core_;

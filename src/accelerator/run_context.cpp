@@ -90,9 +90,15 @@ std::optional<uint64_t> RunContext::order_seed() const {
   return !options_.seed && world_.world_size > 1 ? 0 : options_.seed;
 }
 
-void RunContext::fail_peers(const std::string& why) const {
+void RunContext::fail_peers(const std::string& why, ErrorKind kind) const {
   if (!alone()) {
-    communicator_->abort(why);
+    communicator_->abort(why, kind);
+  }
+}
+
+void RunContext::fail_peers(const std::exception& error) const {
+  if (!alone()) {
+    communicator_->abort(error);
   }
 }
 

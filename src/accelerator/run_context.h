@@ -39,7 +39,8 @@ class RunContext {
   std::optional<uint64_t> order_seed() const;
 
   /// Ends the peers with an error that contains `why`. Does nothing with one rank.
-  void fail_peers(const std::string& why) const;
+  void fail_peers(const std::string& why, ErrorKind kind) const;
+  void fail_peers(const std::exception& error) const;
   /// After a failure: continues with the remaining ranks. False if none is lost. Collective over
   /// them.
   bool shrink();

@@ -47,7 +47,7 @@ void UnevenInputs::end_ranges(const LoaderState* loader, bool joins) {
       take_part(loader, joins);
     }
   } catch (const std::exception& error) {
-    run_.fail_peers(error.what()); // they may wait for this rank
+    run_.fail_peers(error); // they may wait for this rank
     throw;
   }
 }

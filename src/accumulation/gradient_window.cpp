@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/core/memory.h"
 #include "window_watch.h"
 #include "zero_backward.h"
 
@@ -303,10 +304,10 @@ void GradientWindow::run_backward(const at::Tensor& loss, double times, double s
       watch_->remember(models_);
     }
   } catch (const std::exception& error) {
-    fail(error.what());
+    fail(error.what(), error_kind(error));
     throw;
   } catch (...) {
-    fail("an exception that is not a std::exception");
+    fail("an exception that is not a std::exception", ErrorKind::other);
     throw;
   }
 }
@@ -337,8 +338,9 @@ void GradientWindow::note_loss(const at::Tensor& loss, double times) {
 }
 
 // A backward that threw leaves partial gradients, so the window starts anew.
-void GradientWindow::fail(const char* what) {
+void GradientWindow::fail(const char* what, ErrorKind kind) {
   failure_ = what;
+  failure_kind_ = kind;
   complete_ = false;
   begun_ = open_;
   for (auto& model : models_) {

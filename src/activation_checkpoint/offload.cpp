@@ -52,7 +52,8 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
         free(place, bytes);
         throw Error("activation_checkpoint::SavedTensorOffload",
                     "cannot write " + std::to_string(bytes) + " bytes: " + std::strerror(error),
-                    "free space for saved tensors", "choose another folder, or offload less");
+                    "free space for saved tensors", "choose another folder, or offload less",
+                    kind_of_errno(error));
       }
       done += std::max<ssize_t>(0, wrote);
     }

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <new>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -67,8 +70,29 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 } // namespace detail
 
 Error::Error(std::string_view where, std::string_view what, std::string_view expected,
-             std::string_view fix)
-    : std::runtime_error(detail::error_text(where, what, expected, fix)) {}
+             std::string_view fix, ErrorKind kind)
+    : std::runtime_error(detail::error_text(where, what, expected, fix)), kind_(kind) {}
+
+std::string_view Error::text() const {
+  const std::string_view whole = what();
+  return whole.substr(whole.find("] ") + 2);
+}
+
+ErrorKind kind_of(const std::exception& error) {
+  if (const auto* own = dynamic_cast<const Error*>(&error)) {
+    return own->kind();
+  }
+  if (const auto* failed_call = dynamic_cast<const std::system_error*>(&error)) {
+    return kind_of_errno(failed_call->code().value());
+  }
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? ErrorKind::out_of_memory
+                                                                : ErrorKind::other;
+}
+
+ErrorKind kind_of_errno(int error) {
+  return error == ENOSPC || error == EDQUOT || error == EFBIG ? ErrorKind::full_disk
+                                                              : ErrorKind::other;
+}
 
 Interrupted::Interrupted(int signal)
     : Error("base::interrupt", "stopped by signal " + std::to_string(signal)), signal_(signal) {}

@@ -1,10 +1,8 @@
 #include "hasten/base/exit_code.h"
 
-#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <string>
-#include <string_view>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
@@ -22,17 +20,6 @@ int end_by_signal(int signal, int world_size) {
              ". What was saved before is complete.");
   }
   return 128 + signal;
-}
-
-/// A full disk is the user's to fix, in whichever part it was noticed.
-bool is_full_disk(const std::exception& error) {
-  const std::string_view text = error.what();
-  for (const int number : {ENOSPC, EDQUOT, EFBIG}) {
-    if (text.find(std::strerror(number)) != std::string_view::npos) {
-      return true;
-    }
-  }
-  return false;
 }
 
 } // namespace detail
@@ -59,8 +46,9 @@ int exit_code_of(int local_rank, int world_size, const std::function<int()>& bod
     if (!said_elsewhere) {
       log_error(message_of(error));
     }
-    const bool bad_input =
-        dynamic_cast<const InputError*>(&error) != nullptr || detail::is_full_disk(error);
+    // A full disk is the user's to fix, in whichever part it was noticed.
+    const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||
+                           kind_of(error) == ErrorKind::full_disk;
     return bad_input ? kExitBadInput : kExitFailed;
   }
 }

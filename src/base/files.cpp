@@ -34,12 +34,10 @@ void throw_file_error(const char* where, const std::filesystem::path& path, int 
     case EPERM:
     case EROFS:
       throw InputError(where, path_problem(path, error));
-    case EDQUOT:
-    case EFBIG:
-    case ENOSPC:
-      throw Error(where, path_problem(path, error), {}, "free space or write elsewhere");
     default:
-      throw Error(where, path_problem(path, error));
+      const ErrorKind kind = kind_of_errno(error);
+      throw Error(where, path_problem(path, error), {},
+                  kind == ErrorKind::full_disk ? "free space or write elsewhere" : "", kind);
   }
 }
 

@@ -164,13 +164,6 @@ class CompareRun {
   int64_t peak_bytes_ = 0;
 };
 
-/// If a thread of the group runs out of memory, the error is a CommunicationError.
-bool ran_out(const std::exception& error) {
-  return is_out_of_memory(error) ||
-         (dynamic_cast<const CommunicationError*>(&error) != nullptr &&
-          std::string_view(error.what()).find("out of memory: ") != std::string_view::npos);
-}
-
 } // namespace detail
 
 int run_command(const CompareCommand& command) {
@@ -200,9 +193,9 @@ int run_command(const CompareCommand& command) {
     throw;
   } catch (const std::exception& error) {
     throw_if_interrupted(); // a peer that got the signal first looks like a failed one
-    const std::string_view what = error.what();
-    communicator->abort(what.substr(0, what.find('\n')));
-    if (!detail::ran_out(error)) {
+    communicator->abort(error);
+    // If a peer or a thread of the group runs out of memory, the error is a CommunicationError.
+    if (error_kind(error) != ErrorKind::out_of_memory) {
       throw;
     }
     state.search.ran_out(trying);

@@ -227,10 +227,7 @@ void validate_arguments(const FlagTable& flags, const TrainingArguments& argumen
   try {
     arguments.validate();
   } catch (const InputError& error) {
-    const std::string text = error.what();
-    const size_t end = text.find("] ");
-    throw InputError(flags.where(),
-                     flags.with_flag_names(end == std::string::npos ? text : text.substr(end + 2)));
+    throw InputError(flags.where(), flags.with_flag_names(std::string(error.text())));
   }
 }
 

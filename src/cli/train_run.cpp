@@ -1,8 +1,7 @@
 #include "train_run.h"
 
-#include <string_view>
-
 #include "agreement.h"
+#include "checks.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
@@ -57,8 +56,7 @@ int run_training(const TrainCommand& command, const ReadInputs& read) {
   try {
     trained = train(command, inputs, accelerator);
   } catch (const std::exception& error) {
-    const std::string_view what = error.what();
-    communicator.abort(what.substr(0, what.find('\n'))); // no stack trace
+    communicator.abort(error);
     throw;
   }
   if (accelerator->is_main_process()) {

@@ -2,6 +2,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/comm/few_sizes.h"
+#include "hasten/core/memory.h"
 
 namespace hasten::detail {
 
@@ -9,9 +10,11 @@ nlohmann::json failure_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& known) {
-    return {{"what", known.what()}, {"input", dynamic_cast<const InputError*>(&known) != nullptr}};
+    return {{"what", known.what()},
+            {"input", dynamic_cast<const InputError*>(&known) != nullptr},
+            {"kind", error_kind(known)}};
   } catch (...) {
-    return {{"what", "an unknown exception"}, {"input", false}};
+    return {{"what", "an unknown exception"}, {"input", false}, {"kind", ErrorKind::other}};
   }
 }
 
@@ -21,7 +24,7 @@ void throw_failure(const std::string& where, const std::string& who,
   if (failure.at("input").get<bool>()) {
     throw PeerInputError(where, what);
   }
-  throw Error(where, what);
+  throw Error(where, what, {}, {}, failure.at("kind").get<ErrorKind>());
 }
 
 std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std::string& where,

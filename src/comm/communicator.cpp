@@ -8,7 +8,9 @@
 #include "group_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
+#include "hasten/core/memory.h"
 #include "tensor_checks.h"
 
 namespace hasten {
@@ -143,6 +145,13 @@ std::shared_ptr<Communicator> Communicator::create(const World& world,
   set_log_rank(world.rank, world.world_size);
   const auto link = detail::WorldLink::join(world, options);
   return factory({link->world(), options, link});
+}
+
+void Communicator::abort(const std::exception& error) noexcept {
+  try {
+    abort(message_of(error), error_kind(error));
+  } catch (...) { // out of memory, at the end of the run
+  }
 }
 
 std::optional<Survivors> Communicator::shrink() { return std::nullopt; }

@@ -6,21 +6,22 @@
 
 #include "batch_threads.h"
 #include "hasten/base/process.h"
+#include "hasten/core/memory.h"
 #include "tensor_checks.h"
 
 namespace hasten::detail {
 
 /// The failure in an exception of Gloo, which has no class for a time-out.
 static OperationFailure gloo_failure(const std::exception_ptr& error) {
-  OperationFailure failure{.text = "unknown error"};
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& caught) {
-    failure.text = caught.what();
-  } catch (...) { // no exception of Gloo
+    const std::string text = caught.what();
+    const bool timed_out = text.find("Timed out") != std::string::npos;
+    return {text, timed_out ? ErrorKind::timed_out : error_kind(caught)};
+  } catch (...) {
+    return {"unknown error"};
   }
-  failure.timed_out = failure.text.find("Timed out") != std::string::npos;
-  return failure;
 }
 
 GlooGroup::GlooGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
@@ -54,12 +55,12 @@ void GlooGroup::connect() {
   const bool connected = await_future(future, CommClock::now() + core_->options.timeout,
                                       [&] { core_->poll(operation); });
   if (!connected) {
-    core_->diagnose(operation, sequence, "", true);
+    core_->diagnose(operation, sequence, {.kind = ErrorKind::timed_out});
   }
   try {
     GroupCore::keep(core_, future.get());
   } catch (const std::exception& error) {
-    core_->diagnose(operation, sequence, error.what(), false);
+    core_->diagnose(operation, sequence, {error.what(), error_kind(error)});
   }
   if (const auto uid = core_->link->stranger()) {
     core_->fail(operation,

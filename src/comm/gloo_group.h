@@ -33,7 +33,9 @@ class GlooGroup final : public Communicator {
                                                 std::string_view name) override;
   nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override;
   void barrier(std::string_view name) override;
-  void abort(std::string_view reason) noexcept override { core_->abort(reason); }
+  void abort(std::string_view reason, ErrorKind kind) noexcept override {
+    core_->abort(reason, kind);
+  }
   void close() noexcept override { core_->close(true); }
   std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override;
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,

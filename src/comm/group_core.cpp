@@ -8,10 +8,10 @@
 #include <thread>
 #include <utility>
 
-#include "hasten/base/error.h"
 #include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
+#include "hasten/core/memory.h"
 
 namespace hasten::detail {
 
@@ -182,16 +182,16 @@ std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, ui
   }
   if (!arrived) {
     link->store().cancel();
-    diagnose(operation, sequence, "", true);
+    diagnose(operation, sequence, {.kind = ErrorKind::timed_out});
   }
   std::vector<StoreBytes> all;
   try {
     all = future.get();
   } catch (const std::exception& error) {
-    diagnose(operation, sequence, error.what(), false);
+    diagnose(operation, sequence, {error.what(), error_kind(error)});
   }
   if (all.empty()) { // cancelled: the world failed while this call waited
-    diagnose(operation, sequence, "cancelled", false);
+    diagnose(operation, sequence, {"cancelled"});
   }
   std::vector<nlohmann::json> values;
   std::vector<std::string> operations;
@@ -265,17 +265,19 @@ void GroupCore::raise(const std::string& operation) {
   }
   set_said_by_peer(first.said_by_peer);
   throw CommunicationError("comm::" + first.operation.substr(0, first.operation.find(' ')),
-                           first.operation + ": " + first.text, {}, first.fix);
+                           first.operation + ": " + first.text, {}, first.fix, first.kind);
 }
 
-void GroupCore::fail(const std::string& operation, std::string text, std::string fix) {
-  link->liveness().fail({link->launch_rank(), operation, std::move(text), std::move(fix)},
+void GroupCore::fail(const std::string& operation, std::string text, std::string fix,
+                     ErrorKind kind) {
+  link->liveness().fail({link->launch_rank(), operation, std::move(text), std::move(fix), {}, kind},
                         milliseconds(500));
   raise(operation);
 }
 
-void GroupCore::diagnose(const std::string& operation, uint64_t sequence, const std::string& text,
-                         bool timed_out) {
+void GroupCore::diagnose(const std::string& operation, uint64_t sequence,
+                         const OperationFailure& failure) {
+  const bool timed_out = failure.kind == ErrorKind::timed_out;
   Liveness& liveness = link->liveness();
   const CommClock::time_point until = CommClock::now() + options.heartbeat_timeout;
   // The rank that broke the connection need not be the cause: it may have lost a third rank, or
@@ -301,10 +303,12 @@ void GroupCore::diagnose(const std::string& operation, uint64_t sequence, const 
     fail(operation,
          "timed out after " + format_fixed(double(options.timeout.count()) / 1000, 1) +
              " s: " + liveness.describe_missing(key, members, sequence, operation),
-         "find out what that rank is doing, or raise the timeout");
+         "find out what that rank is doing, or raise the timeout", failure.kind);
   }
   check(operation); // throws for a failed world and for a closed group
-  fail(operation, "the connection to a peer broke (" + text.substr(0, text.find('\n')) + ")", "");
+  fail(operation,
+       "the connection to a peer broke (" + failure.text.substr(0, failure.text.find('\n')) + ")",
+       "", failure.kind);
 }
 
 struct OpenGroups {
@@ -351,7 +355,7 @@ c10::intrusive_ptr<c10d::Backend> GroupCore::connections() {
   return connections_;
 }
 
-void GroupCore::abort(std::string_view reason) noexcept {
+void GroupCore::abort(std::string_view reason, ErrorKind kind) noexcept {
   try {
     Liveness& liveness = link->liveness();
     const bool first = !liveness.failed();
@@ -360,7 +364,8 @@ void GroupCore::abort(std::string_view reason) noexcept {
          "",
          "rank " + std::to_string(link->launch_rank()) + " failed: " + std::string(reason),
          "read that rank's messages",
-         {link->world().rank}},
+         {link->world().rank},
+         kind},
         milliseconds(500));
     // The store ends with rank 0: let the others read the failure first.
     const CommClock::time_point until = CommClock::now() + milliseconds(1000);
@@ -443,13 +448,13 @@ void StartedOperation::wait() {
     lock.unlock();
     core_->poll(operation_);
     if (overdue()) {
-      core_->diagnose(operation_, sequence_, "", true);
+      core_->diagnose(operation_, sequence_, {.kind = ErrorKind::timed_out});
     }
     lock.lock();
   }
   if (failure_) {
     lock.unlock(); // it does not change any more
-    core_->diagnose(operation_, sequence_, failure_->text, failure_->timed_out);
+    core_->diagnose(operation_, sequence_, *failure_);
   }
   if (finish_) {
     finish_();

@@ -29,6 +29,12 @@ struct Work::State {
 
 namespace detail {
 
+/// Why an operation failed.
+struct OperationFailure {
+  std::string text{};
+  ErrorKind kind = ErrorKind::other;
+};
+
 class GroupCore {
  public:
   /// Counts the group in the world. `of`: its ranks in the world; empty: all ranks. Throws
@@ -63,10 +69,11 @@ class GroupCore {
   /// signal has asked the process to stop.
   void poll(const std::string& operation);
   /// Reports `text` to the world as the failure, then throws it.
-  [[noreturn]] void fail(const std::string& operation, std::string text, std::string fix);
-  /// An operation failed with `text`: finds the rank that caused it and throws.
+  [[noreturn]] void fail(const std::string& operation, std::string text, std::string fix,
+                         ErrorKind kind = ErrorKind::other);
+  /// An operation failed: finds the rank that caused it and throws.
   [[noreturn]] void diagnose(const std::string& operation, uint64_t sequence,
-                             const std::string& text, bool timed_out);
+                             const OperationFailure& failure);
 
   /// The connections to the peers; null before keep() and after the end.
   c10::intrusive_ptr<c10d::Backend> connections();
@@ -76,7 +83,7 @@ class GroupCore {
                    c10::intrusive_ptr<c10d::Backend> connections);
 
   /// Communicator::abort.
-  void abort(std::string_view reason) noexcept;
+  void abort(std::string_view reason, ErrorKind kind) noexcept;
   /// Communicator::close. Without `orderly` it does not communicate and takes bounded time.
   void close(bool orderly) noexcept;
 
@@ -109,12 +116,6 @@ class GroupCore {
   CommClock::time_point compared_{}; // time of the last comparison
   uint64_t apart_at_ = 0; // sequence number at which a peer was last in another operation
   CommClock::time_point together_{}; // last time at which it was not
-};
-
-/// Why a back end's operation failed.
-struct OperationFailure {
-  std::string text;
-  bool timed_out = false;
 };
 
 /// An operation that a back end has started. A thread of the back end completes it.

@@ -26,7 +26,7 @@ std::string json_text(const nlohmann::json& value) {
   return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FailureCause, found_by, operation, text, fix, lost)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FailureCause, found_by, operation, text, fix, lost, kind)
 
 struct Liveness::Shared {
   // Set at construction.

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "beat_watch.h"
+#include "hasten/base/error.h"
 #include "hasten/comm/handshake.h"
 #include "store.h"
 
@@ -31,6 +32,7 @@ struct FailureCause {
   std::string fix;
   /// The ranks whose loss is the cause.
   std::vector<int> lost{};
+  ErrorKind kind = ErrorKind::other;
   /// On the rank that reads it: a lower live rank of this host reports the failure, too.
   bool said_by_peer = false;
 };

@@ -97,9 +97,10 @@ class LocalGroup final : public Communicator {
   }
   void barrier(std::string_view name) override { check("barrier", name); }
 
-  void abort(std::string_view reason) noexcept override {
+  void abort(std::string_view reason, ErrorKind kind) noexcept override {
     if (error_.empty()) {
       try {
+        kind_ = kind;
         error_ = "rank 0 failed: " + std::string(reason);
       } catch (...) { // out of memory, at the end of the run
       }
@@ -125,7 +126,7 @@ class LocalGroup final : public Communicator {
         throw CommunicationError("comm::" + std::string(operation),
                                  label + "the group is closed: name=" + options_.name);
       }
-      throw CommunicationError("comm::" + std::string(operation), label + error_);
+      throw CommunicationError("comm::" + std::string(operation), label + error_, {}, {}, kind_);
     }
   }
 
@@ -133,6 +134,7 @@ class LocalGroup final : public Communicator {
   const std::shared_ptr<std::set<std::string>> names_;
   const std::shared_ptr<LocalOperation> done_;
   std::string error_;
+  ErrorKind kind_ = ErrorKind::other; // of error_
   bool closed_ = false;
 };
 

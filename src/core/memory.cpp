@@ -194,6 +194,10 @@ bool is_out_of_memory(const std::exception& error) {
               std::string_view::npos);
 }
 
+ErrorKind error_kind(const std::exception& error) {
+  return is_out_of_memory(error) ? ErrorKind::out_of_memory : kind_of(error);
+}
+
 int64_t peak_resident_bytes() { return detail::process_status_bytes("VmHWM:"); }
 
 int64_t resident_bytes() { return detail::process_status_bytes("VmRSS:"); }

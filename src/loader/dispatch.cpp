@@ -29,6 +29,7 @@ void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
   const nlohmann::json failure = failure_of(error);
   round.error = failure["what"];
   round.is_input_error = failure["input"];
+  round.error_kind = failure["kind"];
 }
 
 int64_t aligned_bytes(int64_t bytes) {
@@ -41,7 +42,8 @@ at::Tensor encode_round(const DispatchedRound& round) {
   nlohmann::json header = {{"last", round.last},
                            {"position", round.position},
                            {"error", round.error},
-                           {"input", round.is_input_error}};
+                           {"input", round.is_input_error},
+                           {"kind", round.error_kind}};
   header["parts"] = nlohmann::json::array();
   std::vector<at::Tensor> data;
   int64_t offset = 0;
@@ -93,6 +95,7 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world
   round.position = header["position"].get<int64_t>();
   round.error = header["error"].get<std::string>();
   round.is_input_error = header["input"].get<bool>();
+  round.error_kind = header["kind"].get<ErrorKind>();
   if (header["parts"].empty()) {
     return round;
   }
@@ -147,7 +150,9 @@ DispatchedRound LoaderLink::dispatch(DispatchedRound* round) const {
       decode_round(buffer, static_cast<size_t>(rank()), static_cast<size_t>(world_size()));
   if (!received.error.empty()) {
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",
-                  {{"what", received.error}, {"input", received.is_input_error}});
+                  {{"what", received.error},
+                   {"input", received.is_input_error},
+                   {"kind", received.error_kind}});
   }
   return received;
 }

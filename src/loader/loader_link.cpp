@@ -15,7 +15,9 @@ void LoaderLink::refuse_no_row(const std::string& range) const {
                          "a sample for every rank from the range's shard()",
                          "start fewer ranks, use more data, or set even_batches or "
                          "dispatch_batches");
-  fail_peers(error.what());
+  if (world_size() > 1) {
+    communicator().abort(error); // they wait for this rank
+  }
   throw error;
 }
 

@@ -35,7 +35,8 @@ void remove_tree(const fs::path& path) {
   fs::remove_all(path, error);
   if (error) {
     throw Error("trainer::output_folder",
-                "cannot remove path=" + path.string() + " (" + error.message() + ")");
+                "cannot remove path=" + path.string() + " (" + error.message() + ")", {}, {},
+                kind_of_errno(error.value()));
   }
 }
 

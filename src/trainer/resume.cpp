@@ -264,7 +264,8 @@ void set_aside(const std::filesystem::path& folder) {
   }
   if (error) {
     throw Error(kResumeWhere,
-                "cannot rename path=" + folder.string() + " (" + error.message() + ")");
+                "cannot rename path=" + folder.string() + " (" + error.message() + ")", {}, {},
+                kind_of_errno(error.value()));
   }
 }
 

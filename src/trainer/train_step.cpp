@@ -93,7 +93,7 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
     return true;
   } catch (const std::exception& error) {
     // Before the guard aborts, because the reason is known here.
-    parts_.communicator().abort(error.what());
+    parts_.communicator().abort(error);
     throw;
   }
 }

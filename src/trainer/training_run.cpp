@@ -138,7 +138,7 @@ TrainOutput TrainingRun::run() {
   } catch (const std::exception& error) {
     parts_.saves_when_terminated = false;
     deferral.reset();
-    parts_.communicator().abort(error.what());
+    parts_.communicator().abort(error);
     if (local_sgd_) {
       local_sgd_->abort();
     }

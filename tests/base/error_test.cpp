@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <iterator>
+#include <new>
+#include <stdexcept>
+#include <system_error>
 
 namespace hasten {
 
@@ -17,6 +21,23 @@ TEST(Error, MessageStartsWithTheRankInALargerWorld) {
   const Error error("a::b", "x=1");
   set_error_rank(0, 1);
   EXPECT_STREQ(error.what(), "rank 1/4 [a::b] x=1.");
+}
+
+TEST(Error, TextIsTheMessageWithoutItsPlace) {
+  set_error_rank(1, 4);
+  const Error error("a::b", "x=[1] y", "[2] z");
+  set_error_rank(0, 1);
+  EXPECT_EQ(error.text(), "x=[1] y. Expected [2] z.");
+}
+
+TEST(Error, KindsAreThoseOfTheStandardLibrarysErrorsToo) {
+  EXPECT_EQ(kind_of(Error("a::b", "No space left on device")), ErrorKind::other);
+  EXPECT_EQ(kind_of(CommunicationError("a::b", "late", {}, {}, ErrorKind::timed_out)),
+            ErrorKind::timed_out);
+  EXPECT_EQ(kind_of(std::bad_alloc()), ErrorKind::out_of_memory);
+  EXPECT_EQ(kind_of(std::system_error(ENOSPC, std::generic_category())), ErrorKind::full_disk);
+  EXPECT_EQ(kind_of(std::system_error(EACCES, std::generic_category())), ErrorKind::other);
+  EXPECT_EQ(kind_of(std::runtime_error("out of memory")), ErrorKind::other);
 }
 
 TEST(Error, NearestNameIsOfferedOnlyWhenItIsNear) {

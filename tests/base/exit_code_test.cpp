@@ -6,8 +6,10 @@
 #include <cstring>
 #include <functional>
 #include <stdexcept>
+#include <system_error>
 
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/base/recorded_error.h"
 #include "support/captured_stderr.h"
 #include "support/environment.h"
@@ -61,7 +63,11 @@ TEST(Record, ExceptionsAreSaidRecordedAndBecomeExitCodes) {
       {[] { throw InputError("part::f", "rows=0"); }, 2, "[part::f] rows=0"},
       {[] { throw TrainingError("part::f", "loss=nan"); }, 1, "[part::f] loss=nan"},
       {[] { throw std::runtime_error("no luck"); }, 1, "no luck"},
-      {[] { throw Error("part::f", std::strerror(ENOSPC)); }, 2, std::strerror(ENOSPC)}};
+      {[] { detail::throw_file_error("part::f", "a.bin", ENOSPC); }, 2, std::strerror(ENOSPC)},
+      {[] { throw std::system_error(EDQUOT, std::generic_category(), "a.bin"); }, 2, "a.bin"},
+      {[] { detail::throw_file_error("part::f", "a.bin", EIO); }, 1, "[part::f] a.bin"},
+      // The kind counts, not the text.
+      {[] { throw Error("part::f", std::strerror(ENOSPC)); }, 1, std::strerror(ENOSPC)}};
   for (const Case& bad : cases) {
     SCOPED_TRACE(bad.message);
     const auto run = detail::run_recorded(bad.main);

@@ -154,7 +154,7 @@ HASTEN_RANK_FUNCTION(CommAbandonsWhatFails) {
     rank.fault_here();
     sum_once(*comm);
   } catch (const std::exception& error) {
-    comm->abort(error.what());
+    comm->abort(error);
     throw;
   }
 }

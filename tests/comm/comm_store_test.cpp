@@ -88,7 +88,7 @@ HASTEN_RANK_FUNCTION(CommConnectsTheWatchSlowly) {
     rank.fault_here();
     comm->barrier("work");
   } catch (const std::exception& error) {
-    comm->abort(error.what());
+    comm->abort(error);
     throw;
   }
 }

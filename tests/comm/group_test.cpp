@@ -7,6 +7,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -251,6 +252,20 @@ TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
   expect_part(first, "all_reduce \"step\": " + reason);
   expect_part(message_of([&] { comm->barrier("later"); }), reason);
   expect_part(message_of([&] { comm->all_gather_object(1, "later"); }), reason);
+}
+
+TEST(Group, TheKindOfAFailureReachesEveryRank) {
+  const auto comm = fresh_communicator();
+  comm->barrier("meet");
+  if (comm->rank() == comm->world_size() - 1) {
+    comm->abort(std::bad_alloc());
+  }
+  try {
+    comm->barrier("later");
+    ADD_FAILURE() << "no error";
+  } catch (const CommunicationError& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::out_of_memory) << error.what();
+  }
 }
 
 static const testing_support::EnvironmentValues kChecksAsTheOptionsSay = {

@@ -224,7 +224,7 @@ HASTEN_RANK_FUNCTION(ShrinksAndEnds) {
   } catch (const CommunicationError&) {
     comm->shrink();
   } catch (const std::exception& error) {
-    comm->abort(error.what());
+    comm->abort(error);
     std::this_thread::sleep_for(milliseconds(1'000)); // is alive, but counts as lost
     return;
   }

@@ -193,6 +193,7 @@ class GradientWindow : public Stateful {
   int64_t waiting() const { return begun_ && outside_ && !complete_ ? batches_ : 0; }
   /// The message of the backward that failed in the open window; empty if none did.
   const std::string& failure() const { return failure_; }
+  ErrorKind failure_kind() const { return failure_kind_; }
   const WindowReport& report() const { return report_; }
   const std::vector<std::shared_ptr<DataParallel>>& models() const { return models_; }
   /// Bit i: model i of the accelerator.
@@ -212,7 +213,7 @@ class GradientWindow : public Stateful {
   double factor_of(const WindowTotals& totals) const;
   void complete();
   void settle(const WindowTotals& totals);
-  void fail(const char* what);
+  void fail(const char* what, ErrorKind kind);
   void note_ranks(const WindowTotals& totals, bool here);
   bool alone() const { return communicator_->world_size() == 1; }
   bool equal_batches() const { return options_.weighting == LossWeighting::mean_of_means; }
@@ -252,6 +253,7 @@ class GradientWindow : public Stateful {
   WindowBatch batch_{};
   std::optional<double> used_weight_{};
   std::string failure_{};
+  ErrorKind failure_kind_ = ErrorKind::other;
 
   WindowReport report_{};
 };

@@ -10,13 +10,29 @@
 
 namespace hasten {
 
+/// What a program may act on, in addition to an error's class.
+enum class ErrorKind {
+  other,
+  /// No space, quota or file size is left. The program ends with exit code 2.
+  full_disk,
+  out_of_memory,
+  /// A peer was late.
+  timed_out
+};
+
 /// Base of hasten's exceptions. Those of LibTorch (c10::Error) pass through as they are.
 class Error : public std::runtime_error {
  public:
   /// `where` is "part::function". `what` names the wrong value. `expected` and `fix` are sentences
   /// without the full stop at the end, or empty.
   Error(std::string_view where, std::string_view what, std::string_view expected = {},
-        std::string_view fix = {});
+        std::string_view fix = {}, ErrorKind kind = ErrorKind::other);
+  ErrorKind kind() const { return kind_; }
+  /// what() without "rank r/w [part::function] ".
+  std::string_view text() const;
+
+ private:
+  ErrorKind kind_;
 };
 
 /// A file, environment variable, flag or argument of the user is wrong. The program ends with
@@ -55,6 +71,12 @@ class Interrupted : public Error {
  private:
   int signal_;
 };
+
+/// Error::kind() of hasten's exceptions. For those of the standard library: full_disk or
+/// out_of_memory if they report it. core/memory.h has the function that knows LibTorch's, too.
+ErrorKind kind_of(const std::exception& error);
+/// full_disk if this value of errno reports it.
+ErrorKind kind_of_errno(int error);
 
 /// Later messages start with "rank r/w ". Does nothing if world_size is 1.
 void set_error_rank(int rank, int world_size);

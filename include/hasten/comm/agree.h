@@ -12,7 +12,8 @@
 
 namespace hasten::detail {
 
-/// An exception in the form that is sent to other ranks: its text, and whether it is an InputError.
+/// An exception in the form that is sent to other ranks: its text, its kind, and whether it is an
+/// InputError.
 nlohmann::json failure_of(const std::exception_ptr& error);
 
 /// Throws another rank's failure on this rank, as PeerInputError or Error.

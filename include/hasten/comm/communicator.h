@@ -14,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
@@ -22,6 +23,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hasten/base/error.h"
 #include "hasten/base/timeouts.h"
 #include "hasten/base/world.h"
 
@@ -186,8 +188,10 @@ class Communicator {
   /// reason"), and marks every group of the world as dead. A peer that waits or calls later throws
   /// CommunicationError with that text within a quarter of a second. Blocks up to half a second;
   /// rank 0 up to a second more, until its peers have read it, if its end ends the store.
-  /// Never throws. Call it when an exception leaves your loop.
-  virtual void abort(std::string_view reason) noexcept = 0;
+  /// Never throws. The peers' errors have this `kind`.
+  virtual void abort(std::string_view reason, ErrorKind kind = ErrorKind::other) noexcept = 0;
+  /// The same with the message and kind of an exception. Call it when one leaves your loop.
+  void abort(const std::exception& error) noexcept;
 
   /// Closes the group when its running operations have ended. With its last group a rank leaves
   /// the world: the ranks meet first, so that no peer loses data or its store. Rank 0 waits for

@@ -64,7 +64,10 @@ class ForwardingCommunicator : public Communicator {
     entered("barrier", name, {});
     inner_->barrier(name);
   }
-  void abort(std::string_view reason) noexcept override { inner_->abort(reason); }
+  using Communicator::abort;
+  void abort(std::string_view reason, ErrorKind kind) noexcept override {
+    inner_->abort(reason, kind);
+  }
   void close() noexcept override { inner_->close(); }
   std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
     return inner_->duplicate(options);

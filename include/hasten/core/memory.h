@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <exception>
 
+#include "hasten/base/error.h"
+
 namespace hasten {
 
 struct MemoryStats {
@@ -44,6 +46,8 @@ class MemoryLimit {
 /// Whether the exception reports that memory ran out: c10::OutOfMemoryError (from a MemoryLimit
 /// or a GPU), std::bad_alloc, or the error of torch's CPU allocator.
 bool is_out_of_memory(const std::exception& error);
+/// out_of_memory if is_out_of_memory(), else kind_of() (base/error.h).
+ErrorKind error_kind(const std::exception& error);
 
 /// Maximum resident memory of this process so far, in bytes (VmHWM).
 int64_t peak_resident_bytes();

@@ -17,6 +17,10 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/base/error.h"
+#include "hasten/loader/batch.h"
+#include "hasten/loader/loader_state.h"
+#include "hasten/loader/range_reader.h"
 #include "hasten/data/prefetch.h"
 #include "hasten/loader/batch.h"
 #include "hasten/loader/loader_state.h"
@@ -195,6 +199,7 @@ struct DispatchedRound {
   bool last = false;
   std::string error{}; // the message of an exception in reading; empty: none
   bool is_input_error = false;
+  ErrorKind error_kind = ErrorKind::other;
 };
 [[noreturn]] void throw_not_sendable();
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error);

@@ -135,8 +135,6 @@ class LoaderLink {
   virtual void end(LoaderState& loader) const = 0;
   // Until its loop ends, `loader` is the innermost.
   virtual void enter_loop(const std::shared_ptr<LoaderState>& loader) const = 0;
-  // Ends the other ranks, which wait for this one.
-  virtual void fail_peers(const std::string& why) const = 0;
 
   int rank() const;
   int world_size() const;
