@@ -11,19 +11,6 @@
 
 namespace hasten::detail {
 
-/// The failure in an exception of Gloo, which has no class for a time-out.
-static OperationFailure gloo_failure(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& caught) {
-    const std::string text = caught.what();
-    const bool timed_out = text.find("Timed out") != std::string::npos;
-    return {text, timed_out ? ErrorKind::timed_out : error_kind(caught)};
-  } catch (...) {
-    return {"unknown error"};
-  }
-}
-
 GlooGroup::GlooGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
                      std::vector<int> members)
     : core_(std::make_shared<GroupCore>(std::move(link), options, std::move(members))) {
@@ -68,22 +55,6 @@ void GlooGroup::connect() {
                     ") is connected to rank " + std::to_string(core_->link->launch_rank()),
                 "find out what that user runs on this host, then start again");
   }
-}
-
-Work GlooGroup::submit(std::string operation, uint64_t sequence, const Start& start,
-                       std::function<void()> finish) {
-  const c10::intrusive_ptr<c10d::Backend> gloo = core_->connections();
-  auto state =
-      std::make_shared<StartedOperation>(core_, std::move(operation), sequence, std::move(finish));
-  try {
-    // c10d's own timed wait throws whenever its time ends.
-    start(*gloo)->getFuture()->addCallback([state](c10::ivalue::Future& f) {
-      state->complete(f.hasError() ? std::optional(gloo_failure(f.exception_ptr())) : std::nullopt);
-    });
-  } catch (...) {
-    state->complete(gloo_failure(std::current_exception()));
-  }
-  return Work(std::move(state));
 }
 
 std::shared_ptr<Communicator> GlooGroup::duplicate(const CommunicatorOptions& options) {

@@ -48,20 +48,13 @@ class GlooGroup final : public Communicator {
   void connect();
   /// Leaves the world it was in.
   void replace_world(std::shared_ptr<WorldLink> link);
-  /// Starts an operation that was entered as `sequence`. `finish` runs once, in the first wait
-  /// that completes it.
-  Work submit(std::string operation, uint64_t sequence, const Start& start,
+  /// Enters an operation on `tensors` and starts it. `finish` runs once, in the first wait that
+  /// completes it.
+  Work submit(std::string operation, const std::string& tensors, const Start& start,
               std::function<void()> finish = nullptr);
-  /// all_gather and all_to_all. They differ only in Gloo's function.
-  Work exchange_rows(std::string operation, const at::Tensor& output, const at::Tensor& input,
-                     c10::intrusive_ptr<c10d::Work> (*start)(c10d::Backend&, at::Tensor& to,
-                                                             at::Tensor& from));
-  /// all_reduce and reduce. They differ only in Gloo's function. `keep`: this rank needs the
-  /// result.
-  Work reduce_with(std::string operation, const at::Tensor& tensor, ReduceOp op,
-                   std::string tensors, bool keep,
-                   const std::function<c10::intrusive_ptr<c10d::Work>(
-                       c10d::Backend&, std::vector<at::Tensor>& buffer, c10d::ReduceOp op)>& start);
+  /// all_reduce, or reduce to `root`.
+  Work reduce_to(std::optional<int> root, std::string operation, const at::Tensor& tensor,
+                 ReduceOp op);
 
   std::shared_ptr<GroupCore> core_;
 };

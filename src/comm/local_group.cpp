@@ -55,8 +55,7 @@ class LocalGroup final : public Communicator {
     return Work(done_);
   }
   Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override {
-    check_root("gather", root, 1);
-    check_gathered("gather", output, input, 1);
+    check_rooted("gather", output, input, root, 0, 1);
     check("gather", name);
     output.detach()[0].copy_(input.detach());
     return Work(done_);
@@ -75,8 +74,7 @@ class LocalGroup final : public Communicator {
   }
   Work scatter_async(at::Tensor output, at::Tensor input, int root,
                      std::string_view name) override {
-    check_root("scatter", root, 1);
-    check_gathered("scatter", input, output, 1);
+    check_rooted("scatter", input, output, root, 0, 1);
     check("scatter", name);
     output.detach().copy_(input.detach()[0]);
     return Work(done_);

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-
+#include <functional>
 #include <sstream>
 #include <vector>
 
@@ -25,15 +25,9 @@ std::string operation_label(std::string_view operation, std::string_view name) {
   return label;
 }
 
-std::string tensor_text(const at::Tensor& tensor) {
+std::string tensor_text(const at::Tensor& tensor, size_t first) {
   std::ostringstream text;
-  text << tensor.scalar_type() << ' ' << tensor.sizes();
-  return text.str();
-}
-
-std::string rows_text(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.scalar_type() << ' ' << tensor.sizes().slice(1);
+  text << tensor.scalar_type() << ' ' << tensor.sizes().slice(first);
   return text.str();
 }
 
@@ -124,12 +118,9 @@ void check_scattered(const at::Tensor& output, const at::Tensor& input, int worl
 }
 
 void check_members(const std::vector<int>& ranks, int rank, int world_size) {
-  bool good = std::find(ranks.begin(), ranks.end(), rank) != ranks.end() && ranks.front() >= 0 &&
-              ranks.back() < world_size;
-  for (size_t i = 1; i < ranks.size(); ++i) {
-    good = good && ranks[i - 1] < ranks[i];
-  }
-  if (good) {
+  if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end() && ranks.front() >= 0 &&
+      ranks.back() < world_size &&
+      std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end()) {
     return;
   }
   std::string list;
@@ -148,6 +139,16 @@ void check_root(std::string_view operation, int root, int world_size) {
         "no such rank: " + std::string(operation == "broadcast" ? "source=" : "root=") +
             std::to_string(root),
         "0 to " + std::to_string(world_size - 1));
+  }
+}
+
+void check_rooted(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
+                  int root, int rank, int world_size) {
+  check_root(operation, root, world_size);
+  if (rank == root) {
+    check_gathered(operation, all, one, world_size);
+  } else {
+    check_tensor(operation, one);
   }
 }
 

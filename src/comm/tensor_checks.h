@@ -16,10 +16,8 @@ std::string_view reduce_op_name(ReduceOp op);
 /// The operation's name in messages: all_reduce "ddp bucket 3".
 std::string operation_label(std::string_view operation, std::string_view name);
 
-/// "Float [3, 4]".
-std::string tensor_text(const at::Tensor& tensor);
-/// The same without dimension 0.
-std::string rows_text(const at::Tensor& tensor);
+/// "Float [3, 4]". `first`: the first dimension in the text.
+std::string tensor_text(const at::Tensor& tensor, size_t first = 0);
 
 /// Throws InputError unless the tensor is defined, dense, contiguous and on the CPU.
 void check_tensor(std::string_view operation, const at::Tensor& tensor);
@@ -34,6 +32,9 @@ void check_exchanged(const at::Tensor& output, const at::Tensor& input, int worl
 /// `output` must have as many elements as each rank's row of `input`.
 void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size);
 void check_root(std::string_view operation, int root, int world_size);
+/// For gather and scatter: check_root, and on rank `root` check_gathered, elsewhere check_tensor.
+void check_rooted(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
+                  int root, int rank, int world_size);
 /// `ranks` must be ascending and include `rank`.
 void check_members(const std::vector<int>& ranks, int rank, int world_size);
 
