@@ -291,9 +291,9 @@ void GroupCore::diagnose(const std::string& operation, uint64_t sequence,
     }
     throw_if_interrupted();
     liveness.look(milliseconds(200));
-    const std::vector<int> left = liveness.left_ranks();
-    if (!liveness.failed() && !left.empty()) {
-      fail(operation, "rank " + std::to_string(link->launch_rank(left[0])) + " has left the world",
+    const std::optional<int> left = liveness.left_rank();
+    if (!liveness.failed() && left) {
+      fail(operation, "rank " + std::to_string(link->launch_rank(*left)) + " has left the world",
            "let every rank do the same operations before close()");
     }
     std::this_thread::sleep_for(milliseconds(10));
@@ -368,11 +368,8 @@ void GroupCore::abort(std::string_view reason, ErrorKind kind) noexcept {
          kind},
         milliseconds(500));
     // The store ends with rank 0: let the others read the failure first.
-    const CommClock::time_point until = CommClock::now() + milliseconds(1000);
-    while (first && serves_store(link->world()) && !liveness.everybody_knows() &&
-           CommClock::now() < until) {
-      liveness.look(milliseconds(100));
-      std::this_thread::sleep_for(milliseconds(10));
+    if (first && serves_store(link->world())) {
+      liveness.wait_until_known();
     }
   } catch (...) { // out of memory, at the end of the run
   }

@@ -83,13 +83,19 @@ struct Liveness::Shared {
   /// The rank's number in messages.
   int name(int peer) const { return config.peers[static_cast<size_t>(peer)].launch_rank; }
   int own_name() const { return name(rank); }
+  /// `what` follows "rank r ".
+  FailureCause loss(int peer, const std::string& what, std::string fix) const {
+    return {
+        own_name(), "", "rank " + std::to_string(name(peer)) + " " + what, std::move(fix), {peer}};
+  }
   FailureCause death(int peer) const {
-    return {own_name(),
-            "",
-            "rank " + std::to_string(name(peer)) + " died (process " + std::to_string(pid(peer)) +
-                " ended)",
-            "read the last messages of that rank, then restart from the last checkpoint",
-            {peer}};
+    return loss(peer, "died (process " + std::to_string(pid(peer)) + " ended)",
+                "read the last messages of that rank, then restart from the last checkpoint");
+  }
+  /// The caller holds the mutex.
+  void report_and_adopt(FailureCause found) {
+    report = found;
+    adopt(std::move(found));
   }
 };
 
@@ -213,8 +219,7 @@ void Liveness::Shared::exchange(const std::string& beat) {
   for (const int peer : ended_now) {
     peers[static_cast<size_t>(peer)].ended = true;
     if (!peers[static_cast<size_t>(peer)].left && !departing && !failed) {
-      report = death(peer);
-      adopt(*report);
+      report_and_adopt(death(peer));
     }
   }
 }
@@ -241,15 +246,10 @@ void Liveness::Shared::merge(const std::vector<int>& ranks,
     const auto at = static_cast<size_t>(i);
     if (!failed && !departing && !beside[at] && !peers[at].left &&
         watch->silence(i) > watch->limit() * 4 / 5) {
-      report = FailureCause{own_name(),
-                            "",
-                            "rank " + std::to_string(name(i)) +
-                                " died or cannot be reached: no heartbeat for " +
-                                seconds_text(watch->silence(i)),
-                            "check that rank's host, then restart from the last checkpoint; to "
-                            "wait longer raise HASTEN_HEARTBEAT_TIMEOUT",
-                            {i}};
-      adopt(*report);
+      report_and_adopt(loss(
+          i, "died or cannot be reached: no heartbeat for " + seconds_text(watch->silence(i)),
+          "check that rank's host, then restart from the last checkpoint; to wait longer raise "
+          "HASTEN_HEARTBEAT_TIMEOUT"));
     }
   }
 }
@@ -270,14 +270,11 @@ void Liveness::Shared::find_stopped() {
     } else if (slept || since == CommClock::time_point{}) {
       since = now;
     } else if (!failed && !departing && now - since > config.heartbeat_timeout) {
-      report =
-          FailureCause{own_name(),
-                       "",
-                       "rank " + std::to_string(name(i)) + " has been stopped by a signal for " +
-                           seconds_text(now - since) + " (process " + std::to_string(pid(i)) + ")",
-                       "find out what stopped it (SIGSTOP), or raise HASTEN_HEARTBEAT_TIMEOUT",
-                       {i}};
-      adopt(*report);
+      report_and_adopt(
+          loss(i,
+               "has been stopped by a signal for " + seconds_text(now - since) + " (process " +
+                   std::to_string(pid(i)) + ")",
+               "find out what stopped it (SIGSTOP), or raise HASTEN_HEARTBEAT_TIMEOUT"));
     }
   }
 }
@@ -320,7 +317,7 @@ void Liveness::Shared::store_lost(const std::string& why) {
   if (rank_ended) {
     adopt(death(0));
   } else if (rank_serves) {
-    adopt({own_name(), "", "rank 0 died or left: its " + what, "read rank 0's last messages", {0}});
+    adopt(loss(0, "died or left: its " + what, "read rank 0's last messages"));
   } else if (!launcher_serves(world)) {
     adopt({own_name(), "", "this process's own " + what, ""});
   } else {
@@ -463,15 +460,14 @@ std::string Liveness::describe_missing(const std::string& group, const std::vect
   return text.empty() ? "every rank has entered it" : text;
 }
 
-std::vector<int> Liveness::left_ranks() const {
+std::optional<int> Liveness::left_rank() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
-  std::vector<int> ranks;
-  for (size_t i = 0; i < shared_->peers.size(); ++i) {
-    if (shared_->peers[i].left && static_cast<int>(i) != shared_->rank) {
-      ranks.push_back(static_cast<int>(i));
+  for (int i = 0; i < shared_->config.world.world_size; ++i) {
+    if (i != shared_->rank && shared_->peers[static_cast<size_t>(i)].left) {
+      return i;
     }
   }
-  return ranks;
+  return std::nullopt;
 }
 
 std::vector<bool> Liveness::lost() const {
@@ -491,39 +487,42 @@ std::vector<bool> Liveness::lost() const {
   return lost;
 }
 
-bool Liveness::everybody_knows() const {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  for (size_t i = 0; i < shared_->peers.size(); ++i) {
-    const Peer& peer = shared_->peers[i];
-    if (static_cast<int>(i) != shared_->rank && !peer.left && !peer.knows_failure && !peer.ended) {
-      return false;
-    }
+void Liveness::wait_until_known() {
+  Shared& s = *shared_;
+  const auto known = [&s] {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    return std::all_of(s.peers.begin(), s.peers.end(), [&s](const Peer& peer) {
+      return &peer == &s.peers[static_cast<size_t>(s.rank)] || peer.left || peer.knows_failure ||
+             peer.ended;
+    });
+  };
+  const CommClock::time_point until = CommClock::now() + milliseconds(1000);
+  while (!known() && CommClock::now() < until) {
+    look(milliseconds(100));
+    std::this_thread::sleep_for(milliseconds(10));
   }
-  return true;
-}
-
-void Liveness::expect_departures() {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  shared_->departing = true;
 }
 
 void Liveness::leave(milliseconds limit) {
-  Shared& s = *shared_;
   {
-    std::unique_lock<std::mutex> lock(s.mutex);
-    s.leaving = true;
-    s.changed.notify_all();
-    s.changed.wait_for(lock, limit, [&] { return s.ended; });
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->departing = true;
+    shared_->leaving = true;
   }
+  wait_for_end(limit);
   stop(milliseconds(0));
 }
 
 void Liveness::stop(milliseconds limit) {
+  shared_->stopping = true;
+  wait_for_end(limit);
+}
+
+void Liveness::wait_for_end(milliseconds limit) {
   Shared& s = *shared_;
   std::unique_lock<std::mutex> lock(s.mutex);
-  s.stopping = true;
   s.changed.notify_all();
-  s.changed.wait_for(lock, limit, [&] { return s.ended; });
+  s.changed.wait_for(lock, limit, [&s] { return s.ended; });
 }
 
 } // namespace hasten::detail

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -99,16 +100,15 @@ class Liveness {
   /// or has moved on without it: "rank 1 has all_reduce "x" of …". Empty if there is none. From
   /// the last check.
   std::string describe_other(const GroupProgress& own, const std::vector<int>& members) const;
-  /// Ranks that have left the world by close().
-  std::vector<int> left_ranks() const;
-  /// True if each peer has left, has ended, or has read the failure.
-  bool everybody_knows() const;
+  /// The first rank that has left the world by close().
+  std::optional<int> left_rank() const;
+  /// Waits, at most a second, until each peer has left, has ended, or has read the failure.
+  void wait_until_known();
   /// Ranks that have ended, left, sent no heartbeat for the heartbeat limit, or are named in the
   /// cause. Still updated after the failure. [rank]
   std::vector<bool> lost() const;
-  /// From now on the end of a peer is not a failure: the ranks are leaving.
-  void expect_departures();
-  /// Writes to the store that this rank leaves, then stops. Blocks at most `limit`.
+  /// Writes to the store that this rank leaves, then stops. The end of a peer is not a failure
+  /// any more. Blocks at most `limit`.
   void leave(std::chrono::milliseconds limit);
   /// Stops without telling the peers. Blocks at most `limit`.
   void stop(std::chrono::milliseconds limit);
@@ -132,6 +132,7 @@ class Liveness {
   };
 
   static void run(const std::shared_ptr<Shared>& shared);
+  void wait_for_end(std::chrono::milliseconds limit);
   static Entered entered(const std::string& beat, const std::string& group);
 
   std::shared_ptr<Shared> shared_;

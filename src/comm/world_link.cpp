@@ -263,11 +263,7 @@ void WorldLink::remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool
                     milliseconds(300));
   }
   if (serves_store(world_) && liveness_->failed() && !shrunk_) {
-    const CommClock::time_point until = CommClock::now() + milliseconds(1000);
-    while (!liveness_->everybody_knows() && CommClock::now() < until) {
-      liveness_->look(milliseconds(100));
-      std::this_thread::sleep_for(milliseconds(10));
-    }
+    liveness_->wait_until_known();
   }
   liveness_->stop(milliseconds(300));
   store_->stop(milliseconds(300));
@@ -329,7 +325,6 @@ void WorldLink::disconnect(milliseconds limit) {
 
 /// All ranks have agreed to leave.
 void WorldLink::part() {
-  liveness_->expect_departures();
   liveness_->leave(milliseconds(1000));
   std::future<bool> gone =
       store_->post<bool>([others = world_.world_size - 1, last = world_.rank == 0](
