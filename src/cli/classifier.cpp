@@ -13,17 +13,17 @@
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/trainer/losses.h"
 #include "hasten/trainer/output_folder.h"
-#include "head.h"
 
 namespace hasten::detail {
 
-/// training_args.json of the run that made the folder; null if there is none.
+/// training_args.json of the run that made the folder; an empty object if there is none.
 nlohmann::json trained_arguments(const std::filesystem::path& folder) {
   const auto file = folder / "training_args.json";
   std::error_code error;
   if (!std::filesystem::exists(file, error)) {
-    return nullptr;
+    return nlohmann::json::object();
   }
   nlohmann::json json = read_json_file("cli::model", file);
   if (!json.is_object()) {
@@ -31,20 +31,6 @@ nlohmann::json trained_arguments(const std::filesystem::path& folder) {
                      "a training_args.json as hasten train writes it");
   }
   return json;
-}
-
-/// max_length of that run; 0 if unknown.
-int64_t trained_length(const nlohmann::json& arguments) {
-  const auto entry = arguments.find("max_length");
-  return entry != arguments.end() && entry->is_number_integer() ? entry->get<int64_t>() : 0;
-}
-
-/// The precision of that run's evaluations; fp32 if unknown.
-Precision trained_precision(const nlohmann::json& arguments) {
-  const auto entry = arguments.find("precision");
-  return entry != arguments.end() && entry->is_string()
-             ? spelled<Precision>(entry->get<std::string>()).value_or(Precision::no)
-             : Precision::no;
 }
 
 /// The class weights of that run, from hasten_state.json, which has values for "balanced", too;
@@ -56,17 +42,16 @@ std::string trained_class_weights(const std::filesystem::path& folder, int64_t l
     return {};
   }
   const nlohmann::json json = read_json_file("cli::model", file);
-  std::string text;
+  std::vector<std::string> weights;
   if (json.is_object()) {
     for (const auto& weight : json.value("class_weights", nlohmann::json::array())) {
-      text += (text.empty() ? "" : ",") + weight.dump();
-      --labels;
+      weights.push_back(weight.dump());
     }
   }
-  for (; !text.empty() && labels > 0; --labels) {
-    text += ",1";
+  if (!weights.empty()) {
+    weights.resize(std::max(weights.size(), static_cast<size_t>(labels)), "1");
   }
-  return text;
+  return joined(weights, ",");
 }
 
 int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer) {
@@ -100,28 +85,57 @@ TextClassifier load_text_classifier(const std::string& folder, int64_t max_lengt
   }
   bert.model->eval();
   const nlohmann::json arguments = trained_arguments(folder);
-  const int64_t asked = max_length > 0 ? max_length : trained_length(arguments);
+  const nlohmann::json trained_length = arguments.value("max_length", nlohmann::json());
+  const nlohmann::json precision = arguments.value("precision", nlohmann::json());
+  const int64_t asked = max_length > 0 || !trained_length.is_number_integer()
+                            ? max_length
+                            : trained_length.get<int64_t>();
   const int64_t length = allowed_length(asked, bert.config, tokenizer.options());
   const int64_t labels = bert.config.num_labels();
   return {std::move(bert),
           std::move(tokenizer),
           length,
-          trained_precision(arguments),
-          arguments.is_object() ? arguments.value("label_smoothing_factor", 0.0) : 0.0,
+          spelled<Precision>(precision.is_string() ? precision.get<std::string>() : "")
+              .value_or(Precision::no),
+          arguments.value("label_smoothing_factor", 0.0),
           trained_class_weights(folder, labels)};
 }
 
-LossFunction classification_loss(BertForSequenceClassification model) {
-  return [model = std::move(model)](const Batch& batch) mutable {
+Head head_of(const BertConfig& config) {
+  if (config.problem_type.empty()) {
+    return config.num_labels() == 1 ? Head::regression : Head::single_label;
+  }
+  const std::optional<Head> head = spelled<Head>(config.problem_type);
+  if (!head) {
+    throw InputError("cli::model", "config.json: problem_type=" + config.problem_type.substr(0, 80),
+                     "single_label_classification, regression or multi_label_classification");
+  }
+  return *head;
+}
+
+LossFunction head_loss(BertForSequenceClassification model, Head head) {
+  return [model = std::move(model), head](const Batch& batch) mutable {
     LossOutput result;
     result.outputs = model->forward(batch["input_ids"], batch["attention_mask"]);
-    if (batch.has("labels")) {
-      result.loss_sum =
-          at::cross_entropy_loss(result.outputs, batch["labels"], {}, at::Reduction::Sum);
-      result.weight = static_cast<double>(batch.rows());
+    if (!batch.has("labels")) {
+      result.outputs = head == Head::regression ? result.outputs.squeeze(1) : result.outputs;
+      return result;
     }
+    if (head != Head::single_label) {
+      return head == Head::regression ? mse_output(result.outputs, batch["labels"])
+                                      : bce_with_logits_output(result.outputs, batch["labels"]);
+    }
+    result.loss_sum =
+        at::cross_entropy_loss(result.outputs, batch["labels"], {}, at::Reduction::Sum);
+    result.weight = static_cast<double>(batch.rows());
     return result;
   };
+}
+
+ComputeMetrics head_metrics(Head head, int64_t num_labels) {
+  return head == Head::regression    ? regression_metrics()
+         : head == Head::multi_label ? multi_label_metrics(num_labels)
+                                     : classification_metrics(num_labels);
 }
 
 Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
@@ -168,6 +182,19 @@ TextTableOptions table_options(const TableFlags& flags) {
   options.has_header = !flags.no_header;
   options.filters = flags.filters;
   return options;
+}
+
+TextTableOptions labelled_table(const TableFlags& flags, Head head,
+                                const std::vector<std::string>& model_labels) {
+  TextTableOptions table = table_options(flags);
+  table.problem_type = head;
+  if (head == Head::multi_label) {
+    table.label_separator = flags.label_separator;
+    if (table.label_separator.empty()) {
+      table.label_columns = flags.label_columns.empty() ? model_labels : split(flags.label_columns);
+    }
+  }
+  return table;
 }
 
 void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts) {

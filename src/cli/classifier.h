@@ -41,9 +41,12 @@ int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceO
 void check_vocabulary(const std::string& folder, const BertConfig& config,
                       const WordPieceTokenizer& tokenizer);
 
-/// Cross-entropy, summed over samples; weight = samples; outputs = logits. Batches without labels
-/// give only logits.
-LossFunction classification_loss(BertForSequenceClassification model);
+/// The problem type by transformers' rule: one label without a problem_type is a regression.
+Head head_of(const BertConfig& config);
+
+/// The loss of this head. Batches without labels give only outputs: logits, for a regression [B].
+LossFunction head_loss(BertForSequenceClassification model, Head head);
+ComputeMetrics head_metrics(Head head, int64_t num_labels);
 
 /// A batch of random samples of length `tokens`. The last sample has padding, so that blocks get
 /// a mask as in training.
@@ -60,6 +63,11 @@ std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
 int tokenizer_threads();
 
 TextTableOptions table_options(const TableFlags& flags);
+
+/// Options for reading a table with labels. `model_labels` are the label columns of a problem with
+/// several labels per sample, if the flags do not name them.
+TextTableOptions labelled_table(const TableFlags& flags, Head head,
+                                const std::vector<std::string>& model_labels = {});
 
 /// Warns of texts that were truncated.
 void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts);

@@ -78,7 +78,7 @@ class CompareRun {
       throw InputError("cli::compare", "--max-length=" + std::to_string(tokens),
                        "2 to the model's " + std::to_string(most) + " tokens");
     }
-    loss_ = classification_loss(bert_.model);
+    loss_ = head_loss(bert_.model, Head::single_label);
     torch_optimizer_ = make_optimizer(spelling(arguments_.optim),
                                       decay_groups(*bert_.model, arguments_.weight_decay),
                                       optimizer_settings(arguments_));

@@ -10,7 +10,6 @@
 #include "hasten/optim/make_schedule.h"
 #include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer.h"
-#include "head.h"
 #include "run.h"
 #include "train_run.h"
 
@@ -101,7 +100,7 @@ EstimateMemoryCommand memory_question(const TrainCommand& command, const BertCon
   return question;
 }
 
-void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int world_size) {
+void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world_size) {
   const TrainingArguments& a = command.arguments;
   LoaderOptions options;
   options.batch_size = a.per_device_train_batch_size;
@@ -112,7 +111,7 @@ void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int wo
   const nlohmann::json arguments = a;
   const nlohmann::json defaults = TrainingArguments{};
 
-  BannerLines lines = in.facts();
+  BannerLines lines = banner_facts(command, in);
   RunDescription description = describe_run(a, plan, *in.bert.model, world_size);
   description.threads = threads_per_rank(world_size);
   description.device = "cpu or a GPU";

@@ -12,7 +12,6 @@
 #include "hasten/base/text.h"
 #include "hasten/text/token_cache.h"
 #include "hasten/trainer/progress_callback.h"
-#include "head.h"
 #include "run.h"
 
 namespace hasten {

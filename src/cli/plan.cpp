@@ -49,7 +49,7 @@ int run_command(const PlanCommand& command) {
             " tokens per sample");
   }
   const Batch batch = detail::made_up_batch(loaded.config, command.rows, command.tokens);
-  const LossFunction sum = detail::classification_loss(model);
+  const LossFunction sum = detail::head_loss(model, Head::single_label);
   const auto loss = [&] { return sum(batch).loss_sum; };
   loss().backward(); // a warm-up for allocations and caches
   const ChainProfile profile = profile_activations(model.ptr(), loss);

@@ -15,7 +15,6 @@
 #include "hasten/base/text.h"
 #include "hasten/text/csv.h"
 #include "hasten/trainer/progress_callback.h"
-#include "head.h"
 #include "run.h"
 
 namespace hasten {

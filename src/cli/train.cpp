@@ -4,10 +4,14 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string_view>
 
+#include "agreement.h"
 #include "checks.h"
 #include "classifier.h"
+#include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
+#include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
@@ -15,8 +19,6 @@
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/text/synthetic_reviews.h"
-#include "hasten/text/token_cache.h"
-#include "head.h"
 #include "run.h"
 #include "train_run.h"
 
@@ -25,29 +27,6 @@ namespace hasten {
 namespace detail {
 
 const auto kProgramStart = std::filesystem::file_time_type::clock::now();
-
-struct TrainInputs {
-  Head head = Head::single_label;
-  std::optional<TokenizedClassification> data{};
-  /// Origin of the vocabulary, for the banner.
-  std::string vocabulary{};
-  int64_t max_length = 0;
-  LoadedBert bert{};
-};
-
-/// Label names of a classifier's folder; empty for other models.
-std::vector<std::string> label_names_of_model(const std::string& model) {
-  if (is_model_shape(model)) {
-    return {};
-  }
-  // The configuration has two labels even for an encoder without a classifier. Only its
-  // architecture tells whether there is a classifier.
-  BertConfig config = read_bert_config(model);
-  const auto& classes = config.architectures;
-  return std::find(classes.begin(), classes.end(), "BertForSequenceClassification") == classes.end()
-             ? std::vector<std::string>()
-             : std::move(config.id2label);
-}
 
 /// Progress of reading on rank 0, if it takes more than a second.
 class TokenizeBar {
@@ -73,7 +52,10 @@ class TokenizeBar {
   std::optional<ProgressBar> bar_{};
 };
 
-TokenizedClassificationOptions tokenize_options(const TrainCommand& command, TrainInputs& inputs) {
+/// `config`: of the model to fine-tune. `classifier`: it has a classifier.
+TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
+                                                const BertConfig& config, bool classifier,
+                                                TrainInputs& inputs) {
   TokenizedClassificationOptions options;
   options.texts.eval_split = command.eval_split;
   options.texts.seed = command.arguments.seed;
@@ -81,25 +63,20 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command, Tra
   options.texts.max_eval_rows = command.max_eval_rows;
   options.texts.table = labelled_table(command.table, inputs.head);
   if (inputs.head == Head::single_label) {
-    options.texts.label_names = label_names_of_model(command.model);
+    options.texts.label_names = classifier ? config.id2label : std::vector<std::string>();
     // Other labels get a new classifier; the loader's report mentions it.
     options.texts.replace_label_names = true;
   }
-  BertConfig config;
   if (!is_model_shape(command.model)) {
     options.tokenizer = WordPieceTokenizer::load(command.model);
-    config = read_bert_config(command.model);
+  } else if (!command.tokenizer.empty()) {
+    options.tokenizer = WordPieceTokenizer::load(command.tokenizer);
+    inputs.vocabulary = "from " + command.tokenizer;
   } else {
-    config = BertConfig::from_shape(command.model);
-    if (!command.tokenizer.empty()) {
-      options.tokenizer = WordPieceTokenizer::load(command.tokenizer);
-      inputs.vocabulary = "from " + command.tokenizer;
-    } else {
-      options.learned.do_lower_case = !command.cased;
-      options.learned.model_max_length = config.max_position_embeddings;
-      options.vocab.vocab_size = command.vocab_size;
-      inputs.vocabulary = "learned from the training texts";
-    }
+    options.learned.do_lower_case = !command.cased;
+    options.learned.model_max_length = config.max_position_embeddings;
+    options.vocab.vocab_size = command.vocab_size;
+    inputs.vocabulary = "learned from the training texts";
   }
   inputs.max_length = options.max_length =
       allowed_length(command.arguments.max_length, config,
@@ -123,9 +100,9 @@ void tell_of_cache(const TokenCacheReport& report, const std::filesystem::path& 
   }
 }
 
-TokenizedClassification read_train_data(const TrainCommand& command, TrainInputs& inputs,
+TokenizedClassification read_train_data(const TrainCommand& command,
+                                        TokenizedClassificationOptions options, bool single_label,
                                         bool is_main) {
-  auto options = tokenize_options(command, inputs);
   TokenizeBar bar(is_main);
   options.progress = [&bar](const TokenizeProgress& progress) { bar.update(progress); };
   constexpr const char* kWhere = "cli::train";
@@ -135,7 +112,7 @@ TokenizedClassification read_train_data(const TrainCommand& command, TrainInputs
           : TextFile::open(command.train_file, kWhere),
       command.eval_file.empty() ? nullptr : TextFile::open(command.eval_file, kWhere), options);
   tell_of_cache(data.cache, options.cache_dir, is_main);
-  if (inputs.head == Head::single_label && data.label_names.size() == 1) {
+  if (single_label && data.label_names.size() == 1) {
     // A single output means regression to every reader of config.json.
     data.label_names.push_back(data.label_names[0] == "other" ? "other_2" : "other");
   }
@@ -171,11 +148,12 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
   return bytes * (saves > 0 ? 1 + each * (saves + 1) : 2);
 }
 
-LoadedBert train_model(const TrainCommand& command, const TrainInputs& inputs) {
+LoadedBert train_model(const TrainCommand& command, const BertConfig& config,
+                       const TrainInputs& inputs) {
   LoadBertOptions options;
   // A regression model from a folder keeps its head; the name of the label column does not matter.
   const bool keeps_head = inputs.head == Head::regression && !is_model_shape(command.model) &&
-                          head_of(read_bert_config(command.model)) == Head::regression;
+                          head_of(config) == Head::regression;
   if (!keeps_head) {
     options.id2label = inputs.data->label_names;
   }
@@ -220,20 +198,34 @@ void require_row_each(int64_t rows, int world_size) {
 /// Local; writes nothing but the token cache. Throws InputError for any fault of the input.
 TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool is_main) {
   check_inputs(command);
+  const bool shape = is_model_shape(command.model);
+  const BertConfig config =
+      shape ? BertConfig::from_shape(command.model) : read_bert_config(command.model);
+  // The configuration has two labels even for an encoder without a classifier. Only its
+  // architecture tells whether there is a classifier.
+  const auto& classes = config.architectures;
+  const bool classifier = !shape && std::find(classes.begin(), classes.end(),
+                                              "BertForSequenceClassification") != classes.end();
   TrainInputs inputs;
-  inputs.head = head_of(command);
+  inputs.head = spelled<Head>(command.problem_type)
+                    .value_or(classifier ? head_of(config) : Head::single_label);
   if (inputs.head == Head::multi_label && command.table.label_columns.empty() &&
       command.table.label_separator.empty()) {
     throw InputError("cli::train", "--model=" + command.model + " gives a sample several labels",
                      "--label-columns or --label-separator");
   }
-  inputs.data = read_train_data(command, inputs, is_main);
+  inputs.data = read_train_data(command, tokenize_options(command, config, classifier, inputs),
+                                inputs.head == Head::single_label, is_main);
   require_row_each(std::ssize(inputs.data->train.rows), world_size);
   require_class_weights(command, std::ssize(inputs.data->label_names));
-  inputs.bert = train_model(command, inputs);
+  inputs.bert = train_model(command, config, inputs);
   check_vocabulary(command.model, inputs.bert.config, inputs.data->tokenizer);
   check_free_space(command.arguments.output_dir,
                    bytes_on_disk(command.arguments, *inputs.bert.model));
+  inputs.train = make_dataset(inputs.data->train, inputs.data->tokenizer);
+  if (!inputs.data->eval.rows.empty()) {
+    inputs.eval = make_dataset(inputs.data->eval, inputs.data->tokenizer);
+  }
   return inputs;
 }
 
@@ -269,9 +261,8 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
 }
 
 /// The model's files, and the command line that made them.
-ModelFiles run_files(const TrainCommand& command, BertForSequenceClassification model,
-                     const WordPieceTokenizer& tokenizer) {
-  ModelFiles files = classifier_files(std::move(model), tokenizer);
+ModelFiles run_files(const TrainCommand& command, const TrainInputs& in) {
+  ModelFiles files = classifier_files(in.bert.model, in.data->tokenizer);
   files.save = [save = std::move(files.save),
                 config = command.run_config](const std::filesystem::path& folder) {
     save(folder);
@@ -280,30 +271,77 @@ ModelFiles run_files(const TrainCommand& command, BertForSequenceClassification 
   return files;
 }
 
+void warn_of(const TextClassificationReport& report) {
+  for (const std::string& warning : report.warnings) {
+    log_warning(warning);
+  }
+}
+
+int dry_run(const TrainCommand& command) {
+  const World world = world_from_environment();
+  const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
+  if (world.rank > 0) {
+    return kExitOk; // only rank 0 prints it
+  }
+  const TrainInputs in = read_train_inputs(command, ranks, true);
+  warn_of(in.data->report);
+  print_dry_run(command, in, ranks);
+  return kExitOk;
+}
+
+/// Returns false if the run was already finished.
+bool train(const TrainCommand& command, const TrainInputs& in,
+           const std::shared_ptr<Accelerator>& accelerator) {
+  TrainingArguments arguments = command.arguments;
+  arguments.max_length = in.max_length; // predict and eval truncate to this, too
+  Trainer trainer(in.bert.model.ptr(), head_loss(in.bert.model, in.head), arguments, in.train,
+                  in.eval, head_metrics(in.head, in.bert.config.num_labels()), accelerator);
+  trainer.set_model_files(run_files(command, in));
+  if (accelerator->is_main_process()) {
+    trainer.set_run_facts(described_inputs(command),
+                          {{"train_data", train_data_checksum(*in.data)}});
+    warn_of(in.data->report);
+    if (!arguments.disable_tqdm) {
+      const std::string data =
+          command.train_file.empty() ? "synthetic reviews" : command.train_file;
+      trainer.add_callback(std::make_shared<ProgressCallback>(
+          "hasten " HASTEN_VERSION ": " + command.model + " learns " + data,
+          banner_facts(command, in)));
+    }
+  }
+  return !trainer.train().already_finished;
+}
+
 } // namespace detail
 
 int run_command(const TrainCommand& command) {
   using namespace detail;
   install_interrupt_handlers();
   install_memory_meter();
-  return run_training(command, [&](int world_size, bool is_main) {
-    const auto in =
-        std::make_shared<const TrainInputs>(read_train_inputs(command, world_size, is_main));
-    const TokenizedClassification& data = *in->data;
-    return TrainingInputs{
-        .train = make_dataset(data.train, data.tokenizer),
-        .eval = data.eval.rows.empty() ? nullptr : make_dataset(data.eval, data.tokenizer),
-        .bert = in->bert,
-        .loss = head_loss(in->bert.model, in->head),
-        .metrics = head_metrics(in->head, in->bert.config.num_labels()),
-        .files = run_files(command, in->bert.model, data.tokenizer),
-        .max_length = in->max_length,
-        .learns = command.train_file.empty() ? "synthetic reviews" : command.train_file,
-        .hint = " Try: hasten predict --model " + command.arguments.output_dir + " \"some text\"",
-        .facts = [&command, in] { return banner_facts(command, *in); },
-        .checksum = [in] { return train_data_checksum(*in->data); },
-        .warnings = data.report.warnings};
+  if (command.dry_run) {
+    return dry_run(command);
+  }
+  const auto accelerator = std::make_shared<Accelerator>(accelerator_options(command.arguments));
+  Communicator& communicator = *accelerator->communicator();
+  TrainInputs inputs;
+  agree_on(communicator, "cli: read the input", [&] {
+    inputs =
+        read_train_inputs(command, accelerator->num_processes(), accelerator->is_main_process());
   });
+  bool trained = false;
+  try {
+    trained = train(command, inputs, accelerator);
+  } catch (const std::exception& error) {
+    communicator.abort(error);
+    throw;
+  }
+  if (accelerator->is_main_process()) {
+    const std::string& folder = command.arguments.output_dir;
+    log_info((trained ? std::string() : finished_line(command) + " ") + "Model in " + folder +
+             ". Try: hasten predict --model " + folder + " \"some text\"");
+  }
+  accelerator->end_training();
+  return kExitOk;
 }
 
 } // namespace hasten

@@ -1,48 +1,40 @@
-// The part of hasten train after its files are read, for every kind of labels. Private to src/cli.
+// The input of hasten train, and what is printed about it. Private to src/cli.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "classifier.h"
 #include "commands.h"
 #include "hasten/data/dataset.h"
+#include "hasten/text/token_cache.h"
 #include "hasten/trainer/progress_callback.h"
 
 namespace hasten::detail {
 
 /// The input, read, checked and tokenized; equal on all ranks.
-struct TrainingInputs {
+struct TrainInputs {
+  Head head = Head::single_label;
+  std::optional<TokenizedClassification> data{};
   std::shared_ptr<const Dataset> train{};
   std::shared_ptr<const Dataset> eval{}; // null without evaluation data
-  LoadedBert bert{};
-  LossFunction loss{};
-  ComputeMetrics metrics{};
-  ModelFiles files{};
+  /// Origin of the vocabulary, for the banner.
+  std::string vocabulary{};
   /// Maximum number of tokens of a text.
   int64_t max_length = 0;
-  /// Name of the training data for the banner's title.
-  std::string learns{};
-  /// Printed after "Model in FOLDER." at the end.
-  std::string hint{};
-  /// Lines of the banner on data and model. Only rank 0 calls this and the next.
-  std::function<BannerLines()> facts{};
-  /// Checksum of the tokenized samples.
-  std::function<std::string()> checksum{};
-  std::vector<std::string> warnings{};
+  LoadedBert bert{};
 };
 
-/// Reads the files for a world of this size. Local; writes nothing but the token cache.
-using ReadInputs = std::function<TrainingInputs(int world_size, bool is_main)>;
+/// Lines of the banner on data and model.
+BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in);
+
+/// Maximum size of the output folder for this model, in bytes.
+int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model);
 
 /// Prints the plan to stdout (--dry-run). Throws InputError, as the run would, if the arguments
 /// contradict the number of steps.
-void print_dry_run(const TrainCommand& command, const TrainingInputs& in, int world_size);
-
-/// Trains, or with --dry-run prints the plan. Returns the exit code.
-int run_training(const TrainCommand& command, const ReadInputs& read);
+void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world_size);
 
 } // namespace hasten::detail

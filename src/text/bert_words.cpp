@@ -5,7 +5,7 @@
 #include <array>
 #include <iterator>
 
-#include "hasten/data/tokenizer.h"
+#include "hasten/text/tokenizer.h"
 
 namespace hasten::detail {
 
