@@ -7,43 +7,27 @@ namespace hasten {
 
 namespace detail {
 
-// Flags that predict and eval share. C: the command.
+// Flags that predict and eval share.
 
-template <typename C>
-void declare_model(FlagTable& flags, C& command) {
-  flags.value("--model", command.model, "FOLDER",
+void declare_model(FlagTable& flags, std::string& model) {
+  flags.value("--model", model, "FOLDER",
               "output of hasten train, or another classifier in the Hugging Face layout");
   flags.required();
 }
 
-template <typename C>
-void declare_max_rows(FlagTable& flags, C& command) {
-  flags.value("--max-rows", command.max_rows, "SAMPLES",
+void declare_max_rows(FlagTable& flags, int64_t& max_rows) {
+  flags.value("--max-rows", max_rows, "SAMPLES",
               "use only the first SAMPLES of the file; 0 uses all", kAnyRows);
 }
 
-template <typename C>
-void declare_batches(FlagTable& flags, C& command) {
+void declare_batches(FlagTable& flags, int64_t& batch_size, int64_t& max_length) {
   flags.group("Batches");
-  flags.value("--batch-size", command.batch_size, "SAMPLES", "samples per batch", kBatchRows);
-  flags.value("--max-length", command.max_length, "TOKENS",
+  flags.value("--batch-size", batch_size, "SAMPLES", "samples per batch", kBatchRows);
+  flags.value("--max-length", max_length, "TOKENS",
               "truncate longer texts; 0: as in training, or the model's limit", kTokens);
 }
 
-void declare_predict(FlagTable& flags, PredictCommand& command) {
-  flags.group("Model and texts");
-  declare_model(flags, command);
-  flags.value("--file", command.file, "FILE", "a .csv, .tsv or .jsonl file with texts");
-  declare_table(flags, command.table, false);
-  declare_max_rows(flags, command);
-  flags.group("Output");
-  flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
-  flags.flag("--json", command.json, "print one JSON object per line");
-  flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
-  declare_batches(flags, command);
-}
-
-Command parse_predict(std::vector<std::string> arguments, const std::vector<std::string>& rest) {
+Command parse_predict(std::vector<std::string> arguments) {
   PredictCommand command;
   FlagTable flags({.name = "predict",
                    .summary = "label texts with a trained model",
@@ -52,10 +36,17 @@ Command parse_predict(std::vector<std::string> arguments, const std::vector<std:
                                 "hasten predict --model out --file new.csv --output preds.csv"},
                    .notes = "Prints a label and probabilities for each text, in the order of "
                             "the input. - reads one text per line from stdin."});
-  declare_predict(flags, command);
-  auto words = flags.parse_words(std::move(arguments));
-  command.texts = std::move(words);
-  command.texts.insert(command.texts.end(), rest.begin(), rest.end());
+  flags.group("Model and texts");
+  declare_model(flags, command.model);
+  flags.value("--file", command.file, "FILE", "a .csv, .tsv or .jsonl file with texts");
+  declare_table(flags, command.table, false);
+  declare_max_rows(flags, command.max_rows);
+  flags.group("Output");
+  flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
+  flags.flag("--json", command.json, "print one JSON object per line");
+  flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
+  declare_batches(flags, command.batch_size, command.max_length);
+  command.texts = flags.parse_words(std::move(arguments));
   if (command.texts.empty() == command.file.empty()) {
     throw InputError(flags.where(),
                      command.file.empty() ? "no text and no --file"
@@ -64,8 +55,7 @@ Command parse_predict(std::vector<std::string> arguments, const std::vector<std:
   }
   const std::string& output = command.output;
   const auto ends_with = [&](const std::string& end) {
-    return output.size() > end.size() &&
-           output.compare(output.size() - end.size(), end.size(), end) == 0;
+    return output.size() > end.size() && output.ends_with(end);
   };
   require_flag(flags, output.empty() || ends_with(".csv") || ends_with(".jsonl"),
                "--output=" + output, "a file name that ends in .csv or .jsonl");
@@ -82,14 +72,14 @@ Command parse_eval(std::vector<std::string> arguments) {
                    .examples = {"hasten eval --model out --file test.csv --json"},
                    .notes = {}});
   flags.group("Model and data");
-  declare_model(flags, command);
+  declare_model(flags, command.model);
   flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
   flags.required();
   declare_table(flags, command.table, true);
-  declare_max_rows(flags, command);
+  declare_max_rows(flags, command.max_rows);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
-  declare_batches(flags, command);
+  declare_batches(flags, command.batch_size, command.max_length);
   flags.parse(std::move(arguments));
   check_columns(flags, command.table);
   return command;
@@ -121,7 +111,7 @@ void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc) {
   }
 }
 
-Command parse_launch(std::vector<std::string> arguments, const std::vector<std::string>& rest) {
+Command parse_launch(std::vector<std::string> arguments) {
   LaunchCommand command;
   FlagTable flags(
       {.name = "launch",
@@ -140,21 +130,27 @@ Command parse_launch(std::vector<std::string> arguments, const std::vector<std::
       "--keep-going", command.keep_going,
       "let the others go on when one fails that is not rank 0: for programs that survive it");
   declare_logs(flags, command.logs);
-  auto words = flags.parse_words(std::move(arguments), true);
-  command.program = std::move(words);
-  command.program.insert(command.program.end(), rest.begin(), rest.end());
+  command.program = flags.parse_words(std::move(arguments), true);
   check_logs(flags, command.logs, command.nproc);
   require_flag(flags, !command.program.empty(), "no program",
                "hasten launch --nproc N PROGRAM [ARGUMENT...]");
   return command;
 }
 
+void declare_folder_or_shape(FlagTable& flags, std::string& model) {
+  flags.value("--model", model, "FOLDER|SHAPE",
+              "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.required();
+}
+
 /// "8x128".
-bool read_batch(const std::string& text, int64_t& rows, int64_t& tokens) {
-  const size_t cross = text.find('x');
-  return cross != std::string::npos && read_flag(text.substr(0, cross), rows) &&
-         read_flag(text.substr(cross + 1), tokens) && kBatchRows.holds(rows) && tokens > 0 &&
-         kTokens.holds(tokens);
+void read_batch(const FlagTable& flags, const std::string& text, int64_t& rows, int64_t& tokens) {
+  const auto numbers = split(text, "x");
+  require_flag(flags,
+               numbers.size() == 2 && read_flag(numbers[0], rows) &&
+                   read_flag(numbers[1], tokens) && kBatchRows.holds(rows) && tokens > 0 &&
+                   kTokens.holds(tokens),
+               "--batch=" + text, "samples and tokens, both above 0, e.g. 8x128");
 }
 
 Command parse_state(std::vector<std::string> arguments) {
@@ -200,9 +196,7 @@ Command parse_plan(std::vector<std::string> arguments) {
                             "from the least memory to no recomputation. hasten train "
                             "--gradient-checkpointing budget:50% makes and uses such a plan."});
   flags.group("Model and batch");
-  flags.value("--model", command.model, "FOLDER|SHAPE",
-              "Hugging Face folder, or a shape: " + model_shapes_text());
-  flags.required();
+  declare_folder_or_shape(flags, command.model);
   flags.value("--batch", batch, "SAMPLESxTOKENS", "one batch of one process, e.g. 8x128");
   flags.required();
   flags.value("--budget", budget, "BYTES|PERCENT",
@@ -211,8 +205,7 @@ Command parse_plan(std::vector<std::string> arguments) {
   flags.value("--json", command.json, "FILE", "write the plan to FILE");
   flags.value("--svg", command.svg, "FILE", "write a plot of peak memory against time");
   flags.parse(std::move(arguments));
-  require_flag(flags, read_batch(batch, command.rows, command.tokens), "--batch=" + batch,
-               "samples and tokens, both above 0, e.g. 8x128");
+  read_batch(flags, batch, command.rows, command.tokens);
   if (!budget.empty()) {
     require_flag(flags, read_flag("budget:" + budget, command.budget), "--budget=" + budget,
                  "bytes above 0 (2GB) or a percentage up to 100%");
@@ -220,18 +213,6 @@ Command parse_plan(std::vector<std::string> arguments) {
   require_flag(flags, command.json.empty() || !budget.empty(),
                "--json=" + command.json + " without a budget", "--budget BYTES|PERCENT");
   return command;
-}
-
-// Also reads the batch.
-void require_estimate(const FlagTable& flags, const std::string& batch,
-                      EstimateMemoryCommand& command) {
-  require_flag(flags, batch.empty() || read_batch(batch, command.rows, command.tokens),
-               "--batch=" + batch, "samples and tokens, both above 0, e.g. 8x128");
-  const auto strategy = spelled<Strategy>(command.strategy);
-  require_flag(flags, command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
-               "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
-  command.strategy = strategy ? spelling(*strategy) : command.strategy;
-  require_shard_size(flags, command.shard_size, command.strategy == "hsdp", command.nproc);
 }
 
 Command parse_estimate_memory(std::vector<std::string> arguments) {
@@ -246,9 +227,7 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
                        "Prints the peak memory of CPU tensors in a step. Scratch memory "
                        "of libraries and the program itself (about 200 MB) are not included."});
   flags.group("Model and batch");
-  flags.value("--model", command.model, "FOLDER|SHAPE",
-              "Hugging Face folder, or a shape: " + model_shapes_text());
-  flags.required();
+  declare_folder_or_shape(flags, command.model);
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{1, kPieces.most});
   flags.value("--num-labels", command.num_labels, "N", "number of labels of a shape",
@@ -267,7 +246,14 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   flags.parse(std::move(arguments));
-  require_estimate(flags, batch, command);
+  if (!batch.empty()) {
+    read_batch(flags, batch, command.rows, command.tokens);
+  }
+  const auto strategy = spelled<Strategy>(command.strategy);
+  require_flag(flags, command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
+               "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  command.strategy = strategy ? spelling(*strategy) : command.strategy;
+  require_shard_size(flags, command.shard_size, command.strategy == "hsdp", command.nproc);
   return command;
 }
 
@@ -284,12 +270,6 @@ Command parse_env(std::vector<std::string> arguments) {
   return command;
 }
 
-/// True for flags of launch whose value is the next word.
-bool takes_value(const std::string& flag) {
-  return flag == "--nproc" || flag == "--nproc-per-node" || flag == "--log-dir" ||
-         flag == "--redirects" || flag == "--tee";
-}
-
 /// "--learning_rate=1e-4" as "--learning-rate=1e-4".
 std::string with_dashes(std::string argument) {
   if (argument.rfind("--", 0) == 0) {
@@ -299,39 +279,25 @@ std::string with_dashes(std::string argument) {
   return argument;
 }
 
-using Words = std::vector<std::string>;
-
-/// A command without words: rejects what follows "--".
-template <Command (*parse)(Words)>
-Command flags_alone(Words flags, const Words& rest) {
-  flags.insert(flags.end(), rest.begin(), rest.end());
-  return parse(std::move(flags));
-}
-
 struct CommandEntry {
   const char* name;
   const char* help;
-  /// Flags and words; what follows "--".
-  Command (*parse)(Words, const Words&);
+  Command (*parse)(std::vector<std::string> arguments);
 };
 
 constexpr CommandEntry kCommands[] = {
-    {"train", "fine-tune a BERT-family classifier on CSV, TSV, JSON lines",
-     flags_alone<parse_train>},
+    {"train", "fine-tune a BERT-family classifier on CSV, TSV, JSON lines", parse_train},
     {"predict", "label texts with a trained model", parse_predict},
-    {"eval", "loss, accuracy and F1 of a model on a labelled file", flags_alone<parse_eval>},
-    {"plan", "choose which activations to recompute under a memory budget",
-     flags_alone<parse_plan>},
+    {"eval", "loss, accuracy and F1 of a model on a labelled file", parse_eval},
+    {"plan", "choose which activations to recompute under a memory budget", parse_plan},
     {"estimate-memory", "estimate the memory of training a model, without a run",
-     flags_alone<parse_estimate_memory>},
-    {"compare", "compare strategies: largest batch and samples/s in a memory limit",
-     flags_alone<parse_compare>},
-    {"state", "inspect a checkpoint, or merge its shards into one model file",
-     flags_alone<parse_state>},
-    {"tokenizer", "learn a WordPiece vocabulary from texts", flags_alone<parse_tokenizer>},
-    {"synth", "generate customer reviews from a seed", flags_alone<parse_synth>},
+     parse_estimate_memory},
+    {"compare", "compare strategies: largest batch and samples/s in a memory limit", parse_compare},
+    {"state", "inspect a checkpoint, or merge its shards into one model file", parse_state},
+    {"tokenizer", "learn a WordPiece vocabulary from texts", parse_tokenizer},
+    {"synth", "generate customer reviews from a seed", parse_synth},
     {"launch", "run a program as N processes of one world", parse_launch},
-    {"env", "versions, cores, threads and back ends of this machine", flags_alone<parse_env>}};
+    {"env", "versions, cores, threads and back ends of this machine", parse_env}};
 
 std::string program_help() {
   std::string text = "hasten " HASTEN_VERSION
@@ -353,18 +319,18 @@ std::string program_help() {
 }
 
 const CommandEntry& command_named(const std::string& name) {
-  Words names;
+  std::vector<std::string> names;
   for (const CommandEntry& entry : kCommands) {
     if (name == entry.name) {
       return entry;
     }
     names.emplace_back(entry.name);
   }
-  const std::string near = nearest_name(name, names.data(), names.data() + names.size());
+  const std::string fix = write_nearest(name, names);
   const std::string last = std::exchange(names.back(), {});
   names.pop_back();
   throw InputError("cli::hasten", "unknown command: " + name, joined(names) + " or " + last,
-                   near.empty() ? "see hasten --help" : "write hasten " + near);
+                   fix.empty() ? "see hasten --help" : "write hasten" + fix.substr(5));
 }
 
 } // namespace detail
@@ -389,28 +355,13 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     return Answer{"hasten " HASTEN_VERSION "\n"};
   }
   const detail::CommandEntry& command = detail::command_named(arguments[0]);
-  // Arguments after "--" are never flags of hasten.
-  const auto mark = std::find(arguments.begin() + 1, arguments.end(), "--");
-  std::vector<std::string> flags(arguments.begin() + 1, mark);
-  std::vector<std::string> rest;
-  if (mark != arguments.end()) {
-    rest.assign(mark + 1, arguments.end());
-  }
-  if (command.parse == detail::parse_launch) {
-    // A "--" among the program's own arguments belongs to the program.
-    const bool program_before =
-        std::any_of(flags.begin(), flags.end(), [&](const std::string& flag) {
-          const auto at = &flag - flags.data();
-          return flag[0] != '-' && (at == 0 || !detail::takes_value(flags[at - 1]));
-        });
-    if (program_before) {
-      rest.insert(rest.begin(), mark, mark == arguments.end() ? mark : mark + 1);
-    }
-  } else {
-    std::transform(flags.begin(), flags.end(), flags.begin(), detail::with_dashes);
+  std::vector<std::string> words(arguments.begin() + 1, arguments.end());
+  if (command.parse != detail::parse_launch) { // its program has its own flags
+    std::transform(words.begin(), std::find(words.begin(), words.end(), "--"), words.begin(),
+                   detail::with_dashes);
   }
   try {
-    return command.parse(std::move(flags), rest);
+    return command.parse(std::move(words));
   } catch (const detail::HelpAsked& help) {
     return Answer{help.text};
   }

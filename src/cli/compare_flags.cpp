@@ -12,7 +12,7 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
     if (!read_flag(name, strategy)) {
       throw InputError(flags.where(),
                        "--strategies=" + text + ": \"" + name + "\" is not a strategy",
-                       flag_expectation(strategy), flag_fix(name, strategy));
+                       flag_expectation<Strategy>(), flag_fix<Strategy>(name));
     }
     require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
                  "--strategies=" + text + ": " + name + " twice", "each strategy once");
@@ -64,9 +64,7 @@ Command parse_compare(std::vector<std::string> arguments) {
                             "strategy in a separate world under the memory limit. Finds the "
                             "largest batch that fits, times it, and recommends a strategy."});
   flags.group("Model and batches");
-  flags.value("--model", command.model, "FOLDER|SHAPE",
-              "Hugging Face folder, or a shape: " + model_shapes_text());
-  flags.required();
+  declare_folder_or_shape(flags, command.model);
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{2, kPieces.most});
   flags.value("--max-length", training.max_length, "TOKENS",

@@ -5,7 +5,20 @@
 
 namespace hasten::detail {
 
-void declare_tokenizer(FlagTable& flags, TokenizerCommand& command) {
+Command parse_tokenizer(std::vector<std::string> arguments) {
+  TokenizerCommand command;
+  FlagTable flags({.name = "tokenizer",
+                   .summary = "learn a WordPiece vocabulary, or print texts as ids",
+                   .usage = "train|encode FILE... [flags]",
+                   .examples = {"hasten tokenizer train reviews.csv more.txt --output vocabulary",
+                                "hasten tokenizer encode reviews.csv --tokenizer vocabulary",
+                                "hasten train --model bert-mini --tokenizer vocabulary \\\n"
+                                "    --train-file reviews.csv --output-dir out"},
+                   .notes = "A FILE that ends in .csv, .tsv or .jsonl has a column with texts; "
+                            "any other has one text per line. train writes vocab.txt, "
+                            "tokenizer.json and tokenizer_config.json, which Python's "
+                            "transformers reads, too. Equal texts give equal files. encode "
+                            "prints one JSON object per text."});
   flags.group("Texts");
   flags.value("--text-column", command.text_column, "NAME", "column with the text");
   flags.group("Flags of train");
@@ -23,23 +36,6 @@ void declare_tokenizer(FlagTable& flags, TokenizerCommand& command) {
               "folder with vocab.txt or tokenizer.json (required)");
   flags.value("--max-length", command.max_length, "TOKENS",
               "truncate longer texts; 0: truncate none", kTokens);
-}
-
-Command parse_tokenizer(std::vector<std::string> arguments) {
-  TokenizerCommand command;
-  FlagTable flags({.name = "tokenizer",
-                   .summary = "learn a WordPiece vocabulary, or print texts as ids",
-                   .usage = "train|encode FILE... [flags]",
-                   .examples = {"hasten tokenizer train reviews.csv more.txt --output vocabulary",
-                                "hasten tokenizer encode reviews.csv --tokenizer vocabulary",
-                                "hasten train --model bert-mini --tokenizer vocabulary \\\n"
-                                "    --train-file reviews.csv --output-dir out"},
-                   .notes = "A FILE that ends in .csv, .tsv or .jsonl has a column with texts; "
-                            "any other has one text per line. train writes vocab.txt, "
-                            "tokenizer.json and tokenizer_config.json, which Python's "
-                            "transformers reads, too. Equal texts give equal files. encode "
-                            "prints one JSON object per text."});
-  declare_tokenizer(flags, command);
   auto words = flags.parse_words(std::move(arguments));
   require_flag(flags, !words.empty() && (words.front() == "train" || words.front() == "encode"),
                words.empty() ? "the action is missing" : "action=" + words.front(),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <regex>
 #include <sstream>
 #include <utility>
 
@@ -55,18 +56,21 @@ FlagTable::FlagTable(CommandText text) : text_(std::move(text)), app_("", "haste
   app_.set_help_flag("-h,--help");
   app_.get_help_ptr()->group("");
   app_.allow_extras();
-  names_.push_back("--help");
 }
 
-void FlagTable::note_names(const std::string& names) {
-  const auto added = split(names);
-  names_.insert(names_.end(), added.begin(), added.end());
+std::vector<std::string> FlagTable::names() const {
+  std::vector<std::string> all;
+  for (const CLI::Option* option : app_.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      all.push_back("--" + name);
+    }
+  }
+  return all;
 }
 
 CLI::Option* FlagTable::declare(const std::string& names, const std::string& unit,
                                 const std::string& help,
                                 std::function<void(const std::string&)> read) {
-  note_names(names);
   last_ = app_.add_option(
       names,
       [read = std::move(read)](const CLI::results_t& results) {
@@ -85,38 +89,36 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
   const std::string first = names.substr(0, names.find(','));
   declare(names, unit, help,
           [this, first, &field, begun = false](const std::string& text) mutable {
-            if (!std::exchange(begun, true) && configured(first)) {
+            if (!std::exchange(begun, true) && configured_.contains(first)) {
               field.clear(); // the file's
             }
             field.push_back(text);
           })
       ->take_all()
       ->allow_extra_args(false);
-  const auto read = [&field](const std::string& text) {
-    field.push_back(text);
-    return true;
+  const auto read = [&field](const nlohmann::json& value) {
+    const auto is_text = [](const nlohmann::json& element) { return element.is_string(); };
+    const bool good = value.is_array() && std::all_of(value.begin(), value.end(), is_text);
+    if (good) {
+      field = value.get<std::vector<std::string>>();
+    }
+    return good;
   };
-  config_entries_.push_back(
-      {split(names), ConfigKind::texts, false, read, {}, [&field] { return field; }});
+  config_entries_.push_back({split(names), false, read, [] { return "an array of strings"; },
+                             [&field] { return nlohmann::json(field); }});
 }
 
 void FlagTable::flag(const std::string& names, bool& field, const std::string& help) {
-  note_names(names);
   last_ = app_.add_flag(names, field, help)->group(group_);
-  const auto read = [&field](const std::string& text) { return read_flag(text, field); };
-  config_entries_.push_back({split(names), ConfigKind::boolean, false, read, {}, [&field] {
-                               return std::vector{flag_text(field)};
-                             }});
+  set_by_config(
+      names, field, [&field](const std::string& text) { return read_flag(text, field); },
+      flag_expectation<bool>);
 }
 
 void FlagTable::required() { required_.push_back(last_); }
 
-bool FlagTable::given(const std::string& name) const { return written(name) || configured(name); }
-
-void FlagTable::refuse_unknown(const std::string& argument) const {
-  const std::string name = argument.substr(0, argument.find('='));
-  throw InputError(where(), "unknown flag: " + name, {},
-                   write_nearest(name, names_, "see hasten " + text_.name + " --help"));
+bool FlagTable::given(const std::string& name) const {
+  return written(name) || configured_.contains(name);
 }
 
 void FlagTable::parse(std::vector<std::string> arguments) {
@@ -129,9 +131,7 @@ void FlagTable::parse(std::vector<std::string> arguments) {
 
 std::vector<std::string> FlagTable::parse_words(std::vector<std::string> arguments,
                                                 bool stop_at_word) {
-  if (stop_at_word) {
-    app_.prefix_command();
-  }
+  app_.prefix_command(stop_at_word);
   std::reverse(arguments.begin(), arguments.end()); // as CLI11 wants them
   try {
     app_.parse(std::move(arguments));
@@ -153,15 +153,22 @@ std::vector<std::string> FlagTable::parse_words(std::vector<std::string> argumen
     throw InputError(where(), error.what());
   }
   std::vector<std::string> words = app_.remaining();
-  const size_t checked = stop_at_word ? std::min<size_t>(1, words.size()) : words.size();
-  for (size_t i = 0; i < checked; ++i) {
-    if (words[i].size() > 1 && words[i][0] == '-') {
-      refuse_unknown(words[i]);
-    }
+  const auto end = stop_at_word && !words.empty() ? words.begin() + 1 : words.end();
+  const auto mark = std::find(words.begin(), end, "--"); // no flags follow it
+  const auto unknown = std::find_if(words.begin(), mark, [](const std::string& word) {
+    return word.size() > 1 && word[0] == '-';
+  });
+  if (unknown != mark) {
+    const std::string name = unknown->substr(0, unknown->find('='));
+    throw InputError(where(), "unknown flag: " + name, {},
+                     write_nearest(name, names(), "see hasten " + text_.name + " --help"));
+  }
+  if (mark != end) {
+    words.erase(mark);
   }
   for (const CLI::Option* option : required_) {
-    if (option->count() == 0 && !configured(option->get_name())) {
-      const std::string name = option->get_name();
+    const std::string name = option->get_name();
+    if (!given(name)) {
       throw InputError(where(), name + " is missing", name + " " + option->get_type_name(),
                        "see hasten " + text_.name + " --help");
     }
@@ -184,10 +191,7 @@ std::string FlagTable::help() const {
       group = option->get_group();
       text += "\n" + group + ":\n";
     }
-    std::string left = "  ";
-    for (const char c : option->get_name(false, true)) {
-      left += c == ',' ? std::string(", ") : std::string(1, c);
-    }
+    std::string left = "  " + joined(split(option->get_name(false, true), ","));
     if (!option->get_type_name().empty()) {
       left += " " + option->get_type_name();
     }
@@ -213,22 +217,11 @@ std::string FlagTable::help() const {
 }
 
 std::string FlagTable::with_flag_names(std::string message) const {
-  const auto is_word = [](char c) {
-    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
-  };
-  for (const std::string& name : names_) {
+  for (const std::string& name : names()) {
     std::string field = name.substr(2);
     std::replace(field.begin(), field.end(), '-', '_');
-    if (field.find('_') == std::string::npos) {
-      continue; // it may be an ordinary word of the sentence
-    }
-    for (size_t at = message.find(field); at != std::string::npos;
-         at = message.find(field, at + name.size())) {
-      const size_t end = at + field.size();
-      if ((at > 0 && is_word(message[at - 1])) || (end < message.size() && is_word(message[end]))) {
-        continue;
-      }
-      message.replace(at, field.size(), name);
+    if (field.find('_') != std::string::npos) { // otherwise it may be a word of the sentence
+      message = std::regex_replace(message, std::regex("\\b" + field + "\\b"), name);
     }
   }
   return message;

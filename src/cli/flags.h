@@ -9,13 +9,14 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "commands.h"
-#include "config_file.h"
 #include "hasten/base/error.h"
 #include "hasten/base/limits.h"
 #include "hasten/base/text.h"
@@ -51,10 +52,6 @@ bool read_flag(const std::string& text, T& value) {
 }
 bool read_flag(const std::string& text, GradientCheckpointing& value);
 bool read_flag(const std::string& text, RankStreams& value);
-template <typename T>
-bool read_flag(const std::string& text, std::optional<T>& value) {
-  return read_flag(text, value.emplace());
-}
 
 /// The value as text in help; empty shows no default.
 template <typename T>
@@ -84,7 +81,7 @@ std::string flag_text(const std::optional<T>& value) {
 
 /// "Expected …" for a value that is not a T.
 template <typename T>
-std::string flag_expectation(const T&) {
+std::string flag_expectation() {
   if constexpr (std::is_enum_v<T>) {
     return any_spelling<T>();
   } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
@@ -101,20 +98,71 @@ std::string flag_expectation(const T&) {
                                          : "a value";
   }
 }
-template <typename T>
-std::string flag_expectation(const std::optional<T>&) {
-  return flag_expectation(T{});
-}
 
 /// "Fix": the spelling nearest to `text`, if the type has spellings.
 template <typename T>
-std::string flag_fix(const std::string& text, const T&) {
+std::string flag_fix(const std::string& text) {
   if constexpr (std::is_enum_v<T>) {
     return write_nearest(text, spelling_names<T>());
   } else {
     return {};
   }
 }
+
+/// T of an optional<T>, otherwise the type itself.
+template <typename T>
+struct FlagValue {
+  using Type = T;
+};
+template <typename T>
+struct FlagValue<std::optional<T>> {
+  using Type = T;
+};
+
+// Values in a configuration file.
+
+/// The value is true, false or a number in JSON.
+template <typename T>
+inline constexpr bool kPlainJson = std::is_arithmetic_v<T> && !std::is_same_v<T, char>;
+
+/// The value as on the command line; empty if it has another JSON type.
+template <typename T>
+std::optional<std::string> config_text(const nlohmann::json& value) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return value.is_boolean() ? std::optional(value.dump()) : std::nullopt;
+  } else if constexpr (kPlainJson<T>) {
+    return value.is_number() ? std::optional(value.dump()) : std::nullopt;
+  } else if (std::is_same_v<T, GradientCheckpointing> && value.is_boolean()) {
+    return value.get<bool>() ? "full" : "none";
+  } else {
+    return value.is_string() ? std::optional(value.get<std::string>()) : std::nullopt;
+  }
+}
+
+/// "Expected …" in the file; `values`: on the command line.
+template <typename T>
+std::string config_expectation(const std::string& values) {
+  if constexpr (kPlainJson<T>) {
+    return values;
+  } else {
+    return std::string(std::is_same_v<T, GradientCheckpointing> ? "true, false, or " : "") +
+           (values == "a value" ? "a string" : "a string: " + values);
+  }
+}
+
+/// A flag that a configuration file may set.
+struct ConfigEntry {
+  /// "--num-train-epochs", then its aliases.
+  std::vector<std::string> names{};
+  /// null leaves the default.
+  bool nullable = false;
+  /// Returns false if the JSON is not a value of the flag.
+  std::function<bool(const nlohmann::json&)> read{};
+  /// "Expected …".
+  std::function<std::string()> expected{};
+  /// The current value. null: a file cannot have it.
+  std::function<nlohmann::json()> now{};
+};
 
 /// The range of a whole number, both ends included.
 struct NumberRange {
@@ -168,31 +216,29 @@ class FlagTable {
   template <typename T>
   void value(const std::string& names, T& field, const std::string& unit, const std::string& help,
              const std::optional<NumberRange>& range = {}, const FlagWords& words = {}) {
+    using Value = typename FlagValue<T>::Type;
     const std::string first = names.substr(0, names.find(','));
     const auto read = [&field, range, number = words.number](const std::string& text) {
-      T given = field;
+      Value given{};
       bool good = read_flag(number ? number(text) : text, given);
-      if constexpr (std::is_same_v<T, int> || std::is_same_v<T, int64_t>) {
-        good = good && (!range || range->holds(given));
+      if constexpr (std::is_integral_v<Value>) {
+        good = good && (!range || range->holds(static_cast<int64_t>(given)));
       }
-      field = good ? given : field;
+      if (good) {
+        field = given;
+      }
       return good;
     };
-    const auto expected = [&field, range, more = words.names] {
-      return (range ? range->text() : flag_expectation(field)) + (more.empty() ? "" : ", " + more);
+    const auto expected = [range, more = words.names] {
+      return (range ? range->text() : flag_expectation<Value>()) +
+             (more.empty() ? "" : ", " + more);
     };
-    auto* option =
-        declare(names, unit, help, [this, first, &field, read, expected](const std::string& text) {
-          if (!read(text)) {
-            throw InputError(where(), first + "=" + text, expected(), flag_fix(text, field));
-          }
-        });
-    option->default_str(flag_text(field));
-    config_entries_.push_back(
-        {split(names), config_kind(field), is_optional(field), read, expected, [&field] {
-           const std::string text = flag_text(field);
-           return text.empty() ? std::vector<std::string>{} : std::vector{text};
-         }});
+    declare(names, unit, help, [this, first, read, expected](const std::string& text) {
+      if (!read(text)) {
+        throw InputError(where(), first + "=" + text, expected(), flag_fix<Value>(text));
+      }
+    })->default_str(flag_text(field));
+    set_by_config(names, field, read, expected);
   }
   /// A flag that can be repeated.
   void values(const std::string& names, std::vector<std::string>& field, const std::string& unit,
@@ -232,18 +278,34 @@ class FlagTable {
  private:
   CLI::Option* declare(const std::string& names, const std::string& unit, const std::string& help,
                        std::function<void(const std::string&)> read);
-  void note_names(const std::string& names);
-  bool configured(const std::string& name) const;
-  void refuse_unknown(const std::string& argument) const;
+  template <typename T>
+  void set_by_config(const std::string& names, T& field,
+                     const std::function<bool(const std::string&)>& read,
+                     const std::function<std::string()>& expected) {
+    using Value = typename FlagValue<T>::Type;
+    config_entries_.push_back({split(names), !std::is_same_v<T, Value>,
+                               [read](const nlohmann::json& value) {
+                                 const auto text = config_text<Value>(value);
+                                 return text && read(*text);
+                               },
+                               [expected] { return config_expectation<Value>(expected()); },
+                               [&field] {
+                                 const std::string text = flag_text(field);
+                                 return text.empty()        ? nlohmann::json()
+                                        : kPlainJson<Value> ? nlohmann::json::parse(text)
+                                                            : nlohmann::json(text);
+                               }});
+  }
+  /// All names with "--".
+  std::vector<std::string> names() const;
 
   CommandText text_;
   CLI::App app_;
   std::string group_ = "Flags";
   CLI::Option* last_ = nullptr;
-  std::vector<std::string> names_{}; // with "--", aliases too
   std::vector<CLI::Option*> required_{};
   std::vector<ConfigEntry> config_entries_{};
-  std::vector<std::string> configured_{}; // flags that the file sets
+  std::set<std::string> configured_{}; // flags that the file sets
 };
 
 /// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
@@ -263,6 +325,8 @@ void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc);
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);
 /// Throws InputError for a label column that is named twice or is the text column.
 void check_columns(const FlagTable& flags, const TableFlags& table);
+/// --model of the commands that take a folder or a shape; required.
+void declare_folder_or_shape(FlagTable& flags, std::string& model);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
