@@ -1,5 +1,6 @@
 #include "agreement.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
@@ -14,28 +15,24 @@ void agree_on(Communicator& communicator, std::string_view name,
   int code = kExitOk;
   try {
     stage();
-  } catch (const InputError&) {
+  } catch (const std::exception& error) {
     failure = std::current_exception();
-    code = kExitBadInput;
-  } catch (const Interrupted& interrupted) {
-    failure = std::current_exception();
-    code = 128 + interrupted.signal();
-  } catch (const std::exception&) {
-    failure = std::current_exception();
-    code = kExitFailed;
+    const auto* interrupted = dynamic_cast<const Interrupted*>(&error);
+    code = interrupted != nullptr                               ? 128 + interrupted->signal()
+           : dynamic_cast<const InputError*>(&error) != nullptr ? kExitBadInput
+                                                                : kExitFailed;
   }
   const auto codes = communicator.all_gather_object(code, name);
-  for (int rank = 0; rank < communicator.world_size(); ++rank) {
-    const int theirs = codes[rank].get<int>();
-    if (theirs == kExitOk) {
-      continue;
-    }
-    communicator.close();
-    if (rank == communicator.rank()) {
-      std::rethrow_exception(failure);
-    }
-    throw SilentExit(theirs);
+  const auto first = std::find_if(codes.begin(), codes.end(),
+                                  [](const nlohmann::json& each) { return each != kExitOk; });
+  if (first == codes.end()) {
+    return;
   }
+  communicator.close();
+  if (first - codes.begin() == communicator.rank()) {
+    std::rethrow_exception(failure);
+  }
+  throw SilentExit(first->get<int>());
 }
 
 } // namespace hasten::detail

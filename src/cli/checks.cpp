@@ -56,29 +56,22 @@ void check_read_by_all(const std::string& flag, const files::path& path, int pro
   }
 }
 
-void check_model_folder(const std::string& where, const std::string& flag, const std::string& model,
-                        const std::string& expected) {
+/// `shapes`: the model may also be the name of a shape.
+void check_model(const std::string& where, const std::string& model, bool shapes) {
   std::error_code error;
-  if (files::is_regular_file(files::path(model) / "config.json", error)) {
+  if ((shapes && is_model_shape(model)) ||
+      files::is_regular_file(files::path(model) / "config.json", error)) {
     return;
   }
   const bool folder = files::is_directory(model, error);
-  const auto& shapes = model_shapes();
-  const std::string near =
-      folder ? std::string() : nearest_name(model, shapes.data(), shapes.data() + shapes.size());
   throw InputError(where,
-                   flag + "=" + model +
+                   "--model=" + model +
                        (folder                        ? " is a folder without config.json"
                         : files::exists(model, error) ? " is not a folder"
                                                       : " does not exist"),
-                   expected, near.empty() || where != "cli::train" ? "" : "write " + near);
-}
-
-void check_folder_or_shape(const std::string& where, const std::string& model) {
-  if (!is_model_shape(model)) {
-    check_model_folder(where, "--model", model,
-                       "a Hugging Face folder with config.json, or one of " + model_shapes_text());
-  }
+                   "a Hugging Face folder with config.json" +
+                       (shapes ? ", or one of " + model_shapes_text() : std::string()),
+                   folder || where != "cli::train" ? "" : write_nearest(model, model_shapes()));
 }
 
 void check_tokenizer_folder(const std::string& where, const std::string& folder) {
@@ -89,7 +82,12 @@ void check_tokenizer_folder(const std::string& where, const std::string& folder)
   }
 }
 
-/// `folder`, or the nearest parent folder that exists; it must be writable.
+bool is_writable_folder(const files::path& path) {
+  std::error_code error;
+  return files::is_directory(path, error) && ::access(path.c_str(), W_OK | X_OK) == 0;
+}
+
+/// `folder`, or the nearest parent folder that exists.
 files::path nearest_existing(const files::path& folder) {
   std::error_code error;
   files::path existing = files::absolute(folder, error);
@@ -128,7 +126,7 @@ void check_output_dir(const TrainCommand& command) {
   if (!files::is_directory(existing, error)) {
     throw InputError(kWhere, said + " is inside a file: " + existing.string(), "a folder");
   }
-  if (::access(existing.c_str(), W_OK | X_OK) != 0) {
+  if (!is_writable_folder(existing)) {
     throw InputError(
         kWhere, said + " cannot be written: " + existing.string() + ": " + std::strerror(errno),
         "a writable folder");
@@ -139,7 +137,7 @@ void check_output_dir(const TrainCommand& command) {
 
 void check_inputs(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
-  detail::check_folder_or_shape(kWhere, command.model);
+  detail::check_model(kWhere, command.model, true);
   if (!command.tokenizer.empty()) {
     detail::check_tokenizer_folder(kWhere, command.tokenizer);
   }
@@ -197,37 +195,29 @@ std::string finished_line(const TrainCommand& command) {
 }
 
 void check_inputs(const PredictCommand& command) {
-  constexpr const char* kWhere = "cli::predict";
-  detail::check_model_folder(kWhere, "--model", command.model,
-                             "a Hugging Face folder with config.json");
+  detail::check_model("cli::predict", command.model, false);
   if (!command.file.empty()) {
-    detail::check_readable_file(kWhere, "--file", command.file);
+    detail::check_readable_file("cli::predict", "--file", command.file);
   }
 }
 
 void check_inputs(const EvalCommand& command) {
-  constexpr const char* kWhere = "cli::eval";
-  detail::check_model_folder(kWhere, "--model", command.model,
-                             "a Hugging Face folder with config.json");
-  detail::check_readable_file(kWhere, "--file", command.file);
+  detail::check_model("cli::eval", command.model, false);
+  detail::check_readable_file("cli::eval", "--file", command.file);
 }
 
 void check_inputs(const PlanCommand& command) {
-  detail::check_folder_or_shape("cli::plan", command.model);
+  detail::check_model("cli::plan", command.model, true);
 }
 
 void check_inputs(const EstimateMemoryCommand& command) {
-  detail::check_folder_or_shape("cli::estimate-memory", command.model);
+  detail::check_model("cli::estimate-memory", command.model, true);
 }
 
 void check_inputs(const CompareCommand& command) {
-  detail::check_folder_or_shape("cli::compare", command.model);
-  if (command.json.empty()) {
-    return;
-  }
-  const auto folder = detail::files::absolute(command.json).parent_path();
-  std::error_code error;
-  if (!detail::files::is_directory(folder, error) || ::access(folder.c_str(), W_OK | X_OK) != 0) {
+  detail::check_model("cli::compare", command.model, true);
+  if (!command.json.empty() &&
+      !detail::is_writable_folder(detail::files::absolute(command.json).parent_path())) {
     throw InputError("cli::compare", "--json=" + command.json + " cannot be written",
                      "a file in an existing, writable folder");
   }
@@ -248,13 +238,11 @@ void check_inputs(const TokenizerCommand& command) {
   for (const std::string& file : command.files) {
     detail::check_readable_file(kWhere, "FILE", file);
   }
-  std::error_code error;
   if (command.action == "encode") {
     return detail::check_tokenizer_folder(kWhere, command.tokenizer);
   }
   const auto existing = detail::nearest_existing(command.output);
-  if (!detail::files::is_directory(existing, error) ||
-      ::access(existing.c_str(), W_OK | X_OK) != 0) {
+  if (!detail::is_writable_folder(existing)) {
     throw InputError(kWhere,
                      "--output=" + command.output + " cannot be written: " + existing.string() +
                          " is not a writable folder",

@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -99,35 +100,9 @@ nlohmann::ordered_json environment_json() {
 }
 
 std::string environment_text(const nlohmann::ordered_json& json) {
-  std::ostringstream text;
-  const auto line = [&](const std::string& name, const std::string& value) {
-    text << name << std::string(name.size() < 18 ? 18 - name.size() : 1, ' ') << value << "\n";
-  };
+  const auto word = [&](const char* key) { return json.at(key).get<std::string>(); };
+  const auto bytes = [&](const char* key) { return format_bytes(json.at(key).get<int64_t>()); };
   const auto yes = [&](const char* key) { return json.at(key).get<bool>() ? "yes" : "no"; };
-  line("hasten", json.at("hasten").get<std::string>());
-  line("LibTorch", json.at("torch").get<std::string>());
-  line("compiler", json.at("compiler").get<std::string>());
-  line("CPU", json.at("cpu").get<std::string>());
-  std::string features = json.at("cpu_capability").get<std::string>() + ";";
-  for (const auto& feature : json.at("cpu_features")) {
-    features += " " + feature.get<std::string>();
-  }
-  line("CPU features", features);
-  line("cores", std::to_string(json.at("allowed_cores").get<int>()) + " allowed of " +
-                    std::to_string(json.at("cores").get<int>()));
-  std::vector<std::string> threads;
-  for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
-    threads.push_back(count.dump() + " with " + ranks + (ranks == "1" ? " rank" : " ranks"));
-  }
-  line("threads per rank", joined(threads));
-  line("OMP_NUM_THREADS", json.at("OMP_NUM_THREADS").is_null()
-                              ? "not set"
-                              : json.at("OMP_NUM_THREADS").get<std::string>());
-  line("memory", format_bytes(json.at("memory_available_bytes").get<int64_t>()) + " available of " +
-                     format_bytes(json.at("memory_bytes").get<int64_t>()));
-  line("kernels", std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") + ", oneDNN " +
-                      yes("onednn") + "; float products by " +
-                      json.at("float_products").get<std::string>());
   const auto speed = [&](const char* name) {
     const double factor = json.at("speed_of_fp32").at(name).get<double>();
     return std::string(name) + " " + format_digits(factor, 2) + " times" +
@@ -135,13 +110,35 @@ std::string environment_text(const nlohmann::ordered_json& json) {
             : factor > 0.5               ? " (no gain)"
                                          : " (slower; only for experiments)");
   };
-  line("speed vs. fp32", speed("bf16") + ", " + speed("fp16"));
-  line("CUDA devices", std::to_string(json.at("cuda_devices").get<int>()));
-  line("collectives", json.at("collectives").at(0).get<std::string>());
+  std::vector<std::string> threads;
+  for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
+    threads.push_back(count.dump() + " with " + ranks + (ranks == "1" ? " rank" : " ranks"));
+  }
+  const auto features = json.at("cpu_features").get<std::vector<std::string>>();
+  const auto& omp = json.at("OMP_NUM_THREADS");
   const auto& world = json.at("world");
-  line("world", "rank " + std::to_string(world.at("rank").get<int>()) + " of " +
-                    std::to_string(world.at("world_size").get<int>()) + " (" +
-                    world.at("source").get<std::string>() + ")");
+  const std::pair<const char*, std::string> lines[] = {
+      {"hasten", word("hasten")},
+      {"LibTorch", word("torch")},
+      {"compiler", word("compiler")},
+      {"CPU", word("cpu")},
+      {"CPU features",
+       word("cpu_capability") + ";" + (features.empty() ? "" : " ") + joined(features, " ")},
+      {"cores", json.at("allowed_cores").dump() + " allowed of " + json.at("cores").dump()},
+      {"threads per rank", joined(threads)},
+      {"OMP_NUM_THREADS", omp.is_null() ? "not set" : omp.get<std::string>()},
+      {"memory", bytes("memory_available_bytes") + " available of " + bytes("memory_bytes")},
+      {"kernels", std::string("OpenMP ") + yes("openmp") + ", MKL " + yes("mkl") + ", oneDNN " +
+                      yes("onednn") + "; float products by " + word("float_products")},
+      {"speed vs. fp32", speed("bf16") + ", " + speed("fp16")},
+      {"CUDA devices", json.at("cuda_devices").dump()},
+      {"collectives", json.at("collectives").at(0).get<std::string>()},
+      {"world", "rank " + world.at("rank").dump() + " of " + world.at("world_size").dump() + " (" +
+                    world.at("source").get<std::string>() + ")"}};
+  std::ostringstream text;
+  for (const auto& [name, value] : lines) {
+    text << std::left << std::setw(18) << name << value << "\n";
+  }
   return text.str();
 }
 

@@ -1,3 +1,5 @@
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <iomanip>
 #include <iostream>
@@ -40,14 +42,6 @@ BertConfig config_of(const EstimateMemoryCommand& command) {
 
 using Shapes = std::vector<std::vector<int64_t>>;
 
-int64_t numel_of(const std::vector<int64_t>& shape) {
-  int64_t numel = 1;
-  for (const int64_t size : shape) {
-    numel *= size;
-  }
-  return numel;
-}
-
 /// Shapes of a rank's shards.
 Shapes shards_of(const Shapes& shapes, int64_t ranks) {
   Shapes shards = shapes;
@@ -60,7 +54,7 @@ Shapes shards_of(const Shapes& shapes, int64_t ranks) {
 int64_t padded_numel(const Shapes& shapes) {
   int64_t numel = 0;
   for (const auto& shape : shapes) {
-    numel += flat_padded(numel_of(shape), at::kFloat);
+    numel += flat_padded(c10::multiply_integers(shape), at::kFloat);
   }
   return numel;
 }
@@ -70,7 +64,7 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
   constexpr int64_t kAloneBytes = 256 << 10; // larger shards are sent without a copy
   int64_t bytes = 0;
   for (const auto& shape : shards) {
-    const int64_t shard = 4 * numel_of(shape);
+    const int64_t shard = 4 * c10::multiply_integers(shape);
     bytes += shard < kAloneBytes ? ranks * shard : 0;
   }
   return bytes;
@@ -114,7 +108,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const Shapes shapes = bert_parameter_shapes(config);
   MemoryEstimate estimate;
   for (const auto& shape : shapes) {
-    estimate.parameter_count += numel_of(shape);
+    estimate.parameter_count += c10::multiply_integers(shape);
   }
   const int64_t padded = padded_numel(shapes);
   const bool several = command.nproc > 1;

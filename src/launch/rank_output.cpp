@@ -9,10 +9,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
 #include <csignal>
 #include <cstdlib>
-#include <mutex>
+#include <future>
 #include <regex>
 #include <system_error>
 #include <thread>
@@ -97,9 +96,8 @@ struct TeedStream {
 struct RankOutput::Shared {
   std::vector<TeedStream> streams{};
   int wake = -1; // eventfd: set once all ranks have ended
-  std::mutex mutex{};
-  std::condition_variable changed{};
-  bool running = false;
+  std::promise<void> copied{}; // everything is written
+  std::future<void> done = copied.get_future();
 
   ~Shared() {
     for (const TeedStream& stream : streams) {
@@ -382,10 +380,10 @@ std::filesystem::path RankOutput::error_file(int rank) const {
 void RankOutput::start() {
   close_descriptors();
   if (shared_->streams.empty()) {
+    shared_->copied.set_value();
     return;
   }
   shared_->wake = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  shared_->running = true;
   std::thread([shared = shared_] {
     // If the console is gone, writing must return an error and not end the launcher.
     sigset_t pipe;
@@ -393,9 +391,7 @@ void RankOutput::start() {
     sigaddset(&pipe, SIGPIPE);
     ::pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
     copy_streams(shared->streams, shared->wake);
-    const std::lock_guard lock(shared->mutex);
-    shared->running = false;
-    shared->changed.notify_all();
+    shared->copied.set_value();
   }).detach();
 }
 
@@ -407,8 +403,7 @@ void RankOutput::drain() {
 }
 
 bool RankOutput::drained(std::chrono::milliseconds limit) {
-  std::unique_lock lock(shared_->mutex);
-  return shared_->changed.wait_for(lock, limit, [this] { return !shared_->running; });
+  return shared_->done.wait_for(limit) == std::future_status::ready;
 }
 
 std::string RankOutput::stderr_tail(int rank) const {
@@ -424,15 +419,10 @@ std::string RankOutput::stderr_tail(int rank) const {
     return {};
   }
   text.erase(0, text.size() - std::min(text.size(), kTailBytes));
-  while (!text.empty() && text.back() == '\n') {
-    text.pop_back();
-  }
-  size_t start = text.size();
-  for (int lines = 0; lines < kTailLines && start > 0; ++lines) {
-    const size_t before = text.rfind('\n', start - 1);
-    start = before == std::string::npos ? 0 : before;
-  }
-  text.erase(0, start + (start > 0 ? 1 : 0));
+  text.erase(text.find_last_not_of('\n') + 1);
+  auto lines = split(text, "\n");
+  lines.erase(lines.begin(), lines.end() - std::min<ptrdiff_t>(std::ssize(lines), kTailLines));
+  text = joined(lines, "\n");
   return text.empty() ? "nothing in " + path.string()
                       : "the end of " + path.string() + ":\n" + text;
 }
