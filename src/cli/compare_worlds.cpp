@@ -35,8 +35,6 @@ struct StateFolder {
   std::string path{};
 };
 
-int64_t host_share_bytes(int nproc) { return available_memory_bytes() / 10 * 9 / nproc; }
-
 /// A world that ends without a result has lowered the search's upper limit.
 BatchTiming measure_strategy(Strategy strategy, BatchSearch search,
                              const std::function<void(const std::string&)>& run_world) {
@@ -75,14 +73,13 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
                    {"step_seconds", timing.step_seconds},
                    {"exposed_share", timing.exposed_share}});
     } else {
-      json["least_bytes"] = nullptr;
-      if (report.least_bytes > 0) {
-        json["least_bytes"] = report.least_bytes;
-      }
+      json["least_bytes"] =
+          report.least_bytes > 0 ? nlohmann::json(report.least_bytes) : nlohmann::json();
     }
     strategies.push_back(std::move(json));
   }
-  nlohmann::json json{
+  const auto& index = recommendation.index;
+  const nlohmann::json json{
       {"model", command.model},
       {"nproc", command.nproc},
       {"tokens", command.arguments.max_length},
@@ -91,11 +88,9 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
       {"gradient_checkpointing", command.arguments.gradient_checkpointing.text()},
       {"memory_limit_bytes", limit_bytes},
       {"strategies", std::move(strategies)},
-      {"recommended", nullptr},
+      {"recommended",
+       index ? nlohmann::json(strategy_name(reports[*index].strategy)) : nlohmann::json()},
       {"reason", recommendation.text}};
-  if (recommendation.index) {
-    json["recommended"] = strategy_name(reports[*recommendation.index].strategy);
-  }
   return json.dump(2) + "\n";
 }
 
@@ -119,7 +114,7 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
 
 void compare_strategies(const CompareCommand& command,
                         const std::function<void(const std::string&)>& run_world) {
-  const auto host_share = [&] { return detail::host_share_bytes(command.nproc); };
+  const auto host_share = [&] { return available_memory_bytes() / 10 * 9 / command.nproc; };
   const int64_t limit = command.memory_limit_bytes > 0 ? command.memory_limit_bytes : host_share();
   if (limit <= 0) {
     throw InputError("cli::compare", "cannot find out how much memory is free",

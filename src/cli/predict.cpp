@@ -211,7 +211,7 @@ void write_predictions(const PredictCommand& command, const Predictions& predict
     }
     return;
   }
-  const bool csv = output.compare(output.size() - 4, 4, ".csv") == 0;
+  const bool csv = output.ends_with(".csv");
   write_file_atomically(output, csv ? predictions_csv(predictions)
                                     : predictions_jsonl(predictions, command.with_logits));
   log_info("wrote " + format_count(predictions.size()) + " predictions to " + output);

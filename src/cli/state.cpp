@@ -1,8 +1,11 @@
 #include "hasten/state/saved_state.h"
 
+#include <c10/util/ArrayRef.h>
+
 #include <algorithm>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "checks.h"
 #include "hasten/base/exit_code.h"
@@ -12,14 +15,6 @@
 namespace hasten {
 
 namespace detail {
-
-std::string shape_text(const nlohmann::json& shape) {
-  std::string text = "[";
-  for (const auto& size : shape) {
-    text += (text.size() > 1 ? ", " : "") + size.dump();
-  }
-  return text + "]";
-}
 
 void print_state(const nlohmann::json& state) {
   std::cout << "saved by " << state.at("world_size") << " process(es), strategy "
@@ -32,7 +27,8 @@ void print_state(const nlohmann::json& state) {
   for (const auto& tensor : state.at("tensors")) {
     const auto name = tensor.at("name").get<std::string>();
     std::cout << "  " << name << std::string(widest - name.size() + 2, ' ')
-              << tensor.at("dtype").get<std::string>() << " " << shape_text(tensor.at("shape"));
+              << tensor.at("dtype").get<std::string>() << " "
+              << at::IntArrayRef(tensor.at("shape").get<std::vector<int64_t>>());
     if (!tensor.at("rows").is_null()) {
       std::cout << ", rows of dimension 0 by rank:";
       for (const auto& rows : tensor.at("rows")) {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "checks.h"
@@ -24,21 +25,12 @@ namespace hasten {
 
 namespace detail {
 
-bool holds_table(const std::filesystem::path& file) {
-  const std::string extension = file.extension();
-  for (const char* table : {".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json"}) {
-    if (extension == table) {
-      return true;
-    }
-  }
-  return false;
-}
-
 /// Calls `add` for each text of the file, which is read once.
 void for_each_text(const std::string& path, const std::string& text_column,
                    const std::function<void(std::string_view, int64_t bytes_read)>& add) {
+  static const std::set<std::string> kTables{".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json"};
   const auto file = TextFile::open(path, "cli::tokenizer");
-  if (holds_table(path)) {
+  if (kTables.contains(std::filesystem::path(path).extension())) {
     TextTableOptions options;
     options.text_column = text_column;
     options.label_column.clear();
