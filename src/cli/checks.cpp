@@ -282,11 +282,13 @@ void check_lines(const std::string& train_file, int nproc) {
   }
 }
 
-void check_logs_outside(const std::string& command, const LogsSpecs& logs, const World& world) {
-  if (world.world_size > 1 && logs.any()) {
+void check_launch_outside(const std::string& command, const ProcessFlags& processes,
+                          const World& world) {
+  if (world.world_size > 1 &&
+      (processes.logs.any() || processes.signals_to_handle != ProcessFlags{}.signals_to_handle)) {
     throw InputError("cli::" + command,
-                     "--log-dir, --redirects or --tee inside the world of another launcher: "
-                     "WORLD_SIZE=" +
+                     "--signals-to-handle, --local-ranks-filter, --log-dir, --redirects or --tee "
+                     "inside the world of another launcher: WORLD_SIZE=" +
                          std::to_string(world.world_size) + " by " + world.source,
                      "one launcher, which handles the output of its processes",
                      "pass them to that launcher");

@@ -45,8 +45,9 @@ std::string finished_line(const TrainCommand& command);
 void check_nproc(const std::string& command, int nproc, bool oversubscribe, const World& world);
 /// Throws InputError if the file has fewer lines than `nproc`.
 void check_lines(const std::string& train_file, int nproc);
-/// Throws InputError for flags of the processes' output inside the world of another launcher.
-void check_logs_outside(const std::string& command, const LogsSpecs& logs, const World& world);
+/// Throws InputError for flags of signals and of output inside the world of another launcher.
+void check_launch_outside(const std::string& command, const ProcessFlags& processes,
+                          const World& world);
 
 /// Throws InputError if the disk of `folder` has fewer than `bytes` free. Files that are already
 /// in the folder count as free space.

@@ -85,8 +85,16 @@ Command parse_eval(std::vector<std::string> arguments) {
   return command;
 }
 
-void declare_logs(FlagTable& flags, LogsSpecs& logs) {
+void declare_launch(FlagTable& flags, ProcessFlags& processes) {
+  flags.value("--signals-to-handle", processes.signals_to_handle, "NAME,...",
+              "signals to pass on to the processes; they then end the run");
+  flags.value("--max-restarts", processes.max_restarts, "N",
+              "only 0: hasten restarts no process; start hasten train again with "
+              "--resume-from-checkpoint latest instead");
+  LogsSpecs& logs = processes.logs;
   flags.group("Output of the processes");
+  flags.value("--local-ranks-filter", logs.local_ranks_filter, "RANK,...",
+              "print only the output of these processes; files are not affected");
   flags.value("--log-dir", logs.log_dir, "FOLDER",
               "folder for RANK/stdout.log and RANK/stderr.log; without --redirects and "
               "--tee it implies --tee 3");
@@ -98,17 +106,27 @@ void declare_logs(FlagTable& flags, LogsSpecs& logs) {
               "them to --log-dir, if given");
 }
 
-void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc) {
+void check_launch(const FlagTable& flags, const ProcessFlags& processes) {
+  if (processes.max_restarts != 0) {
+    throw InputError(flags.where(), "--max-restarts=" + std::to_string(processes.max_restarts),
+                     "0, because hasten does not restart ranks",
+                     "start the run again; hasten train resumes it with "
+                     "--resume-from-checkpoint latest");
+  }
+  const LogsSpecs& logs = processes.logs;
   require_flag(flags, !logs.redirects.any() || !logs.log_dir.empty(),
                "--redirects without --log-dir", "--log-dir FOLDER for the files");
+  const auto check_rank = [&](const char* what, int highest) {
+    require_flag(
+        flags, highest < processes.nproc,
+        what + std::to_string(highest) + " with --nproc=" + std::to_string(processes.nproc),
+        "ranks below --nproc");
+  };
   for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
-    require_flag(flags, streams->ranks.empty() || streams->ranks.rbegin()->first < nproc,
-                 "streams of rank " +
-                     (streams->ranks.empty() ? std::string()
-                                             : std::to_string(streams->ranks.rbegin()->first)) +
-                     " with --nproc=" + std::to_string(nproc),
-                 "ranks below --nproc");
+    check_rank("streams of rank ", streams->ranks.empty() ? -1 : streams->ranks.rbegin()->first);
   }
+  const auto& filter = logs.local_ranks_filter;
+  check_rank("--local-ranks-filter has rank ", filter.empty() ? -1 : *filter.rbegin());
 }
 
 Command parse_launch(std::vector<std::string> arguments) {
@@ -129,9 +147,9 @@ Command parse_launch(std::vector<std::string> arguments) {
   flags.flag(
       "--keep-going", command.keep_going,
       "let the others go on when one fails that is not rank 0: for programs that survive it");
-  declare_logs(flags, command.logs);
+  declare_launch(flags, command);
   command.program = flags.parse_words(std::move(arguments), true);
-  check_logs(flags, command.logs, command.nproc);
+  check_launch(flags, command);
   require_flag(flags, !command.program.empty(), "no program",
                "hasten launch --nproc N PROGRAM [ARGUMENT...]");
   return command;

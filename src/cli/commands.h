@@ -34,8 +34,21 @@ struct TableFlags {
 /// The kind of problem that a model's head solves.
 using Head = ProblemType;
 
+/// The processes that hasten starts on this machine.
+struct ProcessFlags {
+  /// >= 1.
+  int nproc = 1;
+  /// Allows more than 16 processes per core.
+  bool oversubscribe = false;
+  /// Output of the processes.
+  LogsSpecs logs{};
+  /// See LaunchOptions.
+  std::vector<int> signals_to_handle = LaunchOptions{}.signals_to_handle;
+  int max_restarts = 0;
+};
+
 /// hasten train: fine-tunes a text classifier.
-struct TrainCommand {
+struct TrainCommand : ProcessFlags {
   /// A Hugging Face folder, or the name of a shape (model_shapes()).
   std::string model{};
   /// Folder with the vocabulary for a shape; empty: learned from the texts.
@@ -61,14 +74,8 @@ struct TrainCommand {
   /// columns and the model.
   std::string problem_type{};
 
-  /// Processes on this machine, >= 1.
-  int nproc = 1;
   /// True if --nproc was given on the command line.
   bool nproc_given = false;
-  /// Allows more than 16 processes per core.
-  bool oversubscribe = false;
-  /// Output of the processes.
-  LogsSpecs logs{};
   /// File with the secret by which ranks on several hosts recognise each other; empty: from
   /// HASTEN_SECRET or HASTEN_SECRET_FILE.
   std::string secret_file{};
@@ -211,12 +218,9 @@ struct SynthCommand {
 };
 
 /// hasten launch: runs a program as N processes of one world.
-struct LaunchCommand {
-  int nproc = 1;
-  bool oversubscribe = false;
+struct LaunchCommand : ProcessFlags {
   /// See LaunchOptions.
   bool keep_going = false;
-  LogsSpecs logs{};
   /// Program and its arguments. Not empty.
   std::vector<std::string> program{};
 };

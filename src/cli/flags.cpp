@@ -30,6 +30,20 @@ bool read_flag(const std::string& text, GradientCheckpointing& value) {
 bool read_flag(const std::string& text, RankStreams& value) {
   return takes([&] { value = parse_rank_streams(text); });
 }
+bool read_flag(const std::string& text, std::set<int>& value) {
+  value.clear();
+  for (const std::string& part : split(text)) {
+    int rank = -1;
+    if (!read_flag(part, rank) || rank < 0) {
+      return false;
+    }
+    value.insert(rank);
+  }
+  return true;
+}
+bool read_flag(const std::string& text, std::vector<int>& value) {
+  return !text.empty() && takes([&] { value = parse_signals(text); });
+}
 
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {
   std::istringstream words(text);

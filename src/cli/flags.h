@@ -52,6 +52,10 @@ bool read_flag(const std::string& text, T& value) {
 }
 bool read_flag(const std::string& text, GradientCheckpointing& value);
 bool read_flag(const std::string& text, RankStreams& value);
+/// Ranks: "0,2".
+bool read_flag(const std::string& text, std::set<int>& value);
+/// Signals: "SIGTERM,SIGINT".
+bool read_flag(const std::string& text, std::vector<int>& value);
 
 /// The value as text in help; empty shows no default.
 template <typename T>
@@ -70,6 +74,14 @@ std::string flag_text(const T& value) {
     return value.text();
   } else if constexpr (std::is_same_v<T, RankStreams>) {
     return {};
+  } else if constexpr (std::is_same_v<T, std::set<int>>) {
+    std::vector<std::string> ranks;
+    for (const int rank : value) {
+      ranks.push_back(std::to_string(rank));
+    }
+    return joined(ranks, ",");
+  } else if constexpr (std::is_same_v<T, std::vector<int>>) {
+    return signal_names(value);
   } else {
     return value;
   }
@@ -89,6 +101,10 @@ std::string flag_expectation() {
            "or a percentage (50%)";
   } else if constexpr (std::is_same_v<T, RankStreams>) {
     return "0, 1 (stdout), 2 (stderr) or 3 (both), or for some ranks, e.g. 0:3,1:2";
+  } else if constexpr (std::is_same_v<T, std::set<int>>) {
+    return "ranks, e.g. 0,1";
+  } else if constexpr (std::is_same_v<T, std::vector<int>>) {
+    return "names of signals that the launcher can pass on, e.g. SIGTERM,SIGINT,SIGHUP,SIGUSR1";
   } else {
     return std::is_same_v<T, bool>       ? "true or false"
            : std::is_same_v<T, double>   ? "a number"
@@ -317,9 +333,9 @@ void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool r
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);
 void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
 
-/// Flags of the processes' output, for the commands that start processes.
-void declare_logs(FlagTable& flags, LogsSpecs& logs);
-void check_logs(const FlagTable& flags, const LogsSpecs& logs, int nproc);
+/// Flags of signals, restarts and output, for the commands that launch ranks.
+void declare_launch(FlagTable& flags, ProcessFlags& processes);
+void check_launch(const FlagTable& flags, const ProcessFlags& processes);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);

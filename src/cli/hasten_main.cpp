@@ -49,7 +49,7 @@ std::string worker_program() {
 }
 
 /// Prints once why the ranks failed. If they are hasten's own (`ours`), the first that failed may
-/// have printed it, unless its stderr goes only to a file.
+/// have printed it, unless its stderr does not reach the console.
 int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   if (result.exit_code == kExitOk) {
     return kExitOk;
@@ -59,8 +59,7 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
     return result.exit_code;
   }
   const int first = result.first_failed_rank;
-  const bool shown =
-      first < 0 || !logs.redirects.has(first, Std::err) || logs.tee.has(first, Std::err);
+  const bool shown = first < 0 || logs.on_console(first, Std::err);
   if (!ours || !shown || !result.shown) {
     log_error(result.reason + (result.message.empty() ? "" : ": " + result.message));
     if (!result.consequences.empty()) {
@@ -70,12 +69,16 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   return result.exit_code;
 }
 
-/// torchrun's variable for the prefix of teed lines.
-LogsSpecs with_prefix(LogsSpecs logs) {
+/// Also reads torchrun's variable for the prefix of teed lines.
+LaunchOptions launch_options(const ProcessFlags& processes) {
+  LaunchOptions options;
+  options.nproc = processes.nproc;
+  options.logs = processes.logs;
+  options.signals_to_handle = processes.signals_to_handle;
   if (const char* text = std::getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")) {
-    logs.log_line_prefix_template = text;
+    options.logs.log_line_prefix_template = text;
   }
-  return logs;
+  return options;
 }
 
 /// True if this rank prints an error that all ranks of its launcher get: one rank per host.
@@ -112,7 +115,7 @@ class Hasten {
     if (command.nproc_given || world.world_size == 1) {
       check_nproc("train", command.nproc, command.oversubscribe || command.dry_run, world);
     }
-    check_logs_outside("train", command.logs, world);
+    check_launch_outside("train", command, world);
     if (world.world_size > 1) {
       become_worker(arguments_); // a rank of another launcher; the ranks check together
     }
@@ -132,16 +135,16 @@ class Hasten {
     if (std::filesystem::is_regular_file(command.train_file, error)) {
       check_lines(command.train_file, command.nproc);
     }
-    const LaunchResult result = launch_workers(command.nproc, {}, with_prefix(command.logs),
-                                               from_seconds(command.arguments.heartbeat_timeout));
-    return report(result, command.logs, true);
+    LaunchOptions options = launch_options(command);
+    options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
+    return report(launch_workers(std::move(options)), command.logs, true);
   }
   int operator()(const CompareCommand& command) {
     check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
     check_inputs(command);
     compare_strategies(command, [&](const std::string& state_file) {
-      const LaunchResult result =
-          launch_workers(command.nproc, {{CompareState::kVariable, state_file}}, {});
+      const LaunchResult result = launch_workers(
+          {.nproc = command.nproc, .environment = {{CompareState::kVariable, state_file}}});
       const bool ran_out =
           std::any_of(result.ends.begin(), result.ends.end(),
                       [](const ProcessEnd& end) { return end.code == kExitOutOfMemory; });
@@ -153,9 +156,7 @@ class Hasten {
   }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
-    LaunchOptions options;
-    options.logs = with_prefix(command.logs);
-    options.nproc = command.nproc;
+    LaunchOptions options = launch_options(command);
     options.argv = command.program;
     options.keep_going = command.keep_going;
     return report(launch(options), command.logs, false);
@@ -171,16 +172,9 @@ class Hasten {
 
  private:
   /// Launches hasten's own ranks. They print what happens; only the result is printed here.
-  LaunchResult launch_workers(
-      int nproc, std::vector<std::pair<std::string, std::string>> environment, LogsSpecs logs,
-      std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout()) const {
-    LaunchOptions options;
-    options.heartbeat_timeout = heartbeat_timeout;
-    options.nproc = nproc;
-    options.logs = std::move(logs);
+  LaunchResult launch_workers(LaunchOptions options) const {
     options.argv = arguments_;
     options.argv.insert(options.argv.begin(), worker_program());
-    options.environment = std::move(environment);
     set_log_levels(LogLevel::warning, LogLevel::warning);
     LaunchResult result = launch(options);
     set_log_levels(LogLevel::info, LogLevel::warning);

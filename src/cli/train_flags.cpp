@@ -320,7 +320,7 @@ Command parse_train(std::vector<std::string> arguments) {
                             "predict, hasten eval and Python's transformers read."});
   declare_train_data(flags, command);
   declare_run(flags, command);
-  declare_logs(flags, command.logs);
+  declare_launch(flags, command);
   declare_batches(flags, command.arguments);
   declare_loss(flags, command.arguments);
   declare_optimizer(flags, command.arguments);
@@ -332,7 +332,7 @@ Command parse_train(std::vector<std::string> arguments) {
   check_backend(flags, command.arguments);
   check_problem(flags, command);
   check_columns(flags, command.table);
-  check_logs(flags, command.logs, command.nproc);
+  check_launch(flags, command);
   require_flag(flags, command.eval_split >= 0 && command.eval_split < 1,
                "--eval-split=" + flag_text(command.eval_split),
                "a fraction, 0 or more and below 1");

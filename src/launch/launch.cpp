@@ -8,10 +8,39 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/recorded_error.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "rank_group.h"
 
 namespace hasten {
+
+std::string signal_names(const std::vector<int>& signals) {
+  std::vector<std::string> names;
+  for (const int signal : signals) {
+    const char* name = ::sigabbrev_np(signal);
+    names.push_back(name == nullptr ? std::to_string(signal) : std::string("SIG") + name);
+  }
+  return joined(names, ",");
+}
+
+std::vector<int> parse_signals(const std::string& text) {
+  constexpr int kLastSignal = 31; // the others are real-time signals
+  std::vector<int> signals;
+  for (const std::string& name : text.empty() ? std::vector<std::string>() : split(text)) {
+    int signal = 1;
+    while (signal <= kLastSignal && signal_names({signal}) != name) {
+      ++signal;
+    }
+    if (signal > kLastSignal || signal == SIGKILL || signal == SIGSTOP || signal == SIGTSTP ||
+        signal == SIGCONT || signal == SIGCHLD) {
+      throw InputError("launch::parse_signals", "signals=" + text + ": \"" + name + "\"",
+                       "names of signals that the launcher can pass on, e.g. "
+                       "SIGTERM,SIGINT,SIGHUP,SIGUSR1");
+    }
+    signals.push_back(signal);
+  }
+  return signals;
+}
 
 namespace detail {
 
@@ -28,6 +57,12 @@ void check_launch_options(const LaunchOptions& options) {
   }
   if (options.argv.empty()) {
     throw InputError(kWhere, "no program to start", "a program after nproc");
+  }
+  parse_signals(signal_names(options.signals_to_handle));
+  if (options.max_restarts != 0) {
+    throw InputError(kWhere, "max_restarts=" + std::to_string(options.max_restarts),
+                     "0, because hasten does not restart ranks",
+                     "start the program again, and let it resume from its last checkpoint");
   }
   const World outer = world_from_environment();
   if (outer.world_size > 1) {

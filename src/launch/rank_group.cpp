@@ -28,17 +28,21 @@ constexpr int kLaunchPollMs = 10;
   throw Error("launch::launch", std::string(what) + ": " + std::generic_category().message(errno));
 }
 
-sigset_t launch_signals() {
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGINT);
-  sigaddset(&set, SIGTERM);
-  for (const int signal : {SIGHUP, SIGTSTP}) {
+sigset_t launch_signals(const std::vector<int>& handled) {
+  const auto ignored = [](int signal) {
     struct sigaction action {};
     ::sigaction(signal, nullptr, &action);
-    if (action.sa_handler != SIG_IGN) { // ignored: nohup, the ranks outlive the terminal
+    return action.sa_handler == SIG_IGN;
+  };
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int signal : handled) {
+    if (signal != SIGHUP || !ignored(SIGHUP)) { // nohup: the ranks outlive the terminal
       sigaddset(&set, signal);
     }
+  }
+  if (!ignored(SIGTSTP)) {
+    sigaddset(&set, SIGTSTP);
   }
   return set;
 }
@@ -72,7 +76,7 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOp
 }
 
 RankGroup::RankGroup(const LaunchOptions& options, RankOutput& output) {
-  const sigset_t signals = launch_signals();
+  const sigset_t signals = launch_signals(options.signals_to_handle);
   ::pthread_sigmask(SIG_BLOCK, &signals, &old_mask_);
   // If it is ignored, the kernel does not keep how children ended.
   struct sigaction standard {};

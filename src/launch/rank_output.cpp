@@ -37,6 +37,11 @@ bool RankStreams::any() const {
          });
 }
 
+bool LogsSpecs::on_console(int rank, Std stream) const {
+  return (local_ranks_filter.empty() || local_ranks_filter.contains(rank)) &&
+         (!redirects.has(rank, stream) || tee.has(rank, stream));
+}
+
 RankStreams parse_rank_streams(const std::string& text) {
   const auto number = [&](std::string_view part, int most) {
     const int value = parse_number<int>(part).value_or(-1);
@@ -209,7 +214,7 @@ void copy_streams(std::vector<TeedStream>& streams, int wake) {
   }
 }
 
-/// Opens the file for appending. Throws InputError.
+/// Opens the file, or /dev/null, for appending. Throws InputError.
 int open_log(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) {
@@ -225,14 +230,18 @@ void check_logs(const LogsSpecs& logs, int nproc) {
     throw InputError("launch::launch", "redirects without log_dir",
                      "a folder for the files (--log-dir)");
   }
-  for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
-    if (!streams->ranks.empty() && streams->ranks.rbegin()->first >= nproc) {
+  const auto check_rank = [&](const char* what, int highest) {
+    if (highest >= nproc) {
       throw InputError("launch::launch",
-                       "streams of rank " + std::to_string(streams->ranks.rbegin()->first) +
-                           " with nproc=" + std::to_string(nproc),
+                       what + std::to_string(highest) + " with nproc=" + std::to_string(nproc),
                        "ranks below nproc");
     }
+  };
+  for (const RankStreams* streams : {&logs.redirects, &logs.tee}) {
+    check_rank("streams of rank ", streams->ranks.empty() ? -1 : streams->ranks.rbegin()->first);
   }
+  const auto& filter = logs.local_ranks_filter;
+  check_rank("local_ranks_filter has rank ", filter.empty() ? -1 : *filter.rbegin());
 }
 
 /// Opens and locks a launcher's folder of this user. -1 if it cannot.
@@ -308,14 +317,15 @@ void RankOutput::open_rank(int rank) {
   for (const int stream : {1, 2}) {
     const Std bit = stream == 1 ? Std::out : Std::err;
     const bool teed = logs_.tee.has(rank, bit);
+    const bool on_console = logs_.on_console(rank, bit);
     int& descriptor = descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)];
     int file = -1;
     const auto path = log_file(rank, stream);
     if (!logs_.log_dir.empty() && (teed || logs_.redirects.has(rank, bit))) {
       file = open_log(path);
     }
-    if (!teed) {
-      descriptor = file;
+    if (!teed || !on_console) {
+      descriptor = file >= 0 || on_console ? file : open_log("/dev/null");
       continue;
     }
     shared_->streams.push_back({-1,
@@ -407,8 +417,8 @@ bool RankOutput::drained(std::chrono::milliseconds limit) {
 }
 
 std::string RankOutput::stderr_tail(int rank) const {
-  if (logs_.log_dir.empty() || logs_.tee.has(rank, Std::err) ||
-      !logs_.redirects.has(rank, Std::err)) {
+  if (logs_.log_dir.empty() || logs_.on_console(rank, Std::err) ||
+      !(logs_.tee.has(rank, Std::err) || logs_.redirects.has(rank, Std::err))) {
     return {};
   }
   const auto path = log_file(rank, 2);

@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <csignal>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "checks.h"
@@ -287,6 +289,8 @@ TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
   using Words = std::vector<std::string>;
   EXPECT_EQ(program("--nproc 2 ./p --nproc 5 --some_flag -h -- x"),
             (Words{"./p", "--nproc", "5", "--some_flag", "-h", "--", "x"}));
+  EXPECT_EQ(program("--nproc 2 -- --odd -- x"), (Words{"--odd", "--", "x"}));
+  detail::expect_mistakes({{"env -- --json", "[cli::env] not a flag: \"--json\"."}});
   EXPECT_EQ(program("--nproc=2 -- ./p -- x"), (Words{"./p", "--", "x"}));
   EXPECT_EQ(detail::parsed<LaunchCommand>("launch --nproc 4 ./p --nproc 5").nproc, 4);
   EXPECT_TRUE(detail::parsed<LaunchCommand>("launch --nproc 4 --keep-going ./p").keep_going);
@@ -318,6 +322,35 @@ TEST(CommandLine, OutputFlagsOfLaunchAndTrainAreTorchruns) {
   for (const auto& [line, message] : mistakes) {
     EXPECT_EQ(detail::parse_error(line).substr(0, message.size()), message);
   }
+}
+
+TEST(CommandLine, SignalsFilterAndRestartsOfLaunchAndTrainAreTorchruns) {
+  const std::string flags =
+      "--local-ranks-filter 0,2 --signals-to-handle SIGUSR1,SIGTERM "
+      "--max-restarts 0 --nproc 3 ";
+  const auto launched = detail::parsed<LaunchCommand>("launch " + flags + "./p --max-restarts 3");
+  EXPECT_EQ(launched.logs.local_ranks_filter, (std::set<int>{0, 2}));
+  EXPECT_EQ(launched.signals_to_handle, (std::vector<int>{SIGUSR1, SIGTERM}));
+  EXPECT_EQ(launched.program, (std::vector<std::string>{"./p", "--max-restarts", "3"}));
+  const auto trained = detail::parsed<TrainCommand>(detail::kTrain + flags);
+  EXPECT_EQ(trained.logs.local_ranks_filter, launched.logs.local_ranks_filter);
+  EXPECT_EQ(trained.signals_to_handle, launched.signals_to_handle);
+  EXPECT_TRUE(trained.logs.any());
+  EXPECT_EQ(detail::parsed<LaunchCommand>("launch --nproc 2 ./p").signals_to_handle,
+            LaunchOptions{}.signals_to_handle);
+  detail::expect_mistakes(
+      {{"launch --nproc 2 --max-restarts 3 ./p",
+        "[cli::launch] --max-restarts=3. Expected 0, because hasten does not restart ranks. Fix: "
+        "start the run again; hasten train resumes it with --resume-from-checkpoint latest."},
+       {detail::kTrain + "--max-restarts 1", "[cli::train] --max-restarts=1. Expected 0,"},
+       {"launch --nproc 2 --local-ranks-filter 0,2 ./p",
+        "[cli::launch] --local-ranks-filter has rank 2 with --nproc=2. Expected ranks below"},
+       {"launch --nproc 2 --local-ranks-filter 0,x ./p",
+        "[cli::launch] --local-ranks-filter=0,x. Expected ranks, e.g. 0,1."},
+       {"launch --nproc 2 --signals-to-handle SIGTERM,SIGKILL ./p",
+        "[cli::launch] --signals-to-handle=SIGTERM,SIGKILL. Expected names of signals"},
+       {detail::kTrain + "--signals-to-handle TERM",
+        "[cli::train] --signals-to-handle=TERM. Expected names of signals"}});
 }
 
 TEST(CommandLine, GradientCheckpointingIsBareOrSaysHow) {

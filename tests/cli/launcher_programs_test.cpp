@@ -186,15 +186,18 @@ TEST(LauncherPrograms, TrainingWithALogFolderKeepsWhatEachRankSaid) {
   EXPECT_TRUE(detail::weights(folder) == detail::weights_of_two_ranks());
 }
 
-TEST(LauncherPrograms, AFailureInARedirectedRankIsShownWithItsFile) {
+TEST(LauncherPrograms, AFailureInARankThatPrintsNothingIsShown) {
   const TemporaryFolder folder;
-  auto training = detail::short_training(
-      folder, {"--nproc", "2", "--log-dir", folder / "logs", "--redirects", "3"});
-  write_file_atomically(folder / "train.csv", "text,label\ngood,pos\nbad\n");
-  const ProgramRun run = run_program(training);
-  EXPECT_EQ(run.code, 2);
-  EXPECT_TRUE(run.said("exited with code 2 first: ")) << run.error;
-  EXPECT_TRUE(run.said("train.csv:3")) << run.error;
+  for (const std::vector<std::string>& flags :
+       {std::vector<std::string>{"--log-dir", folder / "logs", "--redirects", "3"},
+        std::vector<std::string>{"--local-ranks-filter", "1"}}) { // rank 0 would print it
+    auto training = detail::short_training(folder, detail::with({"--nproc", "2"}, flags));
+    write_file_atomically(folder / "train.csv", "text,label\ngood,pos\nbad\n");
+    const ProgramRun run = run_program(training);
+    EXPECT_EQ(run.code, 2);
+    EXPECT_TRUE(run.said("exited with code 2 first: ")) << run.error;
+    EXPECT_TRUE(run.said("train.csv:3")) << run.error;
+  }
 }
 
 } // namespace hasten

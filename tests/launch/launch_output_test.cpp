@@ -116,6 +116,26 @@ TEST(LaunchOutput, RedirectedStreamsGoToTheirFilesAlone) {
   EXPECT_FALSE(std::filesystem::exists(folder / "logs/0/stdout.log"));
 }
 
+TEST(LaunchOutput, RanksOutsideTheFilterReachOnlyTheirFiles) {
+  const TemporaryFolder folder;
+  const char* script = "echo out$RANK; echo err$RANK >&2";
+  LogsSpecs logs;
+  logs.local_ranks_filter = {0, 2};
+  auto run = launch_and_read(3, folder, script, logs);
+  EXPECT_EQ(lines_that_start(run.out, ""), 2) << run.out;
+  EXPECT_EQ(lines_that_start(run.out, "out0") + lines_that_start(run.out, "out2"), 2) << run.out;
+  EXPECT_EQ(run.error.find("err1"), std::string::npos) << run.error;
+  logs.log_dir = folder / "logs"; // tees everything
+  run = launch_and_read(3, folder, script, logs);
+  EXPECT_EQ(lines_that_start(run.out, ""), 2) << run.out;
+  EXPECT_EQ(lines_that_start(run.out, "[rank1]: "), 0) << run.out;
+  EXPECT_EQ(lines_that_start(run.error, "[rank2]: err2"), 1) << run.error;
+  for (const char* rank : {"0", "1", "2"}) {
+    EXPECT_EQ(read_file(folder / "logs" / rank / "stdout.log"), std::string("out") + rank + "\n");
+    EXPECT_EQ(read_file(folder / "logs" / rank / "stderr.log"), std::string("err") + rank + "\n");
+  }
+}
+
 TEST(LaunchOutput, AFolderAloneTeesEverything) {
   const TemporaryFolder folder;
   LogsSpecs logs;
@@ -226,6 +246,19 @@ TEST(LaunchCause, TheEndOfARedirectedStderrIsShown) {
   EXPECT_EQ(message.substr(message.size() - 7), "no luck");
 }
 
+TEST(LaunchCause, TheEndOfAFilteredStderrIsShown) {
+  const TemporaryFolder folder;
+  LogsSpecs logs;
+  logs.local_ranks_filter = {0};
+  const char* script = "[ $RANK = 0 ] && exec sleep 60; echo 'no luck' >&2; exit 3";
+  EXPECT_EQ(launch_and_read(2, folder, script, logs).result.message, ""); // it has no file
+  logs.log_dir = folder / "logs";
+  const auto run = launch_and_read(2, folder, script, logs);
+  EXPECT_EQ(run.result.first_failed_rank, 1);
+  EXPECT_NE(run.result.message.find("logs/1/stderr.log:\nno luck"), std::string::npos)
+      << run.result.message;
+}
+
 TEST(LaunchCause, ErrorFilesLeaveNothingBehind) {
   const TemporaryFolder folder;
   const ScopedEnvironment environment(EnvironmentValues{{"TMPDIR", (folder / "tmp").string()}});
@@ -292,6 +325,9 @@ TEST(LaunchOutput, LogsThatCannotBeAreRefused) {
   EXPECT_THROW(launch(options), InputError);
   options.logs.log_dir = folder / "logs";
   options.logs.tee = parse_rank_streams("2:1");
+  EXPECT_THROW(launch(options), InputError); // of rank 2
+  options.logs.tee = {};
+  options.logs.local_ranks_filter = {0, 2};
   EXPECT_THROW(launch(options), InputError); // of rank 2
   for (const char* bad : {"", "4", "x", "0:4", "0:", ":1", "0:1,", "-1", "3,3"}) {
     EXPECT_THROW(parse_rank_streams(bad), InputError) << bad;

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <csignal>
 
+#include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/launch/launch.h"
 #include "support/temporary_folder.h"
@@ -21,7 +22,8 @@ using testing_support::TemporaryFolder;
 // The constructor waits for ranks 0 and 1.
 class LauncherProcess {
  public:
-  explicit LauncherProcess(const std::string& script, void (*prepare)() = nullptr, int nproc = 2) {
+  explicit LauncherProcess(const std::string& script, void (*prepare)() = nullptr, int nproc = 2,
+                           const char* signals = "SIGINT,SIGTERM,SIGHUP") {
     pid_ = ::fork();
     if (pid_ == 0) {
       ::dup2(::open("/dev/null", O_WRONLY | O_CLOEXEC), STDERR_FILENO);
@@ -31,6 +33,7 @@ class LauncherProcess {
       LaunchOptions options;
       options.nproc = nproc;
       options.argv = {"sh", "-c", script};
+      options.signals_to_handle = parse_signals(signals);
       options.environment = {{"DIR", folder_.path().string()}};
       options.interrupt_grace = std::chrono::seconds(20);
       options.heartbeat_timeout = std::chrono::milliseconds(300);
@@ -85,6 +88,39 @@ TEST(LaunchSignals, OneSignalReachesEveryRankAndDecidesTheExitCode) {
     EXPECT_TRUE(launcher.exists("got0"));
     EXPECT_TRUE(launcher.exists("got1"));
   }
+}
+
+TEST(LaunchSignals, OnlyTheSignalsToHandleArePassedOn) {
+  const char* signals = "SIGUSR1,SIGINT";
+  {
+    const LauncherProcess launcher(trap_script("USR1"), nullptr, 2, signals);
+    launcher.send(SIGUSR1);
+    EXPECT_EQ(launcher.wait().code, 128 + SIGUSR1);
+    EXPECT_TRUE(launcher.exists("got0"));
+    EXPECT_TRUE(launcher.exists("got1"));
+  }
+  const LauncherProcess launcher(
+      trap_script("TERM"), [] { std::signal(SIGTERM, SIG_DFL); }, 2, signals);
+  launcher.send(SIGTERM);
+  EXPECT_EQ(launcher.wait().signal, SIGTERM); // the launcher itself ended by it
+  EXPECT_FALSE(launcher.exists("got0"));
+  EXPECT_FALSE(launcher.exists("got1"));
+}
+
+TEST(LaunchSignals, NamesAreThoseOfSignalsThatALauncherCanTake) {
+  EXPECT_EQ(LaunchOptions{}.signals_to_handle, parse_signals("SIGINT,SIGTERM,SIGHUP"));
+  EXPECT_EQ(signal_names({SIGUSR1, SIGQUIT}), "SIGUSR1,SIGQUIT");
+  EXPECT_EQ(parse_signals(""), std::vector<int>{});
+  for (const char* bad : {"TERM", "sigterm", "SIGTERM,", "15", "SIGKILL", "SIGSTOP", "SIGTSTP",
+                          "SIGCONT", "SIGCHLD", "SIGNONE"}) {
+    EXPECT_THROW(parse_signals(bad), InputError) << bad;
+  }
+  LaunchOptions options;
+  options.argv = {"true"};
+  options.signals_to_handle = {SIGTERM, SIGKILL};
+  EXPECT_THROW(launch(options), InputError);
+  options.signals_to_handle = {0};
+  EXPECT_THROW(launch(options), InputError);
 }
 
 TEST(LaunchSignals, HangupsThatAreIgnoredStayIgnored) {

@@ -260,6 +260,9 @@ TEST(Launch, WhatCannotBeStartedIsAnInputError) {
   options.argv = {"true"};
   options.nproc = 0;
   EXPECT_THROW(launch(options), InputError);
+  options.nproc = 1;
+  options.max_restarts = 1;
+  EXPECT_THROW(launch(options), InputError);
 }
 
 } // namespace hasten

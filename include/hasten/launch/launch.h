@@ -8,8 +8,10 @@
 #pragma once
 
 #include <chrono>
+#include <csignal>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,6 +38,13 @@ struct RankStreams {
 /// Throws InputError for other texts.
 RankStreams parse_rank_streams(const std::string& text);
 
+/// Parses names of signals, "SIGTERM,SIGUSR1". Throws InputError for a name that is not that of a
+/// signal, and for SIGKILL, SIGSTOP, SIGTSTP, SIGCONT and SIGCHLD, which a launcher cannot take or
+/// needs itself.
+std::vector<int> parse_signals(const std::string& text);
+/// The names as parse_signals() reads them.
+std::string signal_names(const std::vector<int>& signals);
+
 /// Where the ranks' output goes. The names are torchrun's.
 struct LogsSpecs {
   /// Folder for the files RANK/stdout.log and RANK/stderr.log. It is created if it does not exist.
@@ -50,8 +59,16 @@ struct LogsSpecs {
   RankStreams tee{};
   /// The prefix. ${rank}, ${local_rank} and ${role_name} are replaced.
   std::string log_line_prefix_template = "[rank${rank}]: ";
+  /// Local ranks whose output reaches this process's own streams, each < nproc. What the other
+  /// ranks write goes only to their files, and is lost if a stream has none. Empty (default): all
+  /// ranks. Costs nothing.
+  std::set<int> local_ranks_filter{};
 
-  bool any() const { return !log_dir.empty() || redirects.any() || tee.any(); }
+  bool any() const {
+    return !log_dir.empty() || redirects.any() || tee.any() || !local_ranks_filter.empty();
+  }
+  /// Whether this stream of the rank reaches this process's own.
+  bool on_console(int rank, Std stream) const;
 };
 
 struct LaunchOptions {
@@ -75,9 +92,17 @@ struct LaunchOptions {
   std::chrono::milliseconds settle{3'000};
   /// Time from that SIGTERM to SIGKILL. Milliseconds.
   std::chrono::milliseconds grace{5'000};
-  /// Time from a forwarded SIGINT, SIGTERM or SIGHUP to SIGKILL, in which ranks can finish a step
-  /// and save. A second signal shortens it to one second. Milliseconds.
+  /// Time from a forwarded signal to SIGKILL, in which ranks can finish a step and save. A second
+  /// signal shortens it to one second. Milliseconds.
   std::chrono::milliseconds interrupt_grace{30'000};
+  /// Signals that the launcher passes on to every rank and that then end the launch, by number. Any
+  /// other signal has its usual effect on the launcher; if it ends the launcher, the ranks are
+  /// killed without a chance to save. SIGHUP is left alone if it is ignored (nohup). Default:
+  /// SIGINT, SIGTERM and SIGHUP. Costs nothing.
+  std::vector<int> signals_to_handle{SIGINT, SIGTERM, SIGHUP};
+  /// How often failed ranks are restarted. Only 0 (default): hasten does not restart ranks. Start
+  /// the program again, and let it resume from its last checkpoint.
+  int max_restarts = 0;
 };
 
 struct LaunchResult {
@@ -112,11 +137,12 @@ struct LaunchResult {
 /// (HASTEN_STORE_SOCKET) for this user and root. MASTER_PORT is a port that was free. Each rank
 /// leads a process group, which is killed when the rank ends. All ranks are killed when this
 /// process ends, even by SIGKILL.
-/// Forwards SIGINT and SIGTERM, and SIGHUP unless it is ignored (nohup). SIGTSTP (Ctrl-Z) stops
-/// the ranks and the launcher; they continue together. Blocks until every rank has ended.
+/// Forwards `signals_to_handle`. SIGTSTP (Ctrl-Z) stops the ranks and the launcher; they continue
+/// together. Blocks until every rank has ended.
 /// Throws InputError for nproc < 1, an empty argv, a program that cannot be started, logs that
-/// cannot be written or that name a rank that does not exist, and inside a world of several
-/// ranks. After an exception no rank is left.
+/// cannot be written or that name a rank that does not exist, a signal that parse_signals()
+/// refuses, max_restarts other than 0, and inside a world of several ranks. After an exception no
+/// rank is left.
 LaunchResult launch(const LaunchOptions& options);
 
 /// Removes temporary folders of this user's launchers that were killed. launch() calls it when it
