@@ -7,23 +7,26 @@ namespace hasten {
 
 namespace detail {
 
-// Flags that predict and eval share.
+// Flags that predict and eval share, around the file's own.
 
-void declare_model(FlagTable& flags, std::string& model) {
-  flags.value("--model", model, "FOLDER",
+void declare_model(FlagTable& flags, ModelFlags& command, const char* group) {
+  flags.group(group);
+  flags.value("--model", command.model, "FOLDER",
               "output of hasten train, or another classifier in the Hugging Face layout");
   flags.required();
 }
 
-void declare_max_rows(FlagTable& flags, int64_t& max_rows) {
-  flags.value("--max-rows", max_rows, "SAMPLES",
+void declare_rows(FlagTable& flags, ModelFlags& command, bool labels) {
+  declare_table(flags, command.table, labels);
+  flags.value("--max-rows", command.max_rows, "SAMPLES",
               "use only the first SAMPLES of the file; 0 uses all", kAnyRows);
+  flags.group("Output");
 }
 
-void declare_batches(FlagTable& flags, int64_t& batch_size, int64_t& max_length) {
+void declare_batches(FlagTable& flags, ModelFlags& command) {
   flags.group("Batches");
-  flags.value("--batch-size", batch_size, "SAMPLES", "samples per batch", kBatchRows);
-  flags.value("--max-length", max_length, "TOKENS",
+  flags.value("--batch-size", command.batch_size, "SAMPLES", "samples per batch", kBatchRows);
+  flags.value("--max-length", command.max_length, "TOKENS",
               "truncate longer texts; 0: as in training, or the model's limit", kTokens);
 }
 
@@ -36,16 +39,13 @@ Command parse_predict(std::vector<std::string> arguments) {
                                 "hasten predict --model out --file new.csv --output preds.csv"},
                    .notes = "Prints a label and probabilities for each text, in the order of "
                             "the input. - reads one text per line from stdin."});
-  flags.group("Model and texts");
-  declare_model(flags, command.model);
+  declare_model(flags, command, "Model and texts");
   flags.value("--file", command.file, "FILE", "a .csv, .tsv or .jsonl file with texts");
-  declare_table(flags, command.table, false);
-  declare_max_rows(flags, command.max_rows);
-  flags.group("Output");
+  declare_rows(flags, command, false);
   flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
   flags.flag("--json", command.json, "print one JSON object per line");
   flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
-  declare_batches(flags, command.batch_size, command.max_length);
+  declare_batches(flags, command);
   command.texts = flags.parse_words(std::move(arguments));
   if (command.texts.empty() == command.file.empty()) {
     throw InputError(flags.where(),
@@ -71,15 +71,12 @@ Command parse_eval(std::vector<std::string> arguments) {
                    .usage = "--model FOLDER --file FILE [flags]",
                    .examples = {"hasten eval --model out --file test.csv --json"},
                    .notes = {}});
-  flags.group("Model and data");
-  declare_model(flags, command.model);
+  declare_model(flags, command, "Model and data");
   flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
   flags.required();
-  declare_table(flags, command.table, true);
-  declare_max_rows(flags, command.max_rows);
-  flags.group("Output");
+  declare_rows(flags, command, true);
   flags.flag("--json", command.json, "print one JSON object");
-  declare_batches(flags, command.batch_size, command.max_length);
+  declare_batches(flags, command);
   flags.parse(std::move(arguments));
   check_columns(flags, command.table);
   return command;

@@ -90,33 +90,29 @@ struct TrainCommand : ProcessFlags {
   TrainingArguments arguments{};
 };
 
-/// hasten predict: labels for texts.
-struct PredictCommand {
+/// What predict and eval share.
+struct ModelFlags {
   std::string model{};
-  /// As given; a single "-" reads lines from stdin.
-  std::vector<std::string> texts{};
   std::string file{};
   TableFlags table{};
   int64_t max_rows = 0;
-  /// .csv or .jsonl; empty prints to stdout.
-  std::string output{};
   bool json = false;
-  bool with_logits = false;
   int64_t batch_size = 32;
   /// Maximum number of tokens of a text; 0: as in training, or the model's limit.
   int64_t max_length = 0;
 };
 
-/// hasten eval: loss, accuracy and F1 on a labelled file.
-struct EvalCommand {
-  std::string model{};
-  std::string file{};
-  TableFlags table{};
-  int64_t max_rows = 0;
-  bool json = false;
-  int64_t batch_size = 32;
-  int64_t max_length = 0;
+/// hasten predict: labels for texts.
+struct PredictCommand : ModelFlags {
+  /// As given; a single "-" reads lines from stdin.
+  std::vector<std::string> texts{};
+  /// .csv or .jsonl; empty prints to stdout.
+  std::string output{};
+  bool with_logits = false;
 };
+
+/// hasten eval: loss, accuracy and F1 on a labelled file.
+struct EvalCommand : ModelFlags {};
 
 /// hasten plan: chooses activations to recompute under a memory budget.
 struct PlanCommand {

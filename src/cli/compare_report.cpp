@@ -98,25 +98,25 @@ void BatchSearch::ran_out(int64_t rows) {
 }
 
 Recommendation recommend(const std::vector<StrategyReport>& reports) {
-  const StrategyReport* fastest = nullptr;
   std::vector<std::string> left_out;
   for (const StrategyReport& report : reports) {
     if (!report.fits()) {
       left_out.emplace_back(strategy_name(report.strategy));
-    } else if (fastest == nullptr ||
-               report.timing.samples_per_second > fastest->timing.samples_per_second) {
-      fastest = &report;
     }
   }
-  if (fastest == nullptr) {
+  if (left_out.size() == reports.size()) {
     return detail::recommend_none(reports);
   }
-  const StrategyReport* chosen = fastest;
-  for (const StrategyReport& report : reports) {
-    if (report.fits() && report.strategy < chosen->strategy &&
-        report.timing.samples_per_second >=
+  const auto fastest = std::max_element(
+      reports.begin(), reports.end(), [](const StrategyReport& a, const StrategyReport& b) {
+        return a.timing.samples_per_second < b.timing.samples_per_second;
+      });
+  auto chosen = fastest;
+  for (auto report = reports.begin(); report != reports.end(); ++report) {
+    if (report->fits() && report->strategy < chosen->strategy &&
+        report->timing.samples_per_second >=
             (1 - detail::kTie) * fastest->timing.samples_per_second) {
-      chosen = &report;
+      chosen = report;
     }
   }
   const auto speed = [](const StrategyReport& report) {
@@ -135,7 +135,7 @@ Recommendation recommend(const std::vector<StrategyReport>& reports) {
     text += "; " + detail::names_in_words(left_out) + (left_out.size() == 1 ? " does" : " do") +
             " not fit with even one sample";
   }
-  return {static_cast<size_t>(chosen - reports.data()), text + "."};
+  return {static_cast<size_t>(chosen - reports.begin()), text + "."};
 }
 
 std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,

@@ -28,30 +28,6 @@ namespace detail {
 
 const auto kProgramStart = std::filesystem::file_time_type::clock::now();
 
-/// Progress of reading on rank 0, if it takes more than a second.
-class TokenizeBar {
- public:
-  explicit TokenizeBar(bool enabled) : enabled_(enabled) {}
-
-  void update(const TokenizeProgress& progress) {
-    if (!enabled_ || std::chrono::steady_clock::now() - start_ < std::chrono::seconds(1)) {
-      return;
-    }
-    if (!bar_ || progress.waiting != waiting_) {
-      waiting_ = progress.waiting;
-      bar_.emplace(waiting_ ? "wait for another process to tokenise" : "tokenise",
-                   std::max<int64_t>(1, progress.total), true);
-    }
-    bar_->update(progress.done);
-  }
-
- private:
-  bool enabled_;
-  bool waiting_ = false;
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-  std::optional<ProgressBar> bar_{};
-};
-
 /// `config`: of the model to fine-tune. `classifier`: it has a classifier.
 TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
                                                 const BertConfig& config, bool classifier,
@@ -103,8 +79,19 @@ void tell_of_cache(const TokenCacheReport& report, const std::filesystem::path& 
 TokenizedClassification read_train_data(const TrainCommand& command,
                                         TokenizedClassificationOptions options, bool single_label,
                                         bool is_main) {
-  TokenizeBar bar(is_main);
-  options.progress = [&bar](const TokenizeProgress& progress) { bar.update(progress); };
+  std::optional<ProgressBar> bar; // on rank 0, if reading takes more than a second
+  options.progress = [&, waiting = false,
+                      start = std::chrono::steady_clock::now()](const auto& progress) mutable {
+    if (!is_main || std::chrono::steady_clock::now() - start < std::chrono::seconds(1)) {
+      return;
+    }
+    if (!bar || progress.waiting != waiting) {
+      waiting = progress.waiting;
+      bar.emplace(waiting ? "wait for another process to tokenise" : "tokenise",
+                  std::max<int64_t>(1, progress.total), true);
+    }
+    bar->update(progress.done);
+  };
   constexpr const char* kWhere = "cli::train";
   auto data = tokenize_text_classification(
       command.train_file.empty()
