@@ -30,11 +30,10 @@ void declare_batches(FlagTable& flags, ModelFlags& command) {
               "truncate longer texts; 0: as in training, or the model's limit", kTokens);
 }
 
-Command parse_predict(std::vector<std::string> arguments) {
+Command parse_predict(const CommandEntry& entry, std::vector<std::string> arguments) {
   PredictCommand command;
-  FlagTable flags({.name = "predict",
-                   .summary = "label texts with a trained model",
-                   .usage = "--model FOLDER [TEXT... | --file FILE | -] [flags]",
+  FlagTable flags(entry,
+                  {.usage = "--model FOLDER [TEXT... | --file FILE | -] [flags]",
                    .examples = {"hasten predict --model out \"what a film\" \"two hours wasted\"",
                                 "hasten predict --model out --file new.csv --output preds.csv"},
                    .notes = "Prints a label and probabilities for each text, in the order of "
@@ -64,13 +63,10 @@ Command parse_predict(std::vector<std::string> arguments) {
   return command;
 }
 
-Command parse_eval(std::vector<std::string> arguments) {
+Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments) {
   EvalCommand command;
-  FlagTable flags({.name = "eval",
-                   .summary = "loss, accuracy and F1 of a model on a labelled file",
-                   .usage = "--model FOLDER --file FILE [flags]",
-                   .examples = {"hasten eval --model out --file test.csv --json"},
-                   .notes = {}});
+  FlagTable flags(entry, {.usage = "--model FOLDER --file FILE [flags]",
+                          .examples = {"hasten eval --model out --file test.csv --json"}});
   declare_model(flags, command, "Model and data");
   flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
   flags.required();
@@ -126,12 +122,11 @@ void check_launch(const FlagTable& flags, const ProcessFlags& processes) {
   check_rank("--local-ranks-filter has rank ", filter.empty() ? -1 : *filter.rbegin());
 }
 
-Command parse_launch(std::vector<std::string> arguments) {
+Command parse_launch(const CommandEntry& entry, std::vector<std::string> arguments) {
   LaunchCommand command;
   FlagTable flags(
-      {.name = "launch",
-       .summary = "run a program as N processes of one world",
-       .usage = "--nproc N PROGRAM [ARGUMENT...]",
+      entry,
+      {.usage = "--nproc N PROGRAM [ARGUMENT...]",
        .examples = {"hasten launch --nproc 2 ./my_training --epochs 3"},
        .notes = "Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
                 "MASTER_ADDR and MASTER_PORT in its environment, as under torchrun, "
@@ -168,17 +163,15 @@ void read_batch(const FlagTable& flags, const std::string& text, int64_t& rows, 
                "--batch=" + text, "samples and tokens, both above 0, e.g. 8x128");
 }
 
-Command parse_state(std::vector<std::string> arguments) {
+Command parse_state(const CommandEntry& entry, std::vector<std::string> arguments) {
   StateCommand command;
-  FlagTable flags({.name = "state",
-                   .summary = "inspect a checkpoint, or merge its shards into one model file",
-                   .usage = "inspect|consolidate FOLDER [flags]",
-                   .examples = {"hasten state inspect out/checkpoint-100",
-                                "hasten state consolidate out/checkpoint-100 \\\n"
-                                "    --output model.safetensors"},
-                   .notes = "FOLDER is a checkpoint of hasten train or of "
-                            "Accelerator::save_state, of any strategy. consolidate "
-                            "writes the unsharded model as one safetensors file."});
+  FlagTable flags(entry, {.usage = "inspect|consolidate FOLDER [flags]",
+                          .examples = {"hasten state inspect out/checkpoint-100",
+                                       "hasten state consolidate out/checkpoint-100 \\\n"
+                                       "    --output model.safetensors"},
+                          .notes = "FOLDER is a checkpoint of hasten train or of "
+                                   "Accelerator::save_state, of any strategy. consolidate "
+                                   "writes the unsharded model as one safetensors file."});
   flags.group("Output");
   flags.value("--output", command.output, "FILE", "consolidate: the .safetensors file to write");
   flags.value("--model-index", command.model, "N", "consolidate: which of several models",
@@ -199,13 +192,12 @@ Command parse_state(std::vector<std::string> arguments) {
   return command;
 }
 
-Command parse_plan(std::vector<std::string> arguments) {
+Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments) {
   PlanCommand command;
   std::string batch;
   std::string budget;
-  FlagTable flags({.name = "plan",
-                   .summary = "choose which activations to recompute under a memory budget",
-                   .usage = "--model MODEL --batch SAMPLESxTOKENS [flags]",
+  FlagTable flags(entry,
+                  {.usage = "--model MODEL --batch SAMPLESxTOKENS [flags]",
                    .examples = {"hasten plan --model bert-base --batch 8x128 --budget 50%"},
                    .notes = "Measures the model's blocks and prints the fastest plans, "
                             "from the least memory to no recomputation. hasten train "
@@ -230,16 +222,14 @@ Command parse_plan(std::vector<std::string> arguments) {
   return command;
 }
 
-Command parse_estimate_memory(std::vector<std::string> arguments) {
+Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string> arguments) {
   EstimateMemoryCommand command;
   std::string batch;
-  FlagTable flags({.name = "estimate-memory",
-                   .summary = "estimate the memory of training a model, without a run",
-                   .usage = "--model MODEL [flags]",
-                   .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
-                                "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
-                   .notes =
-                       "Prints the peak memory of CPU tensors in a step. Scratch memory "
+  FlagTable flags(
+      entry, {.usage = "--model MODEL [flags]",
+              .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
+                           "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
+              .notes = "Prints the peak memory of CPU tensors in a step. Scratch memory "
                        "of libraries and the program itself (about 200 MB) are not included."});
   flags.group("Model and batch");
   declare_folder_or_shape(flags, command.model);
@@ -272,13 +262,9 @@ Command parse_estimate_memory(std::vector<std::string> arguments) {
   return command;
 }
 
-Command parse_env(std::vector<std::string> arguments) {
+Command parse_env(const CommandEntry& entry, std::vector<std::string> arguments) {
   EnvCommand command;
-  FlagTable flags({.name = "env",
-                   .summary = "versions, cores, threads and back ends of this machine",
-                   .usage = "[--json]",
-                   .examples = {"hasten env --json"},
-                   .notes = {}});
+  FlagTable flags(entry, {.usage = "[--json]", .examples = {"hasten env --json"}});
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   flags.parse(std::move(arguments));
@@ -293,12 +279,6 @@ std::string with_dashes(std::string argument) {
   }
   return argument;
 }
-
-struct CommandEntry {
-  const char* name;
-  const char* help;
-  Command (*parse)(std::vector<std::string> arguments);
-};
 
 constexpr CommandEntry kCommands[] = {
     {"train", "fine-tune a BERT-family classifier on CSV, TSV, JSON lines", parse_train},
@@ -376,7 +356,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
                    detail::with_dashes);
   }
   try {
-    return command.parse(std::move(words));
+    return command.parse(command, std::move(words));
   } catch (const detail::HelpAsked& help) {
     return Answer{help.text};
   }

@@ -48,16 +48,15 @@ int64_t read_memory_limit(const FlagTable& flags, const std::string& text) {
   }
 }
 
-Command parse_compare(std::vector<std::string> arguments) {
+Command parse_compare(const CommandEntry& entry, std::vector<std::string> arguments) {
   complete_checkpointing(arguments);
   CompareCommand command;
   TrainingArguments& training = command.arguments;
   training.save_strategy = IntervalStrategy::no;
   std::string strategies = "ddp,zero2,fsdp";
   std::string memory_limit;
-  FlagTable flags({.name = "compare",
-                   .summary = "compare strategies: largest batch and samples/s in a memory limit",
-                   .usage = "--model MODEL [flags]",
+  FlagTable flags(entry,
+                  {.usage = "--model MODEL [flags]",
                    .examples = {"hasten compare --model bert-mini --nproc 2 \\\n"
                                 "    --strategies ddp,zero2,fsdp --memory-limit 2G"},
                    .notes = "Trains a classifier on synthetic samples on the CPU, with each "

@@ -5,10 +5,10 @@
 
 namespace hasten::detail {
 
-Command parse_tokenizer(std::vector<std::string> arguments) {
+Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments) {
   TokenizerCommand command;
-  FlagTable flags({.name = "tokenizer",
-                   .summary = "learn a WordPiece vocabulary, or print texts as ids",
+  FlagTable flags(entry,
+                  {.summary = "learn a WordPiece vocabulary, or print texts as ids",
                    .usage = "train|encode FILE... [flags]",
                    .examples = {"hasten tokenizer train reviews.csv more.txt --output vocabulary",
                                 "hasten tokenizer encode reviews.csv --tokenizer vocabulary",
@@ -55,14 +55,12 @@ Command parse_tokenizer(std::vector<std::string> arguments) {
   return command;
 }
 
-Command parse_synth(std::vector<std::string> arguments) {
+Command parse_synth(const CommandEntry& entry, std::vector<std::string> arguments) {
   SynthCommand command;
-  FlagTable flags({.name = "synth",
-                   .summary = "generate customer reviews from a seed",
-                   .usage = "reviews [flags]",
-                   .examples = {"hasten synth reviews --rows 4000 --output reviews.csv"},
-                   .notes =
-                       "Columns: text, label (negative, positive) and product. A review's "
+  FlagTable flags(
+      entry, {.usage = "reviews [flags]",
+              .examples = {"hasten synth reviews --rows 4000 --output reviews.csv"},
+              .notes = "Columns: text, label (negative, positive) and product. A review's "
                        "label depends on negations and on which half of a sentence counts, "
                        "so counting words is not enough. A seed gives the same reviews on "
                        "every machine. A larger number of reviews begins with the same ones."});

@@ -66,7 +66,9 @@ std::string wrap_text(const std::string& text, size_t indent, size_t width) {
   return lines;
 }
 
-FlagTable::FlagTable(CommandText text) : text_(std::move(text)), app_("", "hasten " + text_.name) {
+FlagTable::FlagTable(const CommandEntry& entry, CommandText text)
+    : name_(entry.name), text_(std::move(text)), app_("", "hasten " + name_) {
+  text_.summary = text_.summary.empty() ? entry.help : text_.summary;
   app_.set_help_flag("-h,--help");
   app_.get_help_ptr()->group("");
   app_.allow_extras();
@@ -139,7 +141,7 @@ void FlagTable::parse(std::vector<std::string> arguments) {
   const auto words = parse_words(std::move(arguments));
   if (!words.empty()) {
     throw InputError(where(), "not a flag: \"" + words.front() + "\"", {},
-                     "see hasten " + text_.name + " --help");
+                     "see hasten " + name_ + " --help");
   }
 }
 
@@ -175,7 +177,7 @@ std::vector<std::string> FlagTable::parse_words(std::vector<std::string> argumen
   if (unknown != mark) {
     const std::string name = unknown->substr(0, unknown->find('='));
     throw InputError(where(), "unknown flag: " + name, {},
-                     write_nearest(name, names(), "see hasten " + text_.name + " --help"));
+                     write_nearest(name, names(), "see hasten " + name_ + " --help"));
   }
   if (mark != end) {
     words.erase(mark);
@@ -184,15 +186,15 @@ std::vector<std::string> FlagTable::parse_words(std::vector<std::string> argumen
     const std::string name = option->get_name();
     if (!given(name)) {
       throw InputError(where(), name + " is missing", name + " " + option->get_type_name(),
-                       "see hasten " + text_.name + " --help");
+                       "see hasten " + name_ + " --help");
     }
   }
   return words;
 }
 
 std::string FlagTable::help() const {
-  std::string text = "hasten " + text_.name + ": " + text_.summary + "\n\n" + "Usage: hasten " +
-                     text_.name + " " + text_.usage + "\n";
+  std::string text = "hasten " + name_ + ": " + text_.summary + "\n\n" + "Usage: hasten " + name_ +
+                     " " + text_.usage + "\n";
   if (!text_.notes.empty()) {
     text += "\n" + wrap_text(text_.notes, 0, kHelpWidth);
   }

@@ -196,9 +196,17 @@ inline constexpr NumberRange kTokens{0, 1'048'576};
 inline constexpr NumberRange kPieces{6, 16'777'216};
 inline constexpr NumberRange kProcesses{1, kMaxWorldSize};
 
-struct CommandText {
-  std::string name{};
+/// A row of the table of commands.
+struct CommandEntry {
+  const char* name;
   /// One line, without a final stop.
+  const char* help;
+  /// Parses what follows the name. Throws HelpAsked.
+  Command (*parse)(const CommandEntry& entry, std::vector<std::string> arguments);
+};
+
+struct CommandText {
+  /// Empty: the table's help.
   std::string summary{};
   /// After "hasten <name> ".
   std::string usage{};
@@ -222,7 +230,7 @@ struct FlagWords {
 
 class FlagTable {
  public:
-  explicit FlagTable(CommandText text);
+  FlagTable(const CommandEntry& entry, CommandText text);
 
   /// Title of the flags declared from here on.
   void group(const std::string& title) { group_ = title; }
@@ -265,7 +273,7 @@ class FlagTable {
   void required();
 
   /// "cli::<command>".
-  std::string where() const { return "cli::" + text_.name; }
+  std::string where() const { return "cli::" + name_; }
   /// True if the flag is set on the command line or in the --config file.
   bool given(const std::string& name) const;
   /// True if it is set on the command line.
@@ -315,6 +323,7 @@ class FlagTable {
   /// All names with "--".
   std::vector<std::string> names() const;
 
+  std::string name_;
   CommandText text_;
   CLI::App app_;
   std::string group_ = "Flags";
@@ -353,11 +362,11 @@ void check_backend(const FlagTable& flags, const TrainingArguments& arguments);
 void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, with names of flags in the messages.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
-/// Parse `arguments`, which have neither the program's nor the command's name. Throw HelpAsked.
-Command parse_train(std::vector<std::string> arguments);
-Command parse_compare(std::vector<std::string> arguments);
-Command parse_tokenizer(std::vector<std::string> arguments);
-Command parse_synth(std::vector<std::string> arguments);
+// Commands that other files declare.
+Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_compare(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_synth(const CommandEntry& entry, std::vector<std::string> arguments);
 
 /// `text` as lines of at most `width` characters, each after `indent` spaces.
 std::string wrap_text(const std::string& text, size_t indent, size_t width);

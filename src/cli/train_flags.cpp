@@ -308,11 +308,11 @@ void check_problem(const FlagTable& flags, TrainCommand& command) {
   }
 }
 
-Command parse_train(std::vector<std::string> arguments) {
+Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments) {
   complete_checkpointing(arguments);
   TrainCommand command;
-  FlagTable flags({.name = "train",
-                   .summary = "fine-tune a text classifier of the BERT family",
+  FlagTable flags(entry,
+                  {.summary = "fine-tune a text classifier of the BERT family",
                    .usage = "--model MODEL --output-dir FOLDER [flags]",
                    .examples = {"hasten train --model bert-mini --train-file reviews.csv \\\n"
                                 "    --eval-split 0.1 --nproc 2 --output-dir out"},
