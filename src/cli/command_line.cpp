@@ -224,6 +224,7 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
 
 Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string> arguments) {
   EstimateMemoryCommand command;
+  TrainingArguments& training = command.arguments;
   std::string batch;
   FlagTable flags(
       entry, {.usage = "--model MODEL [flags]",
@@ -239,14 +240,14 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
               NumberRange{2, 1'048'576});
   flags.value("--batch", batch, "SAMPLESxTOKENS",
               "one micro-batch of one process, e.g. 8x128 (default: without activations)");
-  flags.value("--gradient-accumulation-steps", command.gradient_accumulation_steps, "N",
+  flags.value("--gradient-accumulation-steps", training.gradient_accumulation_steps, "N",
               "micro-batches per step", NumberRange{1, 1'048'576});
   flags.group("Training");
-  flags.value("--optim", command.optim, "NAME", "as in hasten train: adamw, sgd, lion");
-  flags.value("--optim-args", command.optim_args, "ARGS", "name=value,name=value");
-  flags.flag("--bf16", command.bf16, "matrix products in 16 bits");
+  flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
+  flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
+  flags.flag("--bf16", training.bf16, "matrix products in 16 bits");
   flags.value("--strategy", command.strategy, "NAME", "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
-  declare_shard_size(flags, command.shard_size);
+  declare_shard_size(flags, training.shard_size);
   flags.value("--nproc", command.nproc, "N", "processes on this machine", kProcesses);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
@@ -258,7 +259,7 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
   require_flag(flags, command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
                "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   command.strategy = strategy ? spelling(*strategy) : command.strategy;
-  require_shard_size(flags, command.shard_size, command.strategy == "hsdp", command.nproc);
+  require_shard_size(flags, training.shard_size, command.strategy == "hsdp", command.nproc);
   return command;
 }
 

@@ -138,16 +138,12 @@ struct EstimateMemoryCommand {
   /// Samples and tokens of one micro-batch of one process; 0: without activations.
   int64_t rows = 0;
   int64_t tokens = 0;
-  int64_t gradient_accumulation_steps = 1;
-  OptimizerType optim = OptimizerType::adamw_torch;
-  std::string optim_args{};
-  /// Matrix products in bf16; parameters stay fp32.
-  bool bf16 = false;
   /// ddp, zero1, zero2, fsdp, hsdp or local_sgd; no effect with one process.
   std::string strategy = "ddp";
-  int64_t shard_size = 0;
   int nproc = 1;
   bool json = false;
+  /// Uses accumulation, precision, optimizer and shard_size.
+  TrainingArguments arguments{};
 };
 
 /// hasten compare: largest batch and samples per second of strategies in a memory limit.

@@ -80,26 +80,6 @@ std::string saves_text(const TrainingArguments& a, const TrainingPlan& plan) {
              : text;
 }
 
-EstimateMemoryCommand memory_question(const TrainCommand& command, const BertConfig& config,
-                                      int64_t longest, int world_size) {
-  const TrainingArguments& a = command.arguments;
-  EstimateMemoryCommand question;
-  question.model = command.model;
-  question.vocab_size = config.vocab_size;
-  question.num_labels = config.num_labels();
-  question.rows = a.per_device_train_batch_size;
-  question.tokens = longest;
-  question.gradient_accumulation_steps = a.gradient_accumulation_steps;
-  question.optim = a.optim;
-  question.optim_args = a.optim_args;
-  question.bf16 = a.effective_precision() == Precision::bf16 ||
-                  a.effective_precision() == Precision::fp16; // the same size
-  question.shard_size = a.shard_size;
-  question.strategy = a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy);
-  question.nproc = world_size;
-  return question;
-}
-
 void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world_size) {
   const TrainingArguments& a = command.arguments;
   LoaderOptions options;
@@ -132,9 +112,16 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
     for (int64_t row = 0; row < in.train->size(); ++row) {
       longest = std::max(longest, in.train->length(row));
     }
-    lines.emplace_back("memory", "about " +
-                                     format_bytes(estimated_peak_bytes(memory_question(
-                                         command, in.bert.config, longest, world_size))) +
+    const int64_t bytes = estimated_peak_bytes(
+        {.model = command.model,
+         .vocab_size = in.bert.config.vocab_size,
+         .num_labels = in.bert.config.num_labels(),
+         .rows = a.per_device_train_batch_size,
+         .tokens = longest,
+         .strategy = a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy),
+         .nproc = world_size,
+         .arguments = a});
+    lines.emplace_back("memory", "about " + format_bytes(bytes) +
                                      " of tensors per process on the longest samples (" +
                                      format_count(longest) + " tokens)");
   }

@@ -31,6 +31,12 @@ struct MemoryEstimate {
   int64_t peak = 0;
 };
 
+/// Matrix products in 16 bits; parameters stay fp32.
+bool has_16_bits(const EstimateMemoryCommand& command) {
+  const Precision precision = command.arguments.effective_precision();
+  return precision == Precision::bf16 || precision == Precision::fp16;
+}
+
 BertConfig config_of(const EstimateMemoryCommand& command) {
   if (!is_model_shape(command.model)) {
     return read_bert_config(command.model);
@@ -79,8 +85,9 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   const Shapes shapes = bert_parameter_shapes(config);
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
-  const int64_t ranks =
-      copies_beside && command.shard_size > 0 ? command.shard_size : command.nproc;
+  const int64_t ranks = copies_beside && command.arguments.shard_size > 0
+                            ? command.arguments.shard_size
+                            : command.nproc;
   const Shapes shards = shards_of(shapes, ranks);
   const int64_t rows = 4 * padded_numel(shards);
   const int64_t all = ranks * rows;
@@ -88,16 +95,17 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   const int64_t root = all - config.num_hidden_layers * block;
   const int64_t blocks =
       gathers ? std::min<int64_t>(2, config.num_hidden_layers) : config.num_hidden_layers;
-  estimate.parameters = rows + root + blocks * block / (command.bf16 ? 2 : 1);
+  estimate.parameters = rows + root + blocks * block / (has_16_bits(command) ? 2 : 1);
   const int64_t copies = copied_bytes(shards_of(bert_layer_shapes(config), ranks), ranks);
   if (gathers) { // parameters and gradients are sent at the same time
     estimate.parameters += copies;
   }
   estimate.gradients = rows + std::max(block, root) + copies;
-  if (command.strategy == "zero1" && command.gradient_accumulation_steps > 1) {
+  if (command.strategy == "zero1" && command.arguments.gradient_accumulation_steps > 1) {
     estimate.gradients += all;
   }
-  estimate.optimizer_state = optimizer_state_bytes(spelling(command.optim), settings, shards);
+  estimate.optimizer_state =
+      optimizer_state_bytes(spelling(command.arguments.optim), settings, shards);
 }
 
 /// Estimates the peak. It is in backward, from the second step on, when the optimizer's state
@@ -115,14 +123,15 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const bool local = several && command.strategy == "local_sgd";
   // Gradients that are not reduced are autograd's tensors.
   const bool own = !several || local;
-  const bool fresh = own && command.gradient_accumulation_steps == 1;
+  const bool fresh = own && command.arguments.gradient_accumulation_steps == 1;
   OptimizerSettings settings;
-  settings.args = command.optim_args;
+  settings.args = command.arguments.optim_args;
   estimate.parameters = 4 * estimate.parameter_count;
   const int64_t buffers = several ? 4 * padded : 0;
   const int64_t own_gradients = own ? 4 * estimate.parameter_count : 0;
   estimate.gradients = buffers + own_gradients;
-  estimate.optimizer_state = optimizer_state_bytes(spelling(command.optim), settings, shapes);
+  estimate.optimizer_state =
+      optimizer_state_bytes(spelling(command.arguments.optim), settings, shapes);
   if (local) {
     estimate.averaging = estimate.parameters;
   }
@@ -136,7 +145,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   }
   const BertStepMemory step = bert_step_memory(
       config, command.rows, command.tokens, fresh ? GradientPlace::fresh : GradientPlace::existing,
-      command.bf16 ? at::kBFloat16 : at::kFloat);
+      has_16_bits(command) ? at::kBFloat16 : at::kFloat);
   estimate.activations = step.activation_bytes;
   if (fresh) { // the gradients that exist at the peak
     estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;
@@ -148,13 +157,13 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
 nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   return {{"model", command.model},
           {"parameter_count", e.parameter_count},
-          {"optim", spelling(command.optim)},
-          {"precision", command.bf16 ? "bf16" : "fp32"},
+          {"optim", spelling(command.arguments.optim)},
+          {"precision", has_16_bits(command) ? "bf16" : "fp32"},
           {"strategy", command.strategy},
           {"nproc", command.nproc},
           {"rows", command.rows},
           {"tokens", command.tokens},
-          {"gradient_accumulation_steps", command.gradient_accumulation_steps},
+          {"gradient_accumulation_steps", command.arguments.gradient_accumulation_steps},
           {"bytes",
            {{"parameters", e.parameters},
             {"gradients", e.gradients},
@@ -167,7 +176,7 @@ nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryE
 
 void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   std::cout << command.model << ", " << format_count(e.parameter_count) << " parameters, "
-            << spelling(command.optim) << (command.bf16 ? ", bf16" : "");
+            << spelling(command.arguments.optim) << (has_16_bits(command) ? ", bf16" : "");
   if (command.nproc > 1) {
     std::cout << ", " << command.strategy << " on " << command.nproc << " processes";
   }

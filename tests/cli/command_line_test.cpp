@@ -119,13 +119,13 @@ TEST(CommandLine, EstimateMemoryFlagsReachTheirFields) {
   EXPECT_EQ(command.model, "bert-mini");
   EXPECT_EQ(command.rows, 4);
   EXPECT_EQ(command.tokens, 64);
-  EXPECT_EQ(command.optim, OptimizerType::sgd);
-  EXPECT_EQ(command.optim_args, "momentum=0.9");
+  EXPECT_EQ(command.arguments.optim, OptimizerType::sgd);
+  EXPECT_EQ(command.arguments.optim_args, "momentum=0.9");
   EXPECT_EQ(command.strategy, "local_sgd");
   EXPECT_EQ(command.nproc, 3);
   EXPECT_EQ(command.vocab_size, 99);
   EXPECT_EQ(command.num_labels, 5);
-  EXPECT_EQ(command.gradient_accumulation_steps, 2);
+  EXPECT_EQ(command.arguments.gradient_accumulation_steps, 2);
   EXPECT_TRUE(command.json);
 }
 
