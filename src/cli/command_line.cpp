@@ -46,12 +46,10 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
   flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
   declare_batches(flags, command);
   command.texts = flags.parse_words(std::move(arguments));
-  if (command.texts.empty() == command.file.empty()) {
-    throw InputError(flags.where(),
-                     command.file.empty() ? "no text and no --file"
-                                          : "--file=" + command.file + " together with a text",
-                     "texts, or --file FILE, or - for stdin");
-  }
+  require_flag(flags, command.texts.empty() != command.file.empty(),
+               command.file.empty() ? "no text and no --file"
+                                    : "--file=" + command.file + " together with a text",
+               "texts, or --file FILE, or - for stdin");
   const std::string& output = command.output;
   const auto ends_with = [&](const std::string& end) {
     return output.size() > end.size() && output.ends_with(end);
@@ -100,12 +98,10 @@ void declare_launch(FlagTable& flags, ProcessFlags& processes) {
 }
 
 void check_launch(const FlagTable& flags, const ProcessFlags& processes) {
-  if (processes.max_restarts != 0) {
-    throw InputError(flags.where(), "--max-restarts=" + std::to_string(processes.max_restarts),
-                     "0, because hasten does not restart ranks",
-                     "start the run again; hasten train resumes it with "
-                     "--resume-from-checkpoint latest");
-  }
+  require_flag(flags, processes.max_restarts == 0,
+               "--max-restarts=" + std::to_string(processes.max_restarts),
+               "0, because hasten does not restart ranks",
+               "start the run again; hasten train resumes it with --resume-from-checkpoint latest");
   const LogsSpecs& logs = processes.logs;
   require_flag(flags, !logs.redirects.any() || !logs.log_dir.empty(),
                "--redirects without --log-dir", "--log-dir FOLDER for the files");
@@ -178,12 +174,9 @@ Command parse_state(const CommandEntry& entry, std::vector<std::string> argument
               NumberRange{0, 1'000'000});
   flags.flag("--json", command.json, "inspect: print one JSON object");
   auto words = flags.parse_words(std::move(arguments));
-  const bool known = words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate");
-  if (!known) {
-    const std::string given = joined(words, " ");
-    throw InputError(flags.where(), given.empty() ? "no action and no folder" : given,
-                     "inspect FOLDER or consolidate FOLDER");
-  }
+  require_flag(flags, words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate"),
+               words.empty() ? "no action and no folder" : joined(words, " "),
+               "inspect FOLDER or consolidate FOLDER");
   command.action = words[0];
   command.folder = words[1];
   require_flag(flags, (command.action == "consolidate") != command.output.empty(),

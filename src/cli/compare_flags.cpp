@@ -9,11 +9,9 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
   std::vector<Strategy> found;
   for (const std::string& name : split(text)) {
     Strategy strategy{};
-    if (!read_flag(name, strategy)) {
-      throw InputError(flags.where(),
-                       "--strategies=" + text + ": \"" + name + "\" is not a strategy",
-                       flag_expectation<Strategy>(), flag_fix<Strategy>(name));
-    }
+    require_flag(flags, read_flag(name, strategy),
+                 "--strategies=" + text + ": \"" + name + "\" is not a strategy",
+                 flag_expectation<Strategy>(), flag_fix<Strategy>(name));
     require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
                  "--strategies=" + text + ": " + name + " twice", "each strategy once");
     found.push_back(strategy);

@@ -244,9 +244,9 @@ std::string FlagTable::with_flag_names(std::string message) const {
 }
 
 void require_flag(const FlagTable& flags, bool good, const std::string& flag_and_value,
-                  const std::string& expected) {
+                  const std::string& expected, const std::string& fix) {
   if (!good) {
-    throw InputError(flags.where(), flag_and_value, expected);
+    throw InputError(flags.where(), flag_and_value, expected, fix);
   }
 }
 

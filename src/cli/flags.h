@@ -335,7 +335,7 @@ class FlagTable {
 
 /// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
 void require_flag(const FlagTable& flags, bool good, const std::string& flag_and_value,
-                  const std::string& expected);
+                  const std::string& expected, const std::string& fix = {});
 /// --nproc and --oversubscribe, for the commands that start processes.
 void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
 /// --shard-size. require_shard_size's `hsdp`: the command uses the strategy hsdp.

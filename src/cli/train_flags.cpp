@@ -268,10 +268,9 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
           : std::vector<std::string>{"accuracy", "f1"};
   names.insert(names.end(), of_problem.begin(), of_problem.end());
   const std::string wanted = arguments.best_metric_name().substr(5);
-  if (std::find(names.begin(), names.end(), wanted) == names.end()) {
-    throw InputError(flags.where(), "--metric-for-best-model=" + arguments.metric_for_best_model,
-                     "one of loss, " + joined(of_problem), write_nearest(wanted, names));
-  }
+  require_flag(flags, std::find(names.begin(), names.end(), wanted) != names.end(),
+               "--metric-for-best-model=" + arguments.metric_for_best_model,
+               "one of loss, " + joined(of_problem), write_nearest(wanted, names));
 }
 
 /// Determines the problem type and checks that the flags agree on it.
@@ -280,10 +279,9 @@ void check_problem(const FlagTable& flags, TrainCommand& command) {
       !command.table.label_columns.empty() || !command.table.label_separator.empty();
   std::string& problem = command.problem_type;
   const std::vector<std::string> known(kSpellings<Head>.begin(), kSpellings<Head>.end());
-  if (!problem.empty() && std::find(known.begin(), known.end(), problem) == known.end()) {
-    throw InputError(flags.where(), "--problem-type=" + problem, "one of " + joined(known),
-                     write_nearest(problem, known));
-  }
+  require_flag(
+      flags, problem.empty() || std::find(known.begin(), known.end(), problem) != known.end(),
+      "--problem-type=" + problem, "one of " + joined(known), write_nearest(problem, known));
   if (several) {
     require_flag(flags, problem.empty() || problem == known[2],
                  "--problem-type=" + problem + " with several labels per sample", known[2]);
@@ -339,17 +337,14 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   if (command.train_file.empty() && command.eval_file.empty() && !flags.given("--eval-split")) {
     command.eval_split = 0.1;
   }
-  if (!command.eval_file.empty() && command.eval_split > 0) {
-    throw InputError(flags.where(),
-                     "--eval-file=" + command.eval_file + " and --eval-split=" +
-                         flag_text(command.eval_split) + " exclude each other",
-                     {}, "leave one of them out");
-  }
-  if (!command.tokenizer.empty() && !is_model_shape(command.model)) {
-    throw InputError(
-        flags.where(), "--tokenizer=" + command.tokenizer + " with --model=" + command.model,
-        "--tokenizer only with a shape, because a folder has its own", "leave --tokenizer out");
-  }
+  require_flag(flags, command.eval_file.empty() || command.eval_split == 0,
+               "--eval-file=" + command.eval_file +
+                   " and --eval-split=" + flag_text(command.eval_split) + " exclude each other",
+               {}, "leave one of them out");
+  require_flag(flags, command.tokenizer.empty() || is_model_shape(command.model),
+               "--tokenizer=" + command.tokenizer + " with --model=" + command.model,
+               "--tokenizer only with a shape, because a folder has its own",
+               "leave --tokenizer out");
   if (is_model_shape(command.model) && !flags.given("--learning-rate")) {
     command.arguments.learning_rate = 3e-4; // 5e-5 is too low for random weights
   }
@@ -357,10 +352,9 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   for (const auto& [needed, name] :
        {std::pair(command.arguments.load_best_model_at_end, "--load-best-model-at-end"),
         std::pair(command.arguments.early_stopping_patience > 0, "--early-stopping-patience")}) {
-    if (needed && command.eval_file.empty() && command.eval_split == 0) {
-      throw InputError(flags.where(), std::string(name) + " without evaluation data",
-                       "--eval-file FILE or --eval-split FRACTION");
-    }
+    require_flag(flags, !needed || !command.eval_file.empty() || command.eval_split > 0,
+                 std::string(name) + " without evaluation data",
+                 "--eval-file FILE or --eval-split FRACTION");
   }
   command.run_config = flags.config();
   return command;
