@@ -136,9 +136,9 @@ Command parse_launch(const CommandEntry& entry, std::vector<std::string> argumen
       "--keep-going", command.keep_going,
       "let the others go on when one fails that is not rank 0: for programs that survive it");
   declare_launch(flags, command);
-  command.program = flags.parse_words(std::move(arguments), true);
+  command.argv = flags.parse_words(std::move(arguments), true);
   check_launch(flags, command);
-  require_flag(flags, !command.program.empty(), "no program",
+  require_flag(flags, !command.argv.empty(), "no program",
                "hasten launch --nproc N PROGRAM [ARGUMENT...]");
   return command;
 }

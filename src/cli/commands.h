@@ -35,16 +35,9 @@ struct TableFlags {
 using Head = ProblemType;
 
 /// The processes that hasten starts on this machine.
-struct ProcessFlags {
-  /// >= 1.
-  int nproc = 1;
+struct ProcessFlags : LaunchOptions {
   /// Allows more than 16 processes per core.
   bool oversubscribe = false;
-  /// Output of the processes.
-  LogsSpecs logs{};
-  /// See LaunchOptions.
-  std::vector<int> signals_to_handle = LaunchOptions{}.signals_to_handle;
-  int max_restarts = 0;
 };
 
 /// hasten train: fine-tunes a text classifier.
@@ -209,13 +202,8 @@ struct SynthCommand {
   std::string output{};
 };
 
-/// hasten launch: runs a program as N processes of one world.
-struct LaunchCommand : ProcessFlags {
-  /// See LaunchOptions.
-  bool keep_going = false;
-  /// Program and its arguments. Not empty.
-  std::vector<std::string> program{};
-};
+/// hasten launch: runs a program, argv, as N processes of one world.
+struct LaunchCommand : ProcessFlags {};
 
 /// hasten env: versions, cores, threads and back ends.
 struct EnvCommand {

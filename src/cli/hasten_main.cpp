@@ -69,12 +69,8 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
   return result.exit_code;
 }
 
-/// Also reads torchrun's variable for the prefix of teed lines.
-LaunchOptions launch_options(const ProcessFlags& processes) {
-  LaunchOptions options;
-  options.nproc = processes.nproc;
-  options.logs = processes.logs;
-  options.signals_to_handle = processes.signals_to_handle;
+/// The options, with torchrun's variable for the prefix of teed lines.
+LaunchOptions with_prefix(LaunchOptions options) {
   if (const char* text = std::getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")) {
     options.logs.log_line_prefix_template = text;
   }
@@ -135,7 +131,7 @@ class Hasten {
     if (std::filesystem::is_regular_file(command.train_file, error)) {
       check_lines(command.train_file, command.nproc);
     }
-    LaunchOptions options = launch_options(command);
+    LaunchOptions options = with_prefix(command);
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
     return report(launch_workers(std::move(options)), command.logs, true);
   }
@@ -156,10 +152,7 @@ class Hasten {
   }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
-    LaunchOptions options = launch_options(command);
-    options.argv = command.program;
-    options.keep_going = command.keep_going;
-    return report(launch(options), command.logs, false);
+    return report(launch(with_prefix(command)), command.logs, false);
   }
   /// Commands that the worker runs in one process.
   template <typename C>

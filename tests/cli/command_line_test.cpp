@@ -284,7 +284,7 @@ TEST(CommandLine, PredictTextsKeepTheirOrderAndMayLookLikeFlags) {
 
 TEST(CommandLine, LaunchLeavesTheProgramsOwnArgumentsAlone) {
   const auto program = [](const std::string& line) {
-    return detail::parsed<LaunchCommand>("launch " + line).program;
+    return detail::parsed<LaunchCommand>("launch " + line).argv;
   };
   using Words = std::vector<std::string>;
   EXPECT_EQ(program("--nproc 2 ./p --nproc 5 --some_flag -h -- x"),
@@ -305,7 +305,7 @@ TEST(CommandLine, OutputFlagsOfLaunchAndTrainAreTorchruns) {
   EXPECT_FALSE(launched.logs.redirects.has(0, Std::out));
   EXPECT_TRUE(launched.logs.tee.has(0, Std::out));
   EXPECT_FALSE(launched.logs.tee.has(0, Std::err));
-  EXPECT_EQ(launched.program, (std::vector<std::string>{"./p", "--", "x"}));
+  EXPECT_EQ(launched.argv, (std::vector<std::string>{"./p", "--", "x"}));
   const auto trained =
       detail::parsed<TrainCommand>(detail::kTrain + "--nproc 2 --log_dir logs --tee 2");
   EXPECT_EQ(trained.logs.log_dir, "logs");
@@ -331,7 +331,7 @@ TEST(CommandLine, SignalsFilterAndRestartsOfLaunchAndTrainAreTorchruns) {
   const auto launched = detail::parsed<LaunchCommand>("launch " + flags + "./p --max-restarts 3");
   EXPECT_EQ(launched.logs.local_ranks_filter, (std::set<int>{0, 2}));
   EXPECT_EQ(launched.signals_to_handle, (std::vector<int>{SIGUSR1, SIGTERM}));
-  EXPECT_EQ(launched.program, (std::vector<std::string>{"./p", "--max-restarts", "3"}));
+  EXPECT_EQ(launched.argv, (std::vector<std::string>{"./p", "--max-restarts", "3"}));
   const auto trained = detail::parsed<TrainCommand>(detail::kTrain + flags);
   EXPECT_EQ(trained.logs.local_ranks_filter, launched.logs.local_ranks_filter);
   EXPECT_EQ(trained.signals_to_handle, launched.signals_to_handle);
