@@ -18,30 +18,17 @@
 
 namespace hasten::detail {
 
-/// training_args.json of the run that made the folder; an empty object if there is none.
-nlohmann::json trained_arguments(const std::filesystem::path& folder) {
-  const auto file = folder / "training_args.json";
+/// A file of the run that made the model's folder; an empty object if there is none.
+nlohmann::json trained_json(const std::filesystem::path& file) {
   std::error_code error;
-  if (!std::filesystem::exists(file, error)) {
-    return nlohmann::json::object();
-  }
-  nlohmann::json json = read_json_file("cli::model", file);
-  if (!json.is_object()) {
-    throw InputError("cli::model", file.string() + " is not a JSON object",
-                     "a training_args.json as hasten train writes it");
-  }
-  return json;
+  return std::filesystem::exists(file, error) ? read_json_file("cli::model", file)
+                                              : nlohmann::json::object();
 }
 
 /// The class weights of that run, from hasten_state.json, which has values for "balanced", too;
 /// 1 for labels that training did not have.
 std::string trained_class_weights(const std::filesystem::path& folder, int64_t labels) {
-  std::error_code error;
-  const auto file = folder / kRunFile;
-  if (!std::filesystem::exists(file, error)) {
-    return {};
-  }
-  const nlohmann::json json = read_json_file("cli::model", file);
+  const nlohmann::json json = trained_json(folder / kRunFile);
   std::vector<std::string> weights;
   if (json.is_object()) {
     for (const auto& weight : json.value("class_weights", nlohmann::json::array())) {
@@ -84,7 +71,12 @@ TextClassifier load_text_classifier(const std::string& folder, int64_t max_lengt
                      "fine-tune it first: hasten train --model " + folder);
   }
   bert.model->eval();
-  const nlohmann::json arguments = trained_arguments(folder);
+  const auto file = std::filesystem::path(folder) / "training_args.json";
+  const nlohmann::json arguments = trained_json(file);
+  if (!arguments.is_object()) {
+    throw InputError("cli::model", file.string() + " is not a JSON object",
+                     "a training_args.json as hasten train writes it");
+  }
   const nlohmann::json trained_length = arguments.value("max_length", nlohmann::json());
   const nlohmann::json precision = arguments.value("precision", nlohmann::json());
   const int64_t asked = max_length > 0 || !trained_length.is_number_integer()
