@@ -1,6 +1,7 @@
 #include "hasten/comm/communicator.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Synchronized.h>
 
 #include <map>
 #include <mutex>
@@ -53,13 +54,10 @@ struct RowSum final : Work::State {
   at::Tensor rows; // undefined once summed
 };
 
-struct Backends {
-  std::mutex mutex;
-  std::map<std::string, BackendFactory> factories{{"gloo", make_gloo_group}}; // by name
-};
+using Backends = c10::Synchronized<std::map<std::string, BackendFactory>>; // by name
 
 static Backends& backends() {
-  static Backends all;
+  static Backends all({{"gloo", make_gloo_group}});
   return all;
 }
 
@@ -93,33 +91,30 @@ void register_backend(const std::string& name, BackendFactory factory) {
   if (name.empty() || !factory) {
     throw InputError("comm::register_backend", "name=" + name, "a name and a factory");
   }
-  detail::Backends& backends = detail::backends();
-  const std::lock_guard<std::mutex> lock(backends.mutex);
-  backends.factories[name] = std::move(factory);
+  detail::backends().withLock([&](auto& all) { all[name] = std::move(factory); });
 }
 
 std::vector<std::string> backend_names() {
-  detail::Backends& backends = detail::backends();
-  const std::lock_guard<std::mutex> lock(backends.mutex);
   std::vector<std::string> names;
-  for (const auto& [name, factory] : backends.factories) {
-    names.push_back(name);
-  }
+  detail::backends().withLock([&](const auto& all) {
+    for (const auto& [name, factory] : all) {
+      names.push_back(name);
+    }
+  });
   return names;
 }
 
 BackendFactory backend_factory(const std::string& name) {
-  detail::Backends& backends = detail::backends();
-  {
-    const std::lock_guard<std::mutex> lock(backends.mutex);
-    const auto found = backends.factories.find(name);
-    if (found != backends.factories.end()) {
-      return found->second;
-    }
+  const BackendFactory found = detail::backends().withLock([&](const auto& all) {
+    const auto at = all.find(name);
+    return at == all.end() ? BackendFactory() : at->second;
+  });
+  if (!found) {
+    const std::vector<std::string> names = backend_names();
+    throw InputError("comm::create", "no such back end: backend=" + name, "one of " + joined(names),
+                     write_nearest(name, names));
   }
-  const std::vector<std::string> names = backend_names();
-  throw InputError("comm::create", "no such back end: backend=" + name, "one of " + joined(names),
-                   write_nearest(name, names));
+  return found;
 }
 
 void Work::wait() {

@@ -1,5 +1,6 @@
 #include "group_core.h"
 
+#include <c10/util/Synchronized.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -311,10 +312,7 @@ void GroupCore::diagnose(const std::string& operation, uint64_t sequence,
        "", failure.kind);
 }
 
-struct OpenGroups {
-  std::mutex mutex;
-  std::vector<std::weak_ptr<GroupCore>> groups;
-};
+using OpenGroups = c10::Synchronized<std::vector<std::weak_ptr<GroupCore>>>;
 
 static OpenGroups& open_groups() {
   // Never destroyed, because static destructors may close groups.
@@ -325,12 +323,8 @@ static OpenGroups& open_groups() {
 /// Runs before the destructors of objects that existed when the first group was kept, for example
 /// libtorch's static objects.
 static void close_groups_at_exit() {
-  std::vector<std::weak_ptr<GroupCore>> groups;
-  {
-    const std::lock_guard<std::mutex> lock(open_groups().mutex);
-    groups.swap(open_groups().groups);
-  }
-  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+  const auto all = open_groups().withLock([](auto& groups) { return std::exchange(groups, {}); });
+  for (auto group = all.rbegin(); group != all.rend(); ++group) {
     if (const auto alive = group->lock()) {
       alive->close(false);
     }
@@ -344,10 +338,10 @@ void GroupCore::keep(const std::shared_ptr<GroupCore>& core,
     core->connections_ = std::move(connections);
   }
   [[maybe_unused]] static const int installed = std::atexit(close_groups_at_exit);
-  const std::lock_guard<std::mutex> lock(open_groups().mutex);
-  std::erase_if(open_groups().groups,
-                [](const std::weak_ptr<GroupCore>& group) { return group.expired(); });
-  open_groups().groups.push_back(core);
+  open_groups().withLock([&](auto& groups) {
+    std::erase_if(groups, [](const auto& group) { return group.expired(); });
+    groups.push_back(core);
+  });
 }
 
 c10::intrusive_ptr<c10d::Backend> GroupCore::connections() {

@@ -3,12 +3,13 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "hasten/base/store_channel.h"
@@ -41,16 +42,13 @@ std::optional<unsigned> stranger_at(const std::set<int>& ports) {
     std::string line;
     std::getline(table, line); // names of the columns
     while (std::getline(table, line)) {
-      std::istringstream fields(line);
-      std::string number;
-      std::string local; // address:port, in hexadecimal digits
-      std::string remote;
-      std::string state;
-      std::string skipped;
+      char local[64]; // address:port, in hexadecimal digits
+      char remote[64];
+      char state[3];
       unsigned uid = 0;
-      fields >> number >> local >> remote >> state;
-      fields >> skipped >> skipped >> skipped >> uid;
-      if (fields && state == "01") { // established
+      if (std::sscanf(line.c_str(), "%*s %63s %63s %2s %*s %*s %*s %u", local, remote, state,
+                      &uid) == 4 &&
+          std::string_view(state) == "01") { // established
         users[{local, remote}] = uid;
       }
     }

@@ -1,6 +1,8 @@
 // The address of this host that ranks on other hosts reach.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <string>
 #include <vector>
 
@@ -10,6 +12,7 @@ namespace hasten::detail {
 
 bool is_address(const std::string& host); // a numeric IPv4 or IPv6 address
 bool is_loopback_address(const std::string& host); // 127.x.x.x or ::1, numeric
+std::string socket_address_text(const sockaddr* address); // numeric; IPv4 or IPv6
 
 /// An address of this host that others reach. `interface` is an address or an interface's name. If
 /// it is empty, uses the interface of GLOO_SOCKET_IFNAME, else the one of the route to `target` (a

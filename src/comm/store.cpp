@@ -1,7 +1,6 @@
 #include "store.h"
 
 #include <c10/util/Logging.h>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <resolv.h>
 #include <sys/socket.h>
@@ -26,28 +25,10 @@ namespace hasten::detail {
 std::string peer_address(int fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
-  char text[NI_MAXHOST] = "";
-  if (fd >= 0 && getpeername(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0) {
-    getnameinfo(reinterpret_cast<sockaddr*>(&address), size, text, sizeof text, nullptr, 0,
-                NI_NUMERICHOST);
-  }
+  auto* const peer = reinterpret_cast<sockaddr*>(&address);
+  const bool found = fd >= 0 && getpeername(fd, peer, &size) == 0;
   ::close(fd);
-  return text;
-}
-
-NoNameServers::NoNameServers() {
-#ifdef __GLIBC__
-  if ((_res.options & RES_INIT) == 0) {
-    res_init();
-  }
-  count_ = std::exchange(_res.nscount, 0);
-#endif
-}
-
-NoNameServers::~NoNameServers() {
-#ifdef __GLIBC__
-  _res.nscount = count_;
-#endif
+  return found ? socket_address_text(peer) : "";
 }
 
 static std::mutex quiet_mutex; // guards the variables below
@@ -110,6 +91,27 @@ std::shared_ptr<StoreServer> serve_store(const World& world) {
   address.host.clear(); // every interface
   return std::make_shared<StoreServer>(std::move(address));
 }
+
+/// While an object lives, this thread looks up names only in /etc/hosts. c10d looks up the name of
+/// every address to which it connects, for messages. A name server that does not answer would
+/// delay each connection by 5 s or more.
+class NoNameServers {
+#ifdef __GLIBC__
+ public:
+  NoNameServers() {
+    if ((_res.options & RES_INIT) == 0) {
+      res_init();
+    }
+    count_ = std::exchange(_res.nscount, 0);
+  }
+  ~NoNameServers() { _res.nscount = count_; }
+  NoNameServers(const NoNameServers&) = delete;
+  NoNameServers& operator=(const NoNameServers&) = delete;
+
+ private:
+  int count_ = 0;
+#endif
+};
 
 /// The store that torchrun's agent serves.
 StorePtr open_agent_store(const World& world, CommClock::time_point deadline,

@@ -65,20 +65,6 @@ class QuietStore {
   QuietStore& operator=(const QuietStore&) = delete;
 };
 
-/// While an object lives, this thread looks up names only in /etc/hosts. c10d looks up the name of
-/// every address to which it connects, for messages. A name server that does not answer would
-/// delay each connection by 5 s or more.
-class NoNameServers {
- public:
-  NoNameServers();
-  ~NoNameServers();
-  NoNameServers(const NoNameServers&) = delete;
-  NoNameServers& operator=(const NoNameServers&) = delete;
-
- private:
-  int count_ = 0;
-};
-
 /// Sleeps between two polls of the store: briefly at first, then up to 5 ms.
 class StorePause {
  public:
