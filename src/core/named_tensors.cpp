@@ -26,4 +26,10 @@ NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefi
   return below;
 }
 
+void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more) {
+  for (const auto& [name, tensor] : more) {
+    tensors.emplace(prefix + name, tensor);
+  }
+}
+
 } // namespace hasten::detail

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/core/named_tensors.h"
 #include "hasten/parallel/ddp.h"
 
 namespace hasten {
@@ -74,9 +75,7 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
     NamedTensors of_hook;
     values["comm_hook_state"] = nlohmann::json::object();
     hook_->save_state(of_hook, values["comm_hook_state"]);
-    for (const auto& [name, tensor] : of_hook) {
-      tensors["comm_hook." + name] = tensor;
-    }
+    detail::put_below(tensors, "comm_hook.", of_hook);
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
@@ -119,13 +118,7 @@ static std::vector<int64_t> saved_order(const FlatLayout& layout, const nlohmann
 }
 
 void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
-  const std::string prefix = "comm_hook.";
-  NamedTensors of_hook;
-  for (const auto& [name, tensor] : tensors) {
-    if (name.rfind(prefix, 0) == 0) {
-      of_hook[name.substr(prefix.size())] = tensor;
-    }
-  }
+  const NamedTensors of_hook = detail::tensors_below(tensors, "comm_hook.");
   const std::string hook = hook_ ? hook_->description() : "none";
   if (values.at("comm_hook") != hook) {
     throw InputError("parallel::Ddp",

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/core/named_tensors.h"
 #include "hasten/core/random.h"
 #include "hasten/parallel/comm_hook.h"
 #include "plain_reduce.h"
@@ -286,12 +287,8 @@ void PowerSgdHook::save_state(NamedTensors& tensors, nlohmann::json& values) con
   values["iteration"] = iteration_;
   values["numbers"] = numbers_;
   values["sent"] = sent_;
-  for (const auto& [name, factor] : factors_) {
-    tensors["factor." + name] = factor;
-  }
-  for (const auto& [name, error] : errors_) {
-    tensors["error." + name] = error;
-  }
+  detail::put_below(tensors, "factor.", factors_);
+  detail::put_below(tensors, "error.", errors_);
 }
 
 void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
@@ -305,19 +302,16 @@ void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json&
   };
   const int64_t iteration = number("iteration");
   const int64_t numbers = number("numbers"), sent = number("sent");
-  std::unordered_map<std::string, at::Tensor> factors, errors;
-  for (const auto& [name, tensor] : tensors) {
-    if (name.rfind("factor.", 0) == 0) {
-      factors[name.substr(7)] = tensor.clone();
-    } else if (name.rfind("error.", 0) == 0) {
-      errors[name.substr(6)] = tensor.clone();
-    }
-  }
   iteration_ = iteration;
   numbers_ = numbers;
   sent_ = sent;
-  factors_ = std::move(factors);
-  errors_ = std::move(errors);
+  factors_ = detail::tensors_below(tensors, "factor.");
+  errors_ = detail::tensors_below(tensors, "error.");
+  for (NamedTensors* kept : {&factors_, &errors_}) {
+    for (auto& [name, tensor] : *kept) {
+      tensor = tensor.clone();
+    }
+  }
 }
 
 } // namespace hasten

@@ -124,12 +124,6 @@ std::string rank_file_name(int rank) {
   return "state_rank_" + std::to_string(rank) + ".safetensors";
 }
 
-void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more) {
-  for (const auto& [name, tensor] : more) {
-    tensors.emplace(prefix + name, tensor);
-  }
-}
-
 // JSON writes null for NaN and infinity, so the state would not be exact.
 void require_finite_values(const nlohmann::json& values, const std::string& whose) {
   if (values.is_number_float() && !std::isfinite(values.get<double>())) {

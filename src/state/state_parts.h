@@ -33,6 +33,5 @@ std::string rank_file_name(int rank);
 // values that are not finite.
 nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
                              const std::string& prefix);
-void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
 
 } // namespace hasten::detail

@@ -182,8 +182,8 @@ class PowerSgdHook : public CommHook {
   int64_t iteration_ = 0;
   int64_t numbers_ = 0; // elements of gradients
   int64_t sent_ = 0;
-  std::unordered_map<std::string, at::Tensor> factors_{}; // Q, by name
-  std::unordered_map<std::string, at::Tensor> errors_{}; // by name
+  NamedTensors factors_{}; // Q
+  NamedTensors errors_{};
 };
 
 } // namespace hasten
