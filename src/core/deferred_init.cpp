@@ -38,12 +38,6 @@ static bool is_deferrable(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided && tensor.storage().nbytes() > 0;
 }
 
-// A tensor's bytes [begin, end) in its storage.
-struct DeferredRange {
-  size_t storage = 0;
-  size_t begin = 0;
-  size_t end = 0;
-};
 static DeferredRange range_of(const at::Tensor& tensor, size_t storage) {
   const auto offset = static_cast<size_t>(tensor.storage_offset());
   return {storage, offset * tensor.itemsize(),
@@ -106,8 +100,6 @@ class DeferredRecorder final : public OpObserver {
   // An operator's effects on tensors.
   struct Passing {
     DeferredOp op{};
-    std::vector<DeferredRange> reads{};
-    std::vector<DeferredRange> writes{};
     std::vector<at::Tensor> outside{};
   };
 
@@ -179,7 +171,7 @@ void DeferredRecorder::verify(size_t storage, size_t begin, size_t end) {
 
 void DeferredRecorder::keep_contents(size_t storage, c10::StorageImpl& real) {
   DeferredOp op;
-  op.writes = {storage};
+  op.writes = {{storage, 0, real.nbytes()}};
   op.overwrites = storage;
   op.overwritten_bytes = real.nbytes();
   op.contents =
@@ -193,9 +185,9 @@ at::Tensor DeferredRecorder::describe_tensor(const at::Tensor& tensor, bool writ
                                              Passing& described) {
   if (const auto storage = find(tensor)) {
     const DeferredRange range = range_of(tensor, *storage);
-    described.reads.push_back(range);
+    described.op.reads.push_back(range);
     if (write) {
-      described.writes.push_back(range);
+      described.op.writes.push_back(range);
     }
     return log_->on_twin(tensor, *storage);
   }
@@ -235,17 +227,11 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
       covers_storage(arguments[0].toTensor())) {
     const size_t storage = *find(arguments[0].toTensor());
     const auto itself = [&](const DeferredRange& range) { return range.storage == storage; };
-    if (std::count_if(described.reads.begin(), described.reads.end(), itself) == 1) {
-      std::erase_if(described.reads, itself);
+    if (std::count_if(op.reads.begin(), op.reads.end(), itself) == 1) {
+      std::erase_if(op.reads, itself);
       op.overwrites = storage;
       op.overwritten_bytes = arguments[0].toTensor().storage().nbytes();
     }
-  }
-  for (const DeferredRange& range : described.reads) {
-    op.reads.push_back(range.storage);
-  }
-  for (const DeferredRange& range : described.writes) {
-    op.writes.push_back(range.storage);
   }
   return described;
 }
@@ -267,7 +253,7 @@ void DeferredRecorder::bring(const Passing& described) {
   if (described.op.overwrites) {
     use(*described.op.overwrites, false);
   }
-  for (const DeferredRange& range : described.reads) {
+  for (const DeferredRange& range : described.op.reads) {
     if (!use(range.storage, true)) {
       verify(range.storage, range.begin, range.end);
     }
@@ -291,7 +277,7 @@ void DeferredRecorder::note_results(const OpPassing& passing, Passing& described
       ++number;
     });
   }
-  for (const DeferredRange& range : described.writes) {
+  for (const DeferredRange& range : described.op.writes) {
     hash(range.storage, range.begin, range.end);
   }
 }

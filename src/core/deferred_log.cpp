@@ -123,7 +123,8 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
   for (size_t i = ops_.size(); i-- > 0 && !needed.empty();) {
     const DeferredOp& op = ops_[i];
     const auto is_needed = [&](size_t s) { return needed.count(s) > 0; };
-    if (std::none_of(op.writes.begin(), op.writes.end(), is_needed) &&
+    if (std::none_of(op.writes.begin(), op.writes.end(),
+                     [&](const DeferredRange& range) { return is_needed(range.storage); }) &&
         std::none_of(op.creates.begin(), op.creates.end(),
                      [&](const auto& c) { return is_needed(c.second); })) {
       continue;
@@ -142,8 +143,8 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
     if (op.overwrites) {
       use(*op.overwrites, false);
     }
-    for (const size_t s : op.reads) {
-      use(s, true);
+    for (const DeferredRange& range : op.reads) {
+      use(range.storage, true);
     }
   }
   std::reverse(steps.begin(), steps.end());

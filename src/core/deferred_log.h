@@ -33,14 +33,21 @@ struct GeneratorState {
 };
 GeneratorState state_now(at::Generator generator);
 
+/// A tensor's bytes [begin, end) in its storage.
+struct DeferredRange {
+  size_t storage = 0;
+  size_t begin = 0;
+  size_t end = 0;
+};
+
 struct DeferredOp {
   std::optional<c10::OperatorHandle> op{}; // none: sets `contents`
   c10::DispatchKeySet below{};
   std::vector<c10::IValue> arguments{}; // their tensors use twins, or are outside the scope
   std::vector<std::pair<at::Tensor, uint32_t>> outside{}; // with their versions
   std::vector<at::Tensor> changes{}; // outside tensors that it changes: each run gets copies
-  std::vector<size_t> reads{}; // storages
-  std::vector<size_t> writes{};
+  std::vector<DeferredRange> reads{};
+  std::vector<DeferredRange> writes{};
   std::vector<std::pair<size_t, size_t>> creates{}; // index of the result, storage
   std::optional<size_t> overwrites{}; // the storage that it overwrites as a whole
   size_t overwritten_bytes = 0;
