@@ -178,10 +178,9 @@ static EnabledModels& enabled_models() {
 static void drop_attachments(const torch::nn::Module* model) {
   EnabledModels& models = enabled_models();
   const std::lock_guard<std::mutex> lock(models.mutex);
-  for (auto it = models.entries.begin(); it != models.entries.end();) {
-    const bool gone = it->first == model || it->second.model.expired();
-    it = gone ? models.entries.erase(it) : std::next(it);
-  }
+  std::erase_if(models.entries, [model](const auto& entry) {
+    return entry.first == model || entry.second.model.expired();
+  });
 }
 
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,

@@ -142,17 +142,15 @@ class Seeds : public torch::autograd::Function<Seeds> {
   static at::Tensor forward(Context* context, at::TensorList outputs) {
     Tensors shapes;
     for (const at::Tensor& output : outputs) {
-      shapes.push_back(at::empty({0}, output.options()));
-      context->saved_data[std::to_string(shapes.size())] = output.sizes();
+      shapes.push_back(at::empty(output.sizes(), output.options().device(at::kMeta)));
     }
     context->save_for_backward(shapes);
     return at::zeros({}, outputs[0].options());
   }
-  static Tensors backward(Context* context, const Tensors&) {
+  static Tensors backward(Context* context, const Tensors& gradients) {
     Tensors seeds;
     for (const at::Tensor& shape : context->get_saved_variables()) {
-      const auto sizes = context->saved_data[std::to_string(seeds.size() + 1)].toIntVector();
-      seeds.push_back(at::ones(sizes, shape.options()));
+      seeds.push_back(at::ones(shape.sizes(), shape.options().device(gradients[0].device())));
     }
     return seeds;
   }

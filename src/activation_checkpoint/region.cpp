@@ -50,9 +50,10 @@ static Unchanged unchanged_now(const at::Tensor& tensor, bool parameter) {
 }
 
 bool Unchanged::holds() const {
-  return counter.current_version() == version &&
-         (!tensor.defined() || tensor.numel() != numel || tensor.scalar_type() != dtype ||
-          sample_of(tensor) == sample);
+  const bool compared =
+      tensor.defined() && tensor.numel() == numel && tensor.scalar_type() == dtype;
+  return !counter.enabled() ||
+         (counter.current_version() == version && (!compared || sample_of(tensor) == sample));
 }
 
 // Hooks of a tensor that a region's forward saves: the tensor is not kept.
@@ -191,7 +192,7 @@ void Region::finish_forward(const std::vector<at::Tensor>& outputs, uint64_t fir
     ops_->drop_unreached();
   }
   for (size_t i = 0; i < input_versions_.size(); ++i) {
-    if (input_versions_[i].counter.enabled() && !input_versions_[i].holds()) {
+    if (!input_versions_[i].holds()) {
       throw InputError("activation_checkpoint",
                        label() + " changes its input " + std::to_string(i) + " in place",
                        "unchanged inputs, because the recomputation starts from them",
@@ -224,7 +225,7 @@ void Region::fail(const std::string& what, const std::string& fix) const {
 void Region::require_unchanged() const {
   for (size_t i = 0; i < input_versions_.size(); ++i) {
     const Unchanged& input = input_versions_[i];
-    if (input.counter.enabled() && !input.holds()) {
+    if (!input.holds()) {
       throw CheckpointError("activation_checkpoint::recompute",
                             "input " + std::to_string(i) + " of " + label() +
                                 " was changed in place after forward: version=" +

@@ -56,6 +56,7 @@ struct Unchanged {
   int64_t numel = 0;
   at::ScalarType dtype = at::kFloat;
 
+  /// Of a tensor without a version: true.
   bool holds() const;
 };
 

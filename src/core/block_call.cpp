@@ -38,15 +38,14 @@ BlockRegistry& block_registry() {
 // Moves entries of destroyed blocks to `dead`, whose destructor runs outside the lock: an
 // interceptor's destructor may call functions of this file. The caller holds the lock.
 void sweep_block_registry(BlockRegistry& registry, std::vector<BlockEntry>& dead) {
-  for (auto it = registry.entries.begin(); it != registry.entries.end();) {
-    if (it->second.block.expired()) {
-      attached_blocks -= static_cast<int64_t>(it->second.links.size());
-      dead.push_back(std::move(it->second));
-      it = registry.entries.erase(it);
-    } else {
-      ++it;
+  std::erase_if(registry.entries, [&](auto& entry) {
+    if (!entry.second.block.expired()) {
+      return false;
     }
-  }
+    attached_blocks -= static_cast<int64_t>(entry.second.links.size());
+    dead.push_back(std::move(entry.second));
+    return true;
+  });
 }
 
 std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* block) {
