@@ -28,14 +28,26 @@ TokenLock::~TokenLock() {
 }
 
 TokenLock::Turn TokenLock::acquire(const std::function<void(int64_t, int64_t)>& waiting) {
-  for (;;) {
+  for (bool waited = false;;) {
     file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (file_ < 0) {
       problem_ = std::strerror(errno);
       return Turn::none;
     }
-    if (!lock(waiting)) {
-      return Turn::none; // this file system has no locks
+    while (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
+      if (errno == EWOULDBLOCK) {
+        waited = true;
+        std::array<int64_t, 2> progress{};
+        if (::pread(file_, progress.data(), sizeof(progress), 0) != sizeof(progress)) {
+          progress = {};
+        }
+        waiting(progress[0], progress[1]);
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        throw_if_interrupted();
+      } else if (errno != EINTR) { // this file system has no locks
+        problem_ = std::strerror(errno);
+        return Turn::none;
+      }
     }
     struct stat status {};
     if (::fstat(file_, &status) == 0 && status.st_nlink > 0) {
@@ -43,40 +55,18 @@ TokenLock::Turn TokenLock::acquire(const std::function<void(int64_t, int64_t)>& 
       return Turn::mine;
     }
     ::close(std::exchange(file_, -1));
-    if (waited_) {
+    if (waited) {
       return Turn::done;
     }
     // The holder removed the file between open and lock: try again.
   }
 }
 
-bool TokenLock::lock(const std::function<void(int64_t, int64_t)>& waiting) {
-  while (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
-    if (errno == EINTR) {
-      continue;
-    }
-    if (errno != EWOULDBLOCK) {
-      problem_ = std::strerror(errno);
-      ::close(std::exchange(file_, -1));
-      return false;
-    }
-    waited_ = true;
-    std::array<int64_t, 2> told{};
-    if (::pread(file_, told.data(), sizeof(told), 0) != sizeof(told)) {
-      told = {};
-    }
-    waiting(told[0], told[1]);
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    throw_if_interrupted();
-  }
-  return true;
-}
-
 void TokenLock::tell(int64_t done, int64_t total) {
-  const std::array<int64_t, 2> told{done, total};
+  const std::array<int64_t, 2> progress{done, total};
   // If the disk is full, the waiting processes only miss a progress report.
   [[maybe_unused]] const ssize_t written =
-      held_ ? ::pwrite(file_, told.data(), sizeof(told), 0) : 0;
+      held_ ? ::pwrite(file_, progress.data(), sizeof(progress), 0) : 0;
 }
 
 } // namespace hasten::detail

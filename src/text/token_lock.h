@@ -35,12 +35,9 @@ class TokenLock {
   void tell(int64_t done, int64_t total);
 
  private:
-  bool lock(const std::function<void(int64_t, int64_t)>& waiting);
-
   std::filesystem::path path_;
   int file_ = -1;
   bool held_ = false;
-  bool waited_ = false;
   std::string problem_{};
 };
 
