@@ -151,6 +151,10 @@ TextWindow::TextWindow(std::shared_ptr<const TextFile> file) : file_(std::move(f
 void TextWindow::move(size_t bytes) {
   begin_ += bytes;
   text_.remove_prefix(bytes);
+  if (const auto all = file_->content()) {
+    text_ = all->substr(begin_);
+    return;
+  }
   const size_t left = file_->size() - begin_;
   const size_t kept = text_.size();
   const size_t size = std::min(std::max(2 * kept, detail::kTextPiece), left);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -34,6 +35,10 @@ class TextFile {
   /// Bytes of the byte-order mark at the start: 3 or 0.
   size_t mark_bytes() const { return mark_bytes_; }
 
+  /// The whole content, if it is in memory: of a pipe or of of_text().
+  std::optional<std::string_view> content() const {
+    return file_ < 0 ? std::optional<std::string_view>(read_) : std::nullopt;
+  }
   /// Copies bytes [at, at + bytes) to `to`; at + bytes <= size(). Throws InputError with the file's
   /// name if the file has changed since it was opened.
   void read(size_t at, char* to, size_t bytes) const;
