@@ -141,8 +141,8 @@ TEST(Accelerator, HandlesDoNothingInsideAWindow) {
   EXPECT_TRUE(accelerator.sync_gradients()) << "the last window is complete";
 }
 
-// The shape of a GAN: two models and optimizers trained alternately in one loop, and a second
-// accelerator with another accumulation next to them.
+// As for a GAN, one loop trains two models with two optimizers in turn. A second accelerator with
+// another accumulation runs in the same loop.
 TEST(Accelerator, ModelsAndAcceleratorsDoNotDisturbEachOther) {
   auto first = make_accelerator(2);
   auto second = make_accelerator(1);
@@ -245,7 +245,7 @@ TEST(Accelerator, ABackwardThatThrowsTellsPeersWhatItWas) {
   } catch (const std::exception& error) {
     EXPECT_NE(std::string(error.what()).find("overheated"), std::string::npos) << error.what();
   }
-  if (accelerator.num_processes() == 1) { // nobody was waiting: it goes on
+  if (accelerator.num_processes() == 1) { // no rank waits, so training continues
     auto window = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, *it));
     EXPECT_TRUE(optimizer.step());

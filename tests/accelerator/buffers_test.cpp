@@ -1,5 +1,5 @@
-// When the Accelerator synchronises buffers: as windows open, in the middle of one for evaluation
-// and saving, and which ranks count.
+// When the Accelerator synchronises buffers: when a window opens, and for an evaluation or a save
+// inside a window. Also: which rank's buffers are used.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
 
@@ -67,8 +67,8 @@ TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
   EXPECT_EQ(turn, 4);
 }
 
-// Ranks 1, 2, ... have one more window: rank 0's buffers are stale, and it waits at the end of its
-// data.
+// Ranks 1, 2, ... have one more window than rank 0. Rank 0 waits at the end of its data, and its
+// buffers are stale.
 TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
   NotedRun run(BroadcastBuffers::on, 1);
   const int64_t turns = run.rank == 0 && run.world > 1 ? 1 : 2;
@@ -153,7 +153,7 @@ struct CountingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Counting);
 
-// Integers and booleans, without a floating-point buffer next to them.
+// Integer and boolean buffers only. No buffer has floating-point values.
 TEST(Buffers, OfEveryDtypeAreRankZerosUnderEveryStrategy) {
   for (const Strategy strategy :
        {Strategy::ddp, Strategy::zero1, Strategy::zero2, Strategy::fsdp, Strategy::hsdp}) {
@@ -211,7 +211,7 @@ TEST(Buffers, OfEveryDtypeAreEqualInAnEvaluationInsideAWindow) {
         net->forward(batch.first, accelerator.process_index()), batch.second);
     for (const auto& other : evaluation) {
       EXPECT_GT(other.second.numel(), 0);
-      // The first batch's window goes on when this begins, and rank 0 counted 1.
+      // The first batch's window is still open here. Rank 0 has counted 1.
       EXPECT_EQ(net->steps.item<int64_t>(), turn + 1);
     }
     accelerator.backward(loss);

@@ -1,5 +1,5 @@
-// A batch whose exception the loop catches adds nothing, and no other batch is lost:
-// not even where it was a rank's last. Worlds 1 to 4, fp64.
+// The loop catches the exception of a batch. That batch adds nothing, and no other batch is lost,
+// even if it was a rank's last batch. Worlds 1 to 4, fp64.
 #include <stdexcept>
 
 #include "accelerator/plain_steps.h"
@@ -12,7 +12,7 @@ enum class Caught { goes_on, next };
 
 constexpr int64_t kTurnsARank = 5;
 
-// The last batch of the last rank throws, or that of every rank.
+// The last batch throws, on the last rank or on every rank.
 struct CaughtRun {
   int64_t k = 3;
   Caught caught = Caught::goes_on;
@@ -90,7 +90,7 @@ TEST(CaughtBatch, ALastOneLeavesTheWindowsOthersAsTheyAre) {
                                         << (everywhere ? ", on every rank" : ", on one rank")
                                         << ", accumulation " << k);
         if (k == 5 && caught == Caught::next) {
-          continue; // that rank has not stepped before
+          continue; // an error, because that rank has not stepped before: see the next test
         }
         const CaughtRun run{k, caught, everywhere};
         const Net net = train_caught(run);
@@ -101,7 +101,7 @@ TEST(CaughtBatch, ALastOneLeavesTheWindowsOthersAsTheyAre) {
   }
 }
 
-// No call says what to do with the window.
+// The loop does not call anything that would complete or drop the window.
 TEST(CaughtBatch, WhereARankHasNeverSteppedItIsAnErrorEverywhere) {
   for (const bool everywhere : {false, true}) {
     expect_says(message_of<std::exception>([&] {
@@ -111,7 +111,7 @@ TEST(CaughtBatch, WhereARankHasNeverSteppedItIsAnErrorEverywhere) {
   }
 }
 
-// Its peers wait for it in forward or backward: an error by name, on all.
+// The other ranks wait for this rank in forward or backward. All ranks get an error with its name.
 TEST(CaughtBatch, OfAModelThatCommunicatesInForwardItIsAnErrorEverywhere) {
   using namespace sharded_test;
   for (const auto caught : {Caught::goes_on, Caught::next}) {

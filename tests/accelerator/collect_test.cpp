@@ -39,12 +39,12 @@ std::string error_of(Function function) {
 }
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
-struct Outputs { // a struct of tensors alone needs nothing
+struct Outputs { // a struct of tensors needs no flatten()
   Tensor logits;
   Tensor labels;
 };
 
-// Each size that is new to a group goes through the store once.
+// The first message of each size costs the group one exchange through the store.
 TEST(Collect, MessagesOfAnyLengthHaveFewSizes) {
   std::set<int64_t> sizes;
   for (int64_t count = 0; count < 100'000; ++count) {
@@ -56,14 +56,14 @@ TEST(Collect, MessagesOfAnyLengthHaveFewSizes) {
   }
   EXPECT_LE(sizes.size(), 130u);
   auto accelerator = make_accelerator();
-  for (const size_t length : {0, 1, 17, 300}) { // and come as they are
+  for (const size_t length : {0, 1, 17, 300}) { // the padding is removed again
     const std::string text(length, 'x');
     EXPECT_EQ(accelerator.broadcast_object(text).get<std::string>(), text);
   }
 }
 
-// One row, cut out of a wider tensor: torch calls it contiguous, whatever the stride
-// of a dimension of size 1.
+// One row of a wider tensor. torch calls it contiguous, because the stride of a dimension of size 1
+// does not matter.
 TEST(Collect, OneRowOfAWiderTensorTravels) {
   for (const bool debug : {false, true}) {
     auto accelerator = make_accelerator(debug);
@@ -146,7 +146,7 @@ TEST(Collect, PadAcrossProcessesPadsToTheLargest) {
   EXPECT_TRUE(torch::equal(behind.flip(1), before));
   EXPECT_EQ(behind[0][0].item<int64_t>(), 1);
   EXPECT_TRUE(behind[0][world - 1].item<int64_t>() == (rank + 1 == world ? 1 : -100));
-  accelerator.gather(behind); // now of one shape
+  accelerator.gather(behind); // works: all ranks have the same shape now
   EXPECT_TRUE(torch::equal(accelerator.pad_across_processes(own, 5), own));
   if (world > 1) {
     EXPECT_SAYS(error_of([&] { accelerator.pad_across_processes(rank == 0 ? own : own[0], 0); }),
@@ -249,7 +249,7 @@ TEST(Collect, AnExceptionOfOneTurnReachesAllAndHangsNobody) {
     });
     EXPECT_SAYS(second, "disk full");
   }
-  accelerator.wait_for_everyone(); // the group lives on
+  accelerator.wait_for_everyone(); // the group stays usable
 }
 
 TEST(Collect, OneProcessRunsWhatIsItsOwn) {
@@ -264,7 +264,7 @@ TEST(Collect, OneProcessRunsWhatIsItsOwn) {
   for (const auto& value : runs(accelerator.on_process(world - 1, mine))) {
     sum += value.get<int>();
   }
-  EXPECT_EQ(sum, world - 1 - (world - 1)); // -1 on all but the last
+  EXPECT_EQ(sum, world - 1 - (world - 1)); // all but the last have -1
   EXPECT_EQ(accelerator.on_last_process(mine).has_value(), rank == world - 1);
   EXPECT_EQ(accelerator.on_main_process(mine).has_value(), rank == 0);
   bool ran = false;
@@ -296,7 +296,7 @@ TEST(Collect, InDebugModeRanksThatDifferGetAnErrorInsteadOfHanging) {
   EXPECT_SAYS(error_of([&] { accelerator.reduce(ClassificationMetrics(rank + 2)); }),
               "rank 1 has Long [3, 3], rank 0 has Long [2, 2]");
   EXPECT_EQ(accelerator.gather(torch::ones({1})).size(0),
-            accelerator.num_processes()); // the group lives on
+            accelerator.num_processes()); // the group stays usable
 }
 
 TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
@@ -307,7 +307,7 @@ TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
   const Tensor targets = torch::randn({101}, torch::kDouble);
   const Tensor predictions = targets + torch::randn({101}, torch::kDouble);
   const Tensor labels = targets.gt(0).to(torch::kLong);
-  // The first of several ranks has no samples.
+  // With several ranks, rank 0 has no samples.
   const int64_t parts = std::max(world - 1, 1);
   const Tensor mine = torch::arange(101).remainder(parts).eq(world == 1 ? 0 : rank - 1);
   const auto check = [&](const auto& empty, const Tensor& second) {
@@ -321,7 +321,7 @@ TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
       const auto all = accelerator.gather_object(joined.compute());
       EXPECT_EQ(all.front(), all.back()); // to the last bit
     }
-    EXPECT_TRUE(torch::equal(part.state(), own)); // stays this rank's
+    EXPECT_TRUE(torch::equal(part.state(), own)); // unchanged
   };
   check(MeanSquaredError(), targets);
   check(R2Score(), targets);

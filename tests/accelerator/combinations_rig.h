@@ -33,7 +33,7 @@ struct NetImpl : torch::nn::Module {
     seen = register_buffer("seen", torch::zeros({13}, torch::kBool));
   }
   Tensor forward(const Tensor& ids) {
-    if (steps.defined()) { // other words on each rank
+    if (steps.defined()) { // each rank has other token ids
       const torch::NoGradGuard no_grad;
       steps += 1;
       seen.index_fill_(0, ids.flatten(), true);
@@ -51,8 +51,8 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Two rows each; two windows of three for each rank in an epoch. With an empty rank
-// each fifth batch has no label: the mean loss of its rank is NaN, of weight 0.
+// Batches of two rows. In an epoch each rank has two windows of three batches. With the feature
+// "empty rank" each fifth batch has no label: its mean loss is NaN and has weight 0.
 inline std::vector<Rows> rows_of(int world, const Features& features) {
   std::vector<Rows> all;
   for (int64_t b = 0; b < 6 * world; ++b) {
@@ -82,7 +82,7 @@ struct SingleRows : torch::data::datasets::BatchDataset<SingleRows, Rows> {
   Rows all{torch::empty({0, 4}, torch::kLong), torch::empty({0}, torch::kLong)};
 };
 
-// Batches of `count` ranks as one.
+// Joins the batches of `count` ranks.
 inline std::vector<Rows> joined(const std::vector<Rows>& all, size_t count) {
   std::vector<Rows> result;
   for (size_t first = 0; first < all.size(); first += count) {

@@ -14,7 +14,7 @@ using testing_support::fresh_communicator;
 
 const auto kMomentum = torch::optim::SGDOptions(0.2).momentum(0.9);
 
-// Batch `turn` of rank r; it has r + 1 of them.
+// Batch `turn` of `rank`. Rank r has r + 1 batches.
 Pair batch_of(int rank, int turn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(300 + 10 * rank + turn);
   return {torch::randn({1 + (rank + turn) % 3, 5}, generator, torch::kDouble),
@@ -65,8 +65,8 @@ TEST(AcceleratorDdp, UnevenInputsOfOnesOwnLoopAreTheJoinedBatch) {
   expect_uneven_is_joined(nullptr, 1e-12);
 }
 
-// The hook sums fp64 gradients as 16-bit numbers; through momentum and five
-// steps of 0.2 that stays within a few of their roundings.
+// The hook sums fp64 gradients as 16-bit numbers. After five steps with momentum and rate 0.2 the
+// difference is a few rounding errors of 16 bits.
 TEST(AcceleratorDdp, ACommunicationHookServesUnevenInputsToo) {
   expect_uneven_is_joined(std::make_shared<Fp16CompressHook>(), 5e-3);
 }
@@ -94,9 +94,9 @@ TEST(AcceleratorDdp, UnusedParametersAreNamedUnlessAllowed) {
   }
 }
 
-// The last rank leaves a layer out, which others did not in their first backward.
-// A static graph exchanges nothing more, so it alone can know; its reason reaches
-// the others at their next collective, and nobody hangs.
+// The last rank does not use a layer that the first backward used. A static graph sends nothing
+// after that backward, so only this rank knows. The others get its error at their next collective,
+// and no rank hangs.
 TEST(AcceleratorDdp, AStaticGraphThatChangesOnOneRankIsNamedOnAll) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();

@@ -1,10 +1,9 @@
-// The table: {accumulation 1, 3, 4} x {even, ragged, one rank without rows} x {mean,
-// token-weighted, masked mean with an empty rank, mean whose last batch throws} on
-// this world, for a BERT (dropout 0, grouped by length)
-// and the convnet of examples/adopt/ (BatchNorm in evaluation mode, since statistics
-// of a batch depend on who is in it): the training run through the public API
-// against the plain loop of plain_loop.h over the joined rows. fp64: first gradient
-// within 1e-12 of its norm, parameters after all steps within 1e-10.
+// Compares a training run through the public API with the plain loop of plain_loop.h over the
+// joined rows. Cases: {accumulation 1, 3, 4} x {even, ragged, one rank without rows} x {mean,
+// token-weighted, masked mean with an empty rank, mean whose last batch throws}. Models: a BERT
+// (dropout 0, grouped by length) and the convnet of examples/adopt/. Its BatchNorm is in evaluation
+// mode, because the statistics of a batch depend on its rows. fp64: the first gradient is within
+// 1e-12 of its norm, the parameters after all steps are within 1e-10.
 // Also: torch's loader with a random order, channels_last, a static graph.
 #include <algorithm>
 #include <cmath>
@@ -29,9 +28,9 @@ const char* text_of(Rows rows) {
   return rows == Rows::even ? "even" : rows == Rows::ragged ? "ragged" : "one empty rank";
 }
 
-// masked: the mean of a batch's first row alone, and on the last rank, now and then, of
-// no sample at all: NaN, of weight 0. caught: the last batch of the last rank throws, and the loop
-// continues after it.
+// masked: the loss is the mean over the batch's first row only. In some batches of the last rank it
+// is the mean over no row: NaN, with weight 0. caught: the last batch of the last rank throws, and
+// the loop continues after it.
 enum class Kind { mean, tokens, masked, caught };
 const char* text_of(Kind kind) {
   return kind == Kind::mean     ? "mean"
@@ -42,8 +41,8 @@ const char* text_of(Kind kind) {
 
 constexpr int64_t kBatch = 2; // rows of a full batch on a rank
 
-// Rows of the data: two windows of k batches; ragged leaves a short last window
-// whose batches differ by rank; with an empty rank the last one has none in it.
+// Rows of the data, for two windows of k batches. ragged: the last window is short, and its batches
+// differ by rank. With an empty rank: the last rank has no batch in the last window.
 int64_t row_count(Rows rows, int64_t k, int64_t world) {
   const int64_t full = kBatch * world * k;
   return rows == Rows::even     ? 2 * full
@@ -87,7 +86,7 @@ struct Bert {
   static Tensor tokens(const Batch& batch) {
     return batch["attention_mask"].sum(1).to(torch::kDouble);
   }
-  // Losses and tokens of the rows, padded by hand to the longest of all.
+  // Losses and tokens of the rows. The test pads them to the longest row.
   std::pair<Tensor, Tensor> terms(Model& model, const std::vector<int64_t>& rows) const {
     const auto count = static_cast<int64_t>(rows.size());
     const Tensor ids = torch::zeros({count, 12}, torch::kLong);
@@ -147,7 +146,7 @@ struct Conv {
   static Tensor losses(Model& model, const Batch& batch) {
     return losses(model, batch["x"], batch["y"]);
   }
-  // Any weight will do: pixels above 0.
+  // The weight may be any function of the row: here the number of pixels above 0.
   static Tensor bright(const Tensor& x) { return 1 + (x > 0).flatten(1).sum(1).to(torch::kDouble); }
   static Tensor tokens(const Batch& batch) { return bright(batch["x"]); }
   std::pair<Tensor, Tensor> terms(Model& model, const std::vector<int64_t>& rows) const {
@@ -181,9 +180,9 @@ Outcome with_accelerator(const Case& data, Range& batches, const AcceleratorOpti
   Outcome outcome;
   int64_t turn = 0;
   for (const Batch& batch : loader) {
-    std::vector<int64_t> rows = batch.indices; // that count
+    std::vector<int64_t> rows = batch.indices; // rows that count in the loss
     if (kind == Kind::masked) {
-      // Not in a window of nothing else.
+      // The window has other batches that are not empty.
       const bool empty = last && turn % k == (world == 1 ? 1 : 0);
       rows.resize(std::min<size_t>(rows.size(), empty ? 0 : 1));
     }

@@ -1,5 +1,4 @@
-// The size that fits is the same on every rank, and attempts leave nothing. Worlds 1
-// to 4.
+// Every rank finds the same size, and attempts leave no memory or state. Worlds 1 to 4.
 #include "hasten/accelerator/find_batch_size.h"
 
 #include <c10/util/Exception.h>
@@ -38,7 +37,7 @@ struct Attempts {
   }
   torch::nn::Sequential net{nullptr};
   std::vector<int64_t> tried{};
-  std::vector<int64_t> peaks{}; // of those that fitted
+  std::vector<int64_t> peaks{}; // of the attempts that fitted
 };
 
 TEST(FindBatchSize, HalvesUntilAStepFitsAndLeavesNothingBehind) {

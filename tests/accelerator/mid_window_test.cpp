@@ -1,5 +1,5 @@
-// What a loop does with gradients by itself in the middle of a window is an error that
-// names the parameter; behind its end, and outside accumulate(), it is torch's business.
+// A loop that changes gradients itself in the middle of a window gets an error with the parameter's
+// name. After the window's end and outside accumulate(), torch's rules apply.
 
 #include "accelerator/plain_steps.h"
 #include "hasten/optim/adamw.h"
@@ -13,7 +13,7 @@ Act step_of(Options options) {
   return [options](Net& net) { Optimizer(net->parameters(), options).step(); };
 }
 
-// As torch's Python steps with fused=true: no version counter moves.
+// Like torch.optim in Python with fused=True: the step changes no version counter.
 void fused_adamw(Net& net) {
   std::vector<Tensor> parameters, gradients, averages, squares, steps;
   for (const Tensor& parameter : net->parameters()) {
@@ -29,7 +29,7 @@ void fused_adamw(Net& net) {
                     1e-8, false, false);
 }
 
-// By what is named: the first gradient, or the first parameter.
+// The error names the first gradient or the first parameter.
 struct Culprit {
   std::string name{};
   Act act{};
@@ -56,8 +56,8 @@ std::vector<Culprit> culprits() {
            [](Net& net) { torch::optim::SGD(net->parameters(), 1).zero_grad(false); }, written}};
 }
 
-// `act` behind the first of two batches, before the second or between its forward and
-// its backward.
+// Calls `act` after the first of two batches: before the second, or between its forward and its
+// backward.
 std::string said_of(const Act& act, bool inside_batch, AcceleratorOptions options = {}) {
   options.gradient_accumulation_steps = 2;
   auto accelerator = accelerator_of(options);
@@ -79,7 +79,7 @@ std::string said_of(const Act& act, bool inside_batch, AcceleratorOptions option
     }
     accelerator.backward(loss, 4);
   });
-  // Where an exception left a guard, the peers have been told.
+  // An exception that leaves a guard informs the other ranks.
   message_of<std::exception>([&] { accelerator.end_training(); });
   return said;
 }
@@ -111,8 +111,8 @@ TEST(MidWindow, TheOptionTurnsItOff) {
   }
 }
 
-// Each batch is a window: what torch allows by hand stays allowed, inside its guard,
-// and so it does between backward calls under no_sync().
+// Each batch is a window. What torch allows is allowed inside its guard and between backward calls
+// under no_sync().
 TEST(MidWindow, BehindAWindowAndOutsideOfOneTorchIsFree) {
   for (const Culprit& culprit : culprits()) {
     SCOPED_TRACE(culprit.name);

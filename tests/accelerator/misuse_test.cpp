@@ -1,5 +1,5 @@
-// What makes ranks hang or drift apart in silence is an error that names it, on one
-// process too. Worlds 1 to 4.
+// Mistakes that would make ranks hang or differ without a message are errors that name the mistake,
+// also with one process. Worlds 1 to 4.
 #include "accelerator/plain_steps.h"
 #include "support/environment.h"
 
@@ -32,7 +32,7 @@ TEST(Misuse, ABackwardOfTorchsIsRefusedAtTheStep) {
   mean_loss(model, batch).backward();
   expect_says(message_of([&] { optimizer.step(); }), "come from a backward that was not");
   expect_says(message_of([&] { accelerator.clip_grad_norm_(model, 1.0); }), "pass every model");
-  accelerator.backward(mean_loss(model, batch)); // on top of it
+  accelerator.backward(mean_loss(model, batch)); // adds to the same gradients
   EXPECT_THROW(optimizer.step(), InputError);
   optimizer.zero_grad();
   EXPECT_TRUE(optimizer.step());
@@ -93,7 +93,7 @@ TEST(Misuse, StepsThatDependOnARanksOwnBatches) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
   if (world == 1) {
-    return; // nobody to differ from
+    return; // there is no other rank
   }
   auto batches = even_batches(4 * world - 1); // the last rank has 3
   Ready r(accelerator);
@@ -155,7 +155,8 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
   auto batches = even_batches(4 * accelerator.num_processes());
   Ready r(accelerator);
   auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
-  // Two sums of one number, in another order on rank 0: nothing else would notice.
+  // Two sums of one number each. Rank 0 calls them in another order. No other check would detect
+  // it.
   const auto loop = [&] {
     int turn = 0;
     for (const auto& batch : loader) {
@@ -196,7 +197,7 @@ TEST(Debug, NamesTheFirstParameterThatDiffers) {
       accelerator.backward(mean_loss(model, batch));
       if (++turn == 2 && !accelerator.is_main_process()) {
         r.net->second->bias.mutable_grad() =
-            torch::ones({3}, torch::kDouble); // by hand, on some ranks
+            torch::ones({3}, torch::kDouble); // set by the user, on some ranks
       }
       optimizer.step();
       optimizer.zero_grad();
@@ -210,7 +211,7 @@ TEST(Debug, NamesTheFirstParameterThatDiffers) {
               "rank 1's parameter \"second.bias\" of model 0 differs from rank 0's");
 }
 
-// create_graph belongs into autograd::grad; its gradient penalty is weighed too.
+// Use create_graph in autograd::grad. The gradient penalty is weighted, too.
 TEST(Misuse, AGradientPenaltyIsInTheJoinedGradient) {
   auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
   const int world = accelerator.num_processes();
@@ -231,7 +232,7 @@ TEST(Misuse, AGradientPenaltyIsInTheJoinedGradient) {
                    plain_gradients([&](Net& plain) { return penalised(plain, joined(batches)); }));
 }
 
-// A gradient set by the user after the window is what is clipped and stepped with.
+// The user sets a gradient after the window. Clipping and the step use it.
 TEST(Misuse, AGradientSetByHandIsClippedAndStepped) {
   auto accelerator = accelerator_of();
   Ready r(accelerator);
@@ -242,7 +243,7 @@ TEST(Misuse, AGradientSetByHandIsClippedAndStepped) {
   }
   Tensor& bias = r.net->second->bias;
   bias.mutable_grad() = torch::full({3}, 2.0, torch::kDouble);
-  r.net->first->bias.mutable_grad().reset(); // left alone
+  r.net->first->bias.mutable_grad().reset(); // stays undefined
   const Tensor before = bias.detach().clone();
   EXPECT_NEAR(accelerator.clip_grad_norm_(model, 1.0), std::sqrt(12.0), 1e-12);
   EXPECT_FALSE(r.net->first->bias.grad().defined());

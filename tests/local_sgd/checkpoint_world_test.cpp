@@ -1,5 +1,5 @@
-// Checkpointing under the accelerator, worlds 1 to 4: the same bits as without, with
-// dropout, accumulation and a last window that is short.
+// Activation checkpointing under the accelerator, worlds 1 to 4. The results have the same bits as
+// without it, also with dropout, accumulation and a short last window.
 #include <torch/torch.h>
 
 #include "activation_checkpoint/block_rig.h"

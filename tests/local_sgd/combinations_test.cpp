@@ -1,6 +1,6 @@
-// Every pair of features, and all together, worlds 1, 2 and 4: either the training equals its
-// reference, or the error gives the reason. tools/combinations.py makes docs/combinations.md from
-// the results.
+// Every pair of features, and all features together, on worlds 1, 2 and 4. Either the training
+// equals its reference, or it is an error that gives the reason. tools/combinations.py makes
+// docs/combinations.md from the results.
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -21,10 +21,11 @@ const std::vector<std::string> kFeatures = {
     "channels last", "integer buffers", "torch's loader", "resume",
     "empty rank"};
 
-// For Local SGD, only in the full stacks: which rank sums, and sums that come a step late.
+// Features of Local SGD that only the full stacks have: which rank sums, and sums that are applied
+// one step later.
 const std::vector<std::string> kRoundFeatures = {"driver", "delay"};
 
-// One of these at a time.
+// Features that exclude each other.
 const std::vector<Features> kChoices = {{"bf16", "fp16"},
                                         {"ddp", "zero1", "zero2", "fsdp", "hsdp"}};
 
@@ -60,7 +61,7 @@ struct Run {
     return fresh;
   }
 
-  // Epochs [first, last); saved at the end, or loaded at the beginning.
+  // Runs epochs [first, last). May load a state before them and save one after them.
   void train(std::vector<Rows> data, int first, int last, const std::filesystem::path& load,
              const std::filesystem::path& save) {
     if (features.count("torch's loader") > 0) { // RandomSampler: its default
@@ -155,8 +156,8 @@ Trained train(const Features& features, const std::vector<Rows>& data,
   return result;
 }
 
-// The features that change the results, on ranks that read what the others read together: one, or
-// with Local SGD one for each replica.
+// The reference has only the features that change results. It runs on one rank, or with Local SGD
+// on one rank for each replica. Such a rank reads what all ranks of the tested run or replica read.
 class Reference {
  public:
   explicit Reference(std::shared_ptr<Communicator> everyone) : everyone_(std::move(everyone)) {}
@@ -272,8 +273,8 @@ void expect_combination(const Features& features, Reference& reference,
   everyone->barrier("compared");
 }
 
-// With each feature further down the list. Four ranks are slow, so they run only when the table is
-// made; otherwise only the full stacks do.
+// Tests each of `features` with each feature that comes later in the list. Four ranks are slow, so
+// they test pairs only when the table is made. Otherwise they test only the full stacks.
 void expect_pairs_with(std::initializer_list<size_t> features) {
   const auto everyone = testing_support::fresh_communicator();
   if (everyone->world_size() > 2 && std::getenv("HASTEN_COMBINATIONS") == nullptr) {
@@ -316,7 +317,7 @@ TEST(Combinations, TheFullStacks) {
         Features{"accumulation", "ddp", "static graph", "channels last", "integer buffers",
                  "torch's loader", "resume"},
         Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"},
-        // Saved between the two parts of a round.
+        // The save is between the two parts of a round.
         Features{"Local SGD", "resume", "driver", "delay"},
         Features{"Local SGD", "resume", "delay"},
         Features{"accumulation", "bf16", "hsdp", "Local SGD", "resume", "driver", "delay"}}) {

@@ -1,4 +1,4 @@
-// Whether delayed averages pay: decided by the rounds' times. Worlds 1 to 4.
+// The durations of rounds decide whether delayed averages are faster. Worlds 1 to 4.
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
@@ -8,8 +8,8 @@
 
 namespace hasten::delay_trial_test {
 
-// By a clock of its own: rounds at once and late ones of these lengths, and the
-// process stopped for an hour before any of them.
+// The test has a clock of its own. Immediate and delayed rounds have fixed durations. The process
+// stops for an hour before one of the rounds.
 TEST(DelayTrial, AResumedTrialDecidesByWhatItHasTimed) {
   const auto communicator = testing_support::fresh_communicator();
   using Trial = detail::DelayTrial;
@@ -26,7 +26,7 @@ TEST(DelayTrial, AResumedTrialDecidesByWhatItHasTimed) {
           trial = Trial(true, true);
           trial.restore(state, now);
         }
-        now += std::chrono::milliseconds(400); // the rest of the round before
+        now += std::chrono::milliseconds(400); // the rest of the previous round
         late.push_back(trial.next_is_delayed(*communicator, now));
         now += std::chrono::milliseconds(late.back() == pays ? 100 : 300);
       }

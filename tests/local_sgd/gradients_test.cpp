@@ -1,4 +1,4 @@
-// Clipping and norms under windows: torch's numbers on the joined batch. Worlds 1 to 4.
+// Clipping and norms of windows equal those of torch on the joined batch. Worlds 1 to 4.
 #include <cmath>
 #include <limits>
 
@@ -19,11 +19,11 @@ double largest_of(const torch::nn::Module& module) {
   return largest;
 }
 
-// Windows of two batches a rank, clipped by value at 0.03 and then by norm at 0.05.
+// A window has two batches on each rank. It is clipped by value at 0.03, then by norm at 0.05.
 struct ClippedRun {
   Net net = net_of_seed(1);
-  std::vector<double> largest{}; // before
-  std::vector<double> norms{}; // between
+  std::vector<double> largest{}; // before clipping
+  std::vector<double> norms{}; // after clipping by value, before clipping by norm
 };
 
 template <typename Optimizer>
@@ -87,7 +87,7 @@ TEST(Gradients, ClippingIsTheSameWhereTheStepScales) {
   expect_clipped_as_by_torch<SGD>(0, 2, true);
 }
 
-// The last of several ranks never has a sample.
+// With several ranks, the last rank never has a sample.
 TEST(Gradients, ARankWithoutBatchesClipsAsTheOthersDo) {
   expect_clipped_as_by_torch<torch::optim::SGD>(4, 2, false);
 }

@@ -1,5 +1,5 @@
-// Replicas of a sharded model, worlds 1 to 4: the same training as with unsharded replicas; and
-// replicas that train independently and are averaged now and then.
+// Replicas of a sharded model, worlds 1 to 4. The training equals that of replicas that are not
+// sharded. Also: replicas that train independently between averages.
 #include "accelerator/sharded_rig.h"
 #include "accelerator/state_rig.h"
 #include "hasten/local_sgd/local_sgd.h"
@@ -37,7 +37,7 @@ TEST(Hsdp, TrainingIsThatOfWholeCopies) {
 
 using Rows = std::pair<Tensor, Tensor>;
 
-// What the ranks of a replica read in a window, as one batch; replicas in turn.
+// Joins what the ranks of a replica read in a window into one batch. One batch for each replica.
 std::vector<Rows> joined_for_copies(const std::vector<Rows>& all, size_t shard_size) {
   std::vector<Rows> joined;
   for (size_t first = 0; first < all.size(); first += shard_size) {
@@ -87,7 +87,7 @@ Averaged train_locally(const Training& run, const std::vector<Rows>& data,
   return result;
 }
 
-// One rank that reads what a replica's ranks read is the reference.
+// The reference has one rank for each replica. That rank reads what the replica's ranks read.
 void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSGDOptions how,
                                const std::function<std::shared_ptr<OuterStep>()>& outer = {}) {
   const auto everyone = testing_support::fresh_communicator();
@@ -107,7 +107,8 @@ void expect_copies_equal_ranks(int shard_size, bool adamw, LocalSGDOptions how,
     CommunicatorOptions options = again->options();
     options.name += " reference";
     const auto group = again->new_group(ranks, options);
-    how.average.outer = outer ? outer() : nullptr; // it has momentum of its own
+    how.average.outer =
+        outer ? outer() : nullptr; // a new one for each run, because it has momentum
     const Averaged whole = train_locally(
         {.adamw = adamw}, joined_for_copies(data, static_cast<size_t>(shard_size)), how, group);
     EXPECT_EQ(sharded.steps, whole.steps);
@@ -125,7 +126,7 @@ TEST(Hsdp, CopiesUnderLocalSGDAreRanksThatReadTheirRows) {
   const int world = testing_support::test_world().world_size;
   for (const int size : shard_sizes(world)) {
     if (size == world) {
-      continue; // one copy
+      continue; // a single replica
     }
     SCOPED_TRACE(size);
     expect_copies_equal_ranks(size, false, {.local_sgd_steps = 2});
@@ -165,7 +166,7 @@ TEST(Hsdp, WhatCannotBeIsRefused) {
   EXPECT_EQ(open(1, {}), "nothing was thrown");
 }
 
-// Inside the scope the replicas differ; a state has them all.
+// Inside the scope the replicas differ. A state contains all of them.
 TEST(Hsdp, AStateSavedInsideAScopeGoesOn) {
   const int world = testing_support::test_world().world_size;
   if (world != 4) {

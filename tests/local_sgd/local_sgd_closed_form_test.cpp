@@ -1,6 +1,5 @@
-// Policies of LocalSGD where the answer is a formula: one parameter whose loss is
-// linear, so that a step of SGD with rate 1 subtracts c, each rank's own number.
-// Worlds 1 to 4.
+// Policies of LocalSGD with results that a formula gives. The model has one parameter and a linear
+// loss, so a step of SGD with rate 1 subtracts c. Each rank has its own c. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -72,7 +71,8 @@ TEST(LocalSGDClosedForm, OuterStepsBeginWherePlainTrainingEnded) {
   accelerator.end_training();
 }
 
-// Weights of steps that were plain do not count, nor those of the round before.
+// An average counts only the weights of steps since the last average of the same kind, and not the
+// weights of plain steps.
 TEST(LocalSGDClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   auto accelerator = local_accelerator();
   const int world = static_cast<int>(accelerator.num_processes());
@@ -87,7 +87,7 @@ TEST(LocalSGDClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
                   .inner_steps = 2,
                   .group = "all",
                   .weigh_by_samples = true});
-  // Of the ranks' c where rank 0 counts `weight` times.
+  // The weighted mean of the ranks' c. Rank 0 has `weight`, the others have 1.
   const auto weighed = [&](double weight) {
     double sum = weight;
     for (int rank = 1; rank < world; ++rank) {
@@ -100,11 +100,11 @@ TEST(LocalSGDClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
     line.step(first ? weight : 1);
     scope.step();
   };
-  step(7); // plain: gradients are weighed
+  step(7); // plain training: the gradients are weighted
   expected -= weighed(7);
   EXPECT_NEAR(line.value(), expected, 1e-12);
   step(3);
-  step(2); // the group's average, of weights 5 and 2
+  step(2); // averages the group: rank 0 has weight 3 + 2, the others have 2
   expected -= 2 * weighed(2.5);
   EXPECT_NEAR(line.value(), expected, 1e-12);
   step(1);
@@ -113,13 +113,14 @@ TEST(LocalSGDClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
     const torch::NoGradGuard no_grad;
     line.model->level.fill_(1 + accelerator.process_index());
   }
-  // All: weights 3 + 2 + 1 + 5 and 4, of what is equal and of two steps.
+  // The next step averages all ranks: rank 0 has weight 3 + 2 + 1 + 5, the others have 4. The ranks
+  // differ only by the last two steps.
   step(5);
   expected -= 2 * weighed(11.0 / 4);
   EXPECT_NEAR(line.value(), expected, 1e-12);
   EXPECT_NEAR(line.model->level.item<double>(), weighed(11.0 / 4), 1e-12);
   step(1);
-  step(9); // the group's, of weights 10 and 2: the average of all began anew
+  step(9); // averages the group: rank 0 has weight 1 + 9, the others have 2
   expected -= 2 * weighed(5);
   EXPECT_NEAR(line.value(), expected, 1e-12);
   scope.finish();
@@ -127,7 +128,7 @@ TEST(LocalSGDClosedForm, SamplesCountSinceTheLastAverageOfTheirKind) {
   accelerator.end_training();
 }
 
-// Steps before the scope are none of its.
+// The scope does not count steps before it.
 TEST(LocalSGDClosedForm, CountsFromItsBeginning) {
   auto accelerator = local_accelerator();
   Line line(accelerator);
@@ -159,9 +160,9 @@ TEST(LocalSGDClosedForm, SlowMomentumIsMeasuredInTheRateOfTheRoundsBeginning) {
                                   SlowMoOptions{.slowmo_factor = 0.5, .slowmo_lr = 1})}});
   double anchor = 0;
   double momentum = 0;
-  double rate = 1; // of the round that goes on
+  double rate = 1; // of the current round
   for (const double next : {0.25, 2.0, 0.5}) {
-    const double own = rate; // steps have the rate set before them
+    const double own = rate; // the rate that the step uses
     line.step();
     line.set_rate(next); // as a scheduler does, before the scope's step
     scope.step();
@@ -191,7 +192,7 @@ TEST(LocalSGDClosedForm, AScheduleBelowOneIsAnError) {
   EXPECT_NE(error.find("schedule(0)=0"), std::string::npos) << error;
 }
 
-// Two fragments in one round are two pieces of one outer step, each once.
+// Two fragments in one round are two parts of one outer step. Each part is applied once.
 TEST(LocalSGDClosedForm, AWholeRoundStepsEachFragmentOnce) {
   const auto communicator = testing_support::fresh_communicator();
   const auto rounds = [&](int64_t fragments) {

@@ -16,7 +16,7 @@ using testing_support::FaultKind;
 using testing_support::FaultRank;
 using testing_support::spawn;
 
-// The fault comes in the third step; rounds are after the second, fourth, ….
+// The fault is in the third step. Rounds are after the second step, the fourth, ….
 HASTEN_RANK_FUNCTION(TrainsByLocalSGD) {
   AcceleratorOptions options;
   options.timeout = std::chrono::seconds(20);
@@ -39,7 +39,7 @@ HASTEN_RANK_FUNCTION(TrainsByLocalSGD) {
   accelerator.communicator()->close();
 }
 
-// Two hosts of two ranks each, by name, where this process may have one of its own.
+// Two hosts with two ranks each, if this process may set a host name of its own.
 HASTEN_RANK_FUNCTION(AveragesInHosts) {
   const int own = rank.world().rank;
   const std::string name = "host" + std::to_string(own / 2);

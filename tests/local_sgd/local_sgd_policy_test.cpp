@@ -1,5 +1,5 @@
-// Policies of LocalSGD against the algorithm in torch's operators, and trajectories
-// that Python has made. Worlds 1 to 4.
+// Compares policies of LocalSGD with the algorithm in torch's operators, and with trajectories that
+// Python made. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -9,7 +9,7 @@
 
 namespace hasten::accelerator_test {
 
-// 24 or 22 batches: even, and uneven on worlds of 3 and 4.
+// 24 batches are even on every world. 22 batches are uneven on worlds of 3 and 4.
 void expect_policy(const Simulation& how, const LocalSGDOptions& options, double tolerance) {
   const auto rate = torch::optim::SGDOptions(0.3).momentum(0.9);
   for (const int64_t count : {24, 22}) {
@@ -47,8 +47,8 @@ TEST(LocalSGDPolicy, SamplesWeighRanks) {
                 {.local_sgd_steps = 2, .weigh_by_samples = true}, 1e-10);
 }
 
-// What is corrected later keeps what was done meanwhile. Even data: a rank that
-// has run out would be corrected at another step of its own.
+// A later correction keeps the steps that were made in between. The data is even, because a rank
+// without batches would be corrected at another step.
 TEST(LocalSGDPolicy, DelayedAveragesCorrectLater) {
   const std::vector<std::pair<int64_t, std::optional<double>>> cases{
       {1, std::nullopt}, {3, std::nullopt}, {4, std::nullopt}, {2, 0}, {3, 0.5}};
@@ -91,8 +91,8 @@ TEST(LocalSGDPolicy, ADelayThatDoesNotPayIsLeftOutAndTheLogSaysSo) {
   accelerator.end_training();
 }
 
-// Two groups, by rank % 2: averages within them every second step, of all every
-// fourth.
+// Two groups, by rank % 2. Every second step averages the groups,
+// every fourth step averages all ranks.
 TEST(LocalSGDPolicy, GroupsAverageMoreOftenThanAll) {
   auto accelerator = local_accelerator();
   const int world = accelerator.num_processes();
@@ -127,7 +127,7 @@ TEST(LocalSGDPolicy, GroupsAverageMoreOftenThanAll) {
         average_replicas(some, false);
         for (int rank = group; rank < world; rank += 2) {
           auto& back = some[static_cast<size_t>(rank / 2)];
-          back->weight = 1; // counts among all
+          back->weight = 1; // its weight in the average of all ranks
           all[static_cast<size_t>(rank)] = std::move(back);
         }
       }
@@ -143,7 +143,7 @@ TEST(LocalSGDPolicy, GroupsAverageMoreOftenThanAll) {
   accelerator.end_training();
 }
 
-// Every rank of these tests is on one host: a group's average is that of all.
+// All ranks of these tests are on one host, so a group's average is the average of all ranks.
 TEST(LocalSGDPolicy, WithoutANameAGroupIsAHost) {
   auto accelerator = local_accelerator();
   const int world = accelerator.num_processes();
@@ -171,8 +171,8 @@ TEST(LocalSGDPolicy, WithoutANameAGroupIsAHost) {
   accelerator.end_training();
 }
 
-// P fragments with turns of their own, H steps apart, are averaged as the whole is
-// at the end; without training in between nothing differs.
+// P fragments are averaged in turn, each every H steps. Without training in between, the result at
+// the end equals that of averaging the whole model.
 TEST(LocalSGDPolicy, FragmentsHaveTurnsWithinAPeriod) {
   auto accelerator = local_accelerator();
   if (accelerator.num_processes() == 1) {
@@ -183,7 +183,7 @@ TEST(LocalSGDPolicy, FragmentsHaveTurnsWithinAPeriod) {
   auto [model, optimizer] = accelerator.prepare(net, inner);
   LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 4, .average = {.fragments = 2}});
   const auto batches = make_batches(32);
-  const auto equal = [&] { // which parameters are rank 0's
+  const auto equal = [&] { // which parameters equal rank 0's
     std::vector<bool> all;
     for (const auto& parameter : net->parameters()) {
       Tensor first = parameter.detach().clone();

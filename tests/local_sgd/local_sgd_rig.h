@@ -38,11 +38,11 @@ using Replicas = std::vector<std::unique_ptr<Replica<Optimizer>>>;
 struct Simulation {
   int64_t accumulation = 1;
   int epochs = 1;
-  std::function<int64_t(int64_t)> h{}; // of the round that begins after a step
-  int64_t start = 0; // steps of the joined batch before
+  std::function<int64_t(int64_t)> h{}; // length of the round that begins after a step
+  int64_t start = 0; // plain steps (joined batch) before the first round
   int64_t delay = 0;
   bool by_rows = false;
-  std::optional<double> alpha{}; // of what is corrected later
+  std::optional<double> alpha{}; // of a delayed correction
 };
 
 // [parameter]; empty if no rank has stepped.
@@ -89,7 +89,7 @@ void mix_replicas(Replicas<Optimizer>& all, const std::vector<Tensor>& means, do
   }
 }
 
-// Rows of window w on these ranks, joined; undefined where there are none.
+// The joined rows of window w on these ranks. Undefined if they have none.
 inline Pair rows_of_window(const std::vector<Pair>& batches, int world, int64_t k, int64_t w,
                            int first, int last) {
   std::vector<Tensor> x, y;
@@ -105,8 +105,8 @@ inline Pair rows_of_window(const std::vector<Pair>& batches, int world, int64_t 
   return x.empty() ? Pair{} : Pair{torch::cat(x), torch::cat(y)};
 }
 
-// Windows of batches dealt round-robin, clipping at 0.2, an average after every H
-// steps of the rank with most, and at the end. [rank]
+// Windows of batches that are distributed round-robin, clipped at 0.2. Averages at the end, and
+// after every H steps of the rank with the most steps. [rank]
 template <typename Optimizer, typename Options>
 Replicas<Optimizer> simulate_local_sgd(const std::vector<Pair>& batches, const Options& options,
                                        int world, const Simulation& how) {
@@ -167,14 +167,14 @@ Replicas<Optimizer> simulate_local_sgd(const std::vector<Pair>& batches, const O
     }
     for (const auto& replica : all) {
       while (replica->decay.ticks < all[0]->decay.ticks) {
-        replica->decay.step(); // the schedules keep pace
+        replica->decay.step(); // all schedules advance
       }
     }
   }
-  if (correct_at > clock && how.alpha) { // else what is averaged stays the same
+  if (correct_at > clock && how.alpha) { // otherwise the average does not change
     mix_replicas(all, means, *how.alpha);
   }
-  if (correct_at >= clock) { // under way: corrected, then averaged
+  if (correct_at >= clock) { // a correction is pending: correct, then average
     for (const auto& replica : all) {
       replica->weight = std::max(replica->weight, 1.0);
     }
@@ -183,7 +183,7 @@ Replicas<Optimizer> simulate_local_sgd(const std::vector<Pair>& batches, const O
   return all;
 }
 
-// The same by a scope; the loop of its header.
+// The same training in a scope of LocalSGD, with the loop that its header shows.
 template <typename Optimizer, typename Options>
 Net train_local_sgd(Accelerator& accelerator, const std::vector<Pair>& batches,
                     const Options& options, int epochs, LocalSGDOptions local) {
@@ -208,7 +208,7 @@ Net train_local_sgd(Accelerator& accelerator, const std::vector<Pair>& batches,
   return net;
 }
 
-// Parameters of rank 0 on every rank: equal to their own.
+// Expects that every rank has rank 0's parameters.
 inline void expect_equal_on_ranks(Accelerator& accelerator, Net& net) {
   for (const auto& parameter : net->parameters()) {
     Tensor first = parameter.detach().clone();

@@ -1,5 +1,5 @@
-// The state of a scope of LocalSGD: saved at any moment, the run continues bit for bit. Worlds 1 to
-// 4.
+// The state of a scope of LocalSGD. A run that is saved at any moment continues bit for bit. Worlds
+// 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -15,7 +15,7 @@ struct LocalSession : state_test::Session {
   using Session::Session;
   using Hook = std::function<void(int64_t step)>; // at the end of a loop's body
 
-  // `before_step`: called, or loaded, between backward and optimizer.step().
+  // `before_step`: the hook or the load is between backward and optimizer.step().
   void run(LocalSGDOptions options, const std::filesystem::path& load, const Hook& at = {},
            const Hook& before_step = {}, bool loads_before_step = false) {
     auto [model, optimizer, batches, scheduler] = prepared();
@@ -81,7 +81,7 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
   const int64_t rows = 24 * communicator->world_size();
-  // An outer step with momentum; a difference that is being sent when the state is saved.
+  // An outer step with momentum. A difference is being sent when the state is saved.
   const std::vector<std::function<LocalSGDOptions()>> kinds{
       [] {
         return LocalSGDOptions{.local_sgd_steps = 5,
@@ -90,14 +90,14 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
       [] {
         return LocalSGDOptions{.local_sgd_steps = 5, .delay = 3, .delay_only_if_it_pays = false};
       },
-      // Saved before and after plain training has ended, with moments averaged.
+      // Saves before and after the end of plain training. The moments are averaged.
       [] {
         return LocalSGDOptions{
             .local_sgd_steps = 3, .post_local_start = 8, .moments = MomentPolicy::average};
       }};
   for (size_t kind = 0; kind < kinds.size(); ++kind) {
     SCOPED_TRACE(kind);
-    // Whole windows, and half.
+    // Saves between windows, and in the middle of a window.
     expect_exact_resumes(communicator, folder, kinds[kind], 2, rows, {15, 16, 18, 19});
   }
   if (communicator->world_size() > 1) {
@@ -109,9 +109,9 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   }
 }
 
-// Which rank sums x whether sums are late x in how many parts x whether a trial decides about that,
-// saved after each step of two synchronisations of every fragment. A trial is within the four
-// synchronisations that it times, whose results do not depend on the clock.
+// Cases: which rank sums, whether sums are delayed, the number of fragments, whether a trial
+// decides about the delay. The test saves after each step of two synchronisations of every
+// fragment. A trial times four synchronisations. Their results do not depend on the clock.
 TEST(LocalSGDState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
@@ -121,7 +121,7 @@ TEST(LocalSGDState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
       for (const int64_t fragments : {1, 2}) {
         for (const bool trial : {false, true}) {
           if (trial && delay == 0) {
-            continue; // there is nothing to try
+            continue; // a trial has nothing to decide
           }
           SCOPED_TRACE(testing::Message()
                        << (sync == SyncStrategy::driver ? "driver" : "all") << " delay=" << delay

@@ -20,9 +20,9 @@ enum class Phase {
   mid_reduce, // has sent its first slice
   before_vote, // has the sum
   after_vote, // the round is complete; another rank has not heard of it
-  between_rounds, // one step behind the round
+  between_rounds, // one step after the round
   after_end, // the data's end is complete; another rank has not heard of it
-  at_recovery, // when another rank is to be gone on without
+  at_recovery, // while the others recover from another rank's death
 };
 
 struct Death {
@@ -76,7 +76,7 @@ inline std::shared_ptr<Communicator> doomed(std::shared_ptr<Communicator> inner,
         handle.wait();
         dies(death.phase, death.round);
         if (own == scenario.deaf) {
-          inner->all_gather_object(0, "what never comes"); // throws
+          inner->all_gather_object(0, "never received"); // throws
         }
       }
     }
@@ -90,7 +90,7 @@ inline const Pair& batch_of(const std::vector<Pair>& batches, int world, int64_t
 }
 
 struct SurvivorsSimulation {
-  std::vector<Net> nets{}; // [rank], of those that live
+  std::vector<Net> nets{}; // [rank], only of living ranks
   std::vector<int> living{};
 };
 
@@ -234,7 +234,7 @@ struct SurvivorsRun {
   std::string save_to{}; // a folder: before finish()
   std::optional<Accelerator> accelerator{};
   std::vector<Tensor> own{}; // before the last step()
-  std::vector<Tensor> second{}; // behind the second round, if it came so far
+  std::vector<Tensor> second{}; // after the second round, if the rank reached it
   LocalSGDReport report{};
 };
 

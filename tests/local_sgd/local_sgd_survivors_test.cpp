@@ -49,7 +49,7 @@ HASTEN_RANK_FUNCTION(SurvivesAScenario) {
   run.save_to = std::getenv("FOLDER");
   run.train(0.3);
   if (name == "two at once") {
-    how.deaths[1].round = 2; // it is its first recovery
+    how.deaths[1].round = 2; // it dies in its first recovery
   }
   const bool outer = how.options.average.outer != nullptr;
   const auto simulated =
@@ -93,7 +93,7 @@ TEST(LocalSGDSurvivors, ARoundThatOneRankHasCompletedCountsForAll) {
 }
 
 TEST(LocalSGDSurvivors, AnchorAndMomentumAreThoseOfTheLastAverage) {
-  const testing_support::TemporaryFolder scratch; // a save of those left, too
+  const testing_support::TemporaryFolder scratch; // also for a save of the remaining ranks
   expect_survived("outer step", (scratch / "state").string());
 }
 
@@ -102,8 +102,8 @@ TEST(LocalSGDSurvivors, TwoDeathsInOneRoundAndARankOfItsOwn) {
   expect_survived("one is left");
 }
 
-// Open synchronisations, hierarchy, moments, statistics: all end equal, averaged over the remaining
-// ranks, at the step where they should.
+// Open synchronisations, hierarchy, moments, statistics. All are averaged over the remaining ranks,
+// at the right step, and are then equal on them.
 HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
   const std::string form = std::getenv("SCENARIO");
   Scenario how{.world = 4,

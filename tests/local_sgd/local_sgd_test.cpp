@@ -1,4 +1,4 @@
-// Scopes of LocalSGD against the algorithm in torch's operators. Worlds 1 to 4.
+// Compares scopes of LocalSGD with the algorithm in torch's operators. Worlds 1 to 4.
 #include "hasten/local_sgd/local_sgd.h"
 
 #include <gtest/gtest.h>
@@ -169,7 +169,7 @@ TEST(LocalSGD, StatisticsArePooledAndIntegersAreRankZeros) {
   accelerator.end_training();
 }
 
-// One rank's step is skipped: it counts all the same.
+// One rank's step is skipped. The scope counts it, too.
 TEST(LocalSGD, AStepThatIsSkippedIsCounted) {
   AcceleratorOptions options;
   options.seed.reset();
@@ -216,7 +216,8 @@ TEST(LocalSGD, PlainTrainingGoesOnBehindIt) {
       local_sgd.step();
     }
     local_sgd.finish();
-    expect_equal_on_ranks(accelerator, net); // moments too, or DDP would drift
+    expect_equal_on_ranks(accelerator,
+                          net); // also the moments; otherwise the ranks would differ later in DDP
   }
   accelerator.end_training();
 }
@@ -251,8 +252,8 @@ TEST(LocalSGD, ReportsItsRounds) {
   accelerator.end_training();
 }
 
-// Ranks pull one parameter apart, by a share that doubles from round to round or
-// stays; their mean stays.
+// The ranks move one parameter in different directions, by a share that doubles in each round or
+// stays the same. The mean over ranks does not change.
 TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
   for (const double growth : {2.0, 1.0}) {
     auto accelerator = local_accelerator();

@@ -1,5 +1,5 @@
-// fp16 in a LocalSGD scope: each rank has overflows and a scale of its own, and the
-// rounds come when they would have come without.
+// fp16 in a LocalSGD scope. Each rank has its own overflows and its own scale. Rounds are at the
+// same steps as without overflows.
 #include "accelerator/precision_rig.h"
 #include "hasten/local_sgd/local_sgd.h"
 
@@ -33,10 +33,10 @@ TEST(MixedPrecisionLocalSGD, ASkippedStepCountsForTheNextAverage) {
                                                 : guilty                     ? 1024
                                                                              : 2048);
     local.finish();
-    if (precision == Precision::fp16) { // the smallest, on all of them
+    if (precision == Precision::fp16) { // all ranks have the smallest scale
       EXPECT_EQ(accelerator.loss_scale().value(), 1024);
     }
-    // Windows reduce again, with one scale.
+    // Outside the scope windows reduce again, with one scale.
     learner.learn(accelerator, 9, false, Clip::norm);
     expect_equal_on_ranks(accelerator, learner.net->parameters());
     accelerator.end_training();
