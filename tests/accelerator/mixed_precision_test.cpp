@@ -8,7 +8,7 @@
 namespace hasten::precision_test {
 
 static AcceleratorOptions options_of(Precision precision, int64_t steps = 1) {
-  // The first window's weight is a guess where there are several ranks.
+  // With several ranks, the first window's weight is an estimate.
   return {.gradient_accumulation_steps = steps,
           .mixed_precision = precision,
           .grad_scaler = {.init_scale = 2048}};
@@ -91,7 +91,7 @@ TEST(MixedPrecision, CheckpointedRegionsGiveTheSameBits) {
   }
 }
 
-// fp16 without a scale loses a gradient of 1e-9; with one it is there.
+// In fp16 a gradient of 1e-9 is 0 without a scale. With a scale it is not lost.
 TEST(MixedPrecision, SmallGradientsSurviveInFp16) {
   for (const bool enabled : {true, false}) {
     AcceleratorOptions options = options_of(Precision::fp16);
@@ -183,7 +183,7 @@ TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   accelerator.end_training();
 }
 
-// By hand: two backwards, no_sync() around the first.
+// Without accumulate(): two backward calls, the first under no_sync().
 TEST(MixedPrecision, BackwardByHandAddsGradientsWithoutTheScale) {
   for (const bool quiet : {false, true}) {
     auto accelerator = accelerator_with(options_of(Precision::fp16));
@@ -251,7 +251,7 @@ TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
 
 TEST(MixedPrecision, StatesKeepTheScaleAndItsCount) {
   auto accelerator = accelerator_with(options_of(Precision::fp16));
-  const testing_support::TemporaryFolder own; // rank 0's for all
+  const testing_support::TemporaryFolder own; // all ranks use rank 0's folder
   const auto folder = accelerator.communicator()
                           ->broadcast_object(own.path().string(), "folder")
                           .get<std::string>();
@@ -289,14 +289,14 @@ TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
   accelerator.end_training();
 }
 
-// A model that is bf16 itself: each batch's gradient is rounded once, their sum over
-// batches and ranks never, and small updates reach the fp32 masters.
+// A model with bf16 parameters. Each batch's gradient is rounded once; the sum over batches and
+// ranks is not rounded. Small updates reach the fp32 master parameters.
 TEST(MixedPrecision, SixteenBitParametersHaveFp32GradientsAndMasters) {
   auto accelerator = accelerator_with({.gradient_accumulation_steps = 3});
   const int world = accelerator.num_processes();
   WideNet net = same_net();
   net->to(torch::kBFloat16);
-  std::vector<Tensor> expected; // of the batches, each in bf16, added in fp64
+  std::vector<Tensor> expected; // the batches' gradients in bf16, summed in fp64
   for (int64_t batch = 0; batch < 3 * world; ++batch) {
     WideNet other = same_net();
     other->to(torch::kBFloat16);

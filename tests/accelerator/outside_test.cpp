@@ -8,8 +8,8 @@ struct ByHand {
   int ticks = 0;
 };
 
-// Six batches a rank in steps of k by hand; the loss is divided by what the step
-// holds. Or, `window`, by accumulate().
+// Six batches on each rank, k of them in a step. The loop divides the loss by the step's number of
+// batches. With `window` accumulate() does it.
 ByHand train_by_hand(int64_t k, bool window, bool quiet) {
   auto accelerator = accelerator_of({.gradient_accumulation_steps = k});
   auto batches = even_batches(6 * accelerator.num_processes());
@@ -133,7 +133,7 @@ TEST(Outside, ASumIsDividedByTheWeightsOfAllRanks) {
   }));
 }
 
-// The last round brings one rank a batch; and one in which a rank has none at all.
+// In one case only one rank has a batch in the last round. In the other a rank has no batch at all.
 TEST(Outside, RanksThatRanOutTakePartInStepsByHand) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
@@ -165,7 +165,7 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   const int world = accelerator.num_processes();
   auto batches = even_batches(2 * world, 3);
   Net a = net_of_rank(accelerator);
-  torch::manual_seed(7); // b's layers are larger: it is reduced first
+  torch::manual_seed(7); // b has larger layers, so it is reduced first
   torch::nn::Linear b(torch::nn::LinearOptions(3, 40));
   b->to(torch::kDouble);
   accelerator.prepare(a, b);
@@ -186,7 +186,7 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   expect_gradients(*b, {other->weight.grad(), other->bias.grad()});
 }
 
-// What torch's DDP leaves: the mean over ranks of each rank's sum.
+// The result of torch's DDP: the mean over ranks of each rank's sum.
 TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
@@ -212,7 +212,7 @@ TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
       accelerator.backward(mean_loss(net, own(1)));
     }
     EXPECT_FALSE(accelerator.sync_gradients());
-    // Both forwards inside no_sync; backward alone decides.
+    // Both forwards are inside no_sync(). Only where backward is matters.
     const Tensor loss = mean_loss(net, own(2));
     auto sync = accelerator.trigger_sync(net);
     accelerator.backward(loss);

@@ -1,5 +1,5 @@
-// Whatever the program around it does, a window holds the batches it should, and
-// weighs them as one process would. Worlds 1 to 4, fp64.
+// A window has the right batches with the weights that one process would give them, whatever the
+// program does around the window. Worlds 1 to 4, fp64.
 #include <cmath>
 
 #include "accelerator/plain_steps.h"
@@ -37,7 +37,7 @@ TEST(Phase, BreakAndNestedEvaluationDoNotShiftIt) {
       accelerator.backward(mean_loss(model, batch));
       optimizer.step();
       optimizer.zero_grad();
-      int64_t rows = 0; // in mid-window too, and left by break itself
+      int64_t rows = 0; // the inner loop begins in the middle of a window and ends by break
       for (const auto& other : evaluation) {
         torch::NoGradGuard no_grad;
         rows += accelerator.gather_for_metrics(model->forward(other.first)).size(0);
@@ -58,7 +58,7 @@ TEST(Phase, BreakAndNestedEvaluationDoNotShiftIt) {
   EXPECT_LE(largest_difference(*net, *plain_steps(steps, 0.3)), 1e-10);
 }
 
-// The second loader ends, and begins again, in the middle of the first's windows.
+// The second loader ends and begins again in the middle of a window of the first.
 TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
   auto accelerator = accelerator_of({.gradient_accumulation_steps = 3});
   const int world = accelerator.num_processes();
@@ -97,7 +97,7 @@ TEST(Phase, ASecondLoadersEndLeavesTheFirstsWindowOpen) {
   EXPECT_LE(largest_difference(*b, *plain_steps(steps_b, 0.1)), 1e-10);
 }
 
-// The other's gradients go on gathering, as torch's would. Uneven ranks.
+// The other model's gradients continue to accumulate, as in torch. The ranks have uneven data.
 TEST(Phase, AnOptimizerThatStepsEverySecondIterationGathersTwo) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
@@ -193,7 +193,7 @@ TEST(Phase, EvaluationBeforeTrainingLeavesGradientsShared) {
   EXPECT_LE(largest_difference(*net, *plain_steps(steps_of(batches, world, 1, 0, 2), 0.3)), 1e-10);
 }
 
-// 2 of 4 micro-batches, and ranks whose batches differ in tokens by a factor.
+// 2 of 4 micro-batches. The ranks' batches have very different numbers of tokens.
 TEST(Weights, AShortLastWindowOfUnevenTokensIsTheJoinedBatch) {
   auto accelerator = accelerator_of({.gradient_accumulation_steps = 4});
   const int world = accelerator.num_processes();

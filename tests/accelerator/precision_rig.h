@@ -1,5 +1,5 @@
-// Shared by the tests of mixed precision: an fp32 network, batches of a rank, and overflows planted
-// in a backward.
+// Shared by the tests of mixed precision: an fp32 network, a rank's batches, and overflows that a
+// test causes in a backward.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -90,7 +90,7 @@ inline bool same_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& b
   return same;
 }
 
-// |a - b| over |b|, as one vector each.
+// |a - b| / |b|, where a and b are each joined to one vector.
 inline double distance(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
   double difference = 0, size = 0;
   for (size_t i = 0; i < a.size(); ++i) {
@@ -100,7 +100,7 @@ inline double distance(const std::vector<Tensor>& a, const std::vector<Tensor>& 
   return std::sqrt(difference / size);
 }
 
-// Sums of bits, equal on all ranks.
+// Checksums of the bits. Expects that they are equal on all ranks.
 inline void expect_equal_on_ranks(Accelerator& accelerator, const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors) {
     const Tensor all =
@@ -140,7 +140,7 @@ struct Learner {
     }
     return result;
   }
-  // A window of one batch; whether it stepped.
+  // Runs a window of one batch. Returns whether the optimizer stepped.
   StepResult learn(Accelerator& accelerator, int64_t number, bool overflows, Clip clip) {
     auto window = accelerator.accumulate(net);
     accelerator.backward(

@@ -1,4 +1,4 @@
-// What prepare() accepts, refuses and hands back, and gathering.
+// What prepare() accepts, rejects and returns. Also: gathering.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -41,7 +41,7 @@ std::string input_error(Function function) {
 }
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
-// What it does not take: tests/checks/refused_arguments_test.py.
+// tests/checks/refused_arguments_test.py has the arguments that do not compile.
 template <typename T>
 concept Prepares = requires(Accelerator a, T object) { a.prepare(std::forward<T>(object)); };
 static_assert(Prepares<torch::optim::SGD&>);
@@ -63,7 +63,7 @@ TEST(Prepare, NamesTheFirstParameterThatDiffersOnEveryRank) {
   auto accelerator = make_accelerator();
   const int last = accelerator.num_processes() - 1;
   if (last == 0) {
-    return; // nobody to differ from
+    return; // there is no other rank
   }
   auto model = std::make_shared<torch::nn::Module>();
   model->register_parameter("same", torch::zeros({2}));
@@ -73,7 +73,7 @@ TEST(Prepare, NamesTheFirstParameterThatDiffersOnEveryRank) {
   EXPECT_SAYS(text,
               "rank " + std::to_string(last) + "'s model has parameter \"weight\" as [64, 10]");
   EXPECT_SAYS(text, "rank 0 as [32, 10]");
-  // Refused by all: the group lives on.
+  // All ranks reject it, so the group stays usable.
   Net net = net_of_seed(static_cast<uint64_t>(accelerator.process_index()));
   accelerator.prepare(net);
   const Tensor own = net->first->weight.detach().reshape({1, -1});
@@ -129,7 +129,7 @@ TEST(Prepare, RefusesWhatCannotWork) {
   EXPECT_THROW(accelerator.clip_grad_norm_({torch::zeros({1})}, 1.0), InputError);
 }
 
-// Rows are their own numbers: what is gathered must be each exactly once.
+// The value of a row is its number. The gathered rows must have each number exactly once.
 TEST(Prepare, EvaluationCountsEveryRowOnce) {
   auto accelerator = make_accelerator();
   for (const int64_t count : {1, 5, 8}) {

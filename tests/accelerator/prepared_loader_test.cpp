@@ -1,5 +1,5 @@
-// How prepared loaders share ranges of batches out over ranks. Rows are their own
-// numbers, so that what is gathered tells which rows were seen.
+// How prepared loaders distribute ranges of batches over ranks. The value of a row is its number,
+// so the gathered values show which rows the ranks got.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -53,13 +53,13 @@ Tensor numbers(const std::vector<torch::data::Example<>>& batch) {
   return rows.empty() ? torch::empty({0}, torch::kLong) : torch::cat(rows);
 }
 
-struct Sample { // tensors alone: nothing to say
+struct Sample { // has only tensors, so it needs no flatten()
   Tensor x;
   Tensor row;
 };
 Tensor numbers(const Sample& batch) { return batch.row; }
 
-struct Sentence { // with flatten
+struct Sentence { // has flatten()
   std::string source{};
   Tensor row{};
 };
@@ -69,8 +69,8 @@ void flatten(Visit& visit, Sentence& batch) {
 }
 Tensor numbers(const Sentence& batch) { return batch.row; }
 
-// Batches of 3 rows and a last one of fewer, made one by one: no size(), one pass
-// at a time. Counts what was made.
+// Makes batches of 3 rows, and a smaller last one, one by one. It has no size() and allows one pass
+// at a time. Counts the batches.
 template <typename Value>
 struct Stream {
   int64_t rows = 0;
@@ -125,7 +125,7 @@ struct NumberRows : Dataset {
   }
 };
 
-// torch::data's own.
+// A loader of torch::data.
 struct TorchRows : torch::data::Dataset<TorchRows> {
   explicit TorchRows(size_t rows) : rows(rows) {}
   size_t rows;
@@ -135,7 +135,7 @@ struct TorchRows : torch::data::Dataset<TorchRows> {
   torch::optional<size_t> size() const override { return rows; }
 };
 
-// What one pass handed out here and what was gathered in its body.
+// What one pass returned on this rank, and what the loop's body gathered.
 struct Pass {
   std::vector<Rows> mine{};
   std::vector<Rows> gathered{};
@@ -154,14 +154,14 @@ Pass run(Accelerator& accelerator, Loader& loader) {
     pass.mine.push_back(values(numbers(batch)));
     pass.gathered.push_back(values(accelerator.gather_for_metrics(numbers(batch))));
   }
-  // Every rank took as many turns.
+  // Every rank ran equally many iterations.
   const Rows turns =
       values(accelerator.gather(torch::tensor(static_cast<int64_t>(pass.mine.size()))));
   EXPECT_EQ(std::set<int64_t>(turns.begin(), turns.end()).size(), 1u);
   return pass;
 }
 
-// All ways in which batches may come to a rank.
+// All ways to distribute batches over ranks.
 std::vector<DataLoaderConfiguration> configurations() {
   std::vector<DataLoaderConfiguration> all;
   for (int i = 0; i < 16; ++i) {
@@ -213,7 +213,7 @@ TEST(PreparedLoader, EveryRowOnceFromAnyRangeInAnyConfiguration) {
   expect_every_row_once(accelerator, sentences, 10, 3);
   auto stacked = torch::data::make_data_loader<torch::data::samplers::RandomSampler>(
       TorchRows(10).map(torch::data::transforms::Stack<>()), 3);
-  // Its order is drawn from torch's generator, which ranks do not share here.
+  // torch's generator draws the order. Here it differs by rank.
   expect_every_row_once(accelerator,
                         *torch::data::make_data_loader<torch::data::samplers::SequentialSampler>(
                             TorchRows(10).map(torch::data::transforms::Stack<>()), 3),
@@ -233,11 +233,11 @@ TEST(PreparedLoader, DispatchTouchesTheRangeOfRankZeroAlone) {
   EXPECT_EQ(run(accelerator, loader).all(), range_of(0, 10));
   EXPECT_EQ(*range.made, main ? 4 : 0);
   EXPECT_EQ(*range.begun, main ? 1 : 0);
-  // The same batches as by dealing.
+  // The same batches as with round-robin.
   Stream<Sample> same{10};
   auto dealt = accelerator.prepare_data_loader(same, {});
   EXPECT_EQ(run(accelerator, loader).mine, run(accelerator, dealt).mine);
-  // A named batch keeps names and numbers.
+  // A batch of named tensors keeps its names and its row numbers.
   DataLoader named(std::make_shared<NumberRows>(main ? 7 : 0),
                    {.batch_size = 2, .shuffle = false, .group_by_length = false});
   auto sent = accelerator.prepare_data_loader(named, {.dispatch_batches = true});
@@ -260,7 +260,7 @@ TEST(PreparedLoader, WhatRankZeroCannotReadIsThrownOnEveryRank) {
     } catch (const InputError& error) {
       EXPECT_NE(std::string(error.what()).find("bad row"), std::string::npos);
     }
-    accelerator.wait_for_everyone(); // the group lives on
+    accelerator.wait_for_everyone(); // the group stays usable
   }
 }
 
@@ -347,7 +347,7 @@ TEST(PreparedLoader, GatherForMetricsAfterSkippingGivesTheRowsThatAreLeft) {
         EXPECT_EQ(sorted(rest.all()), sorted(expected));
       }
       loader.set_epoch(0);
-      EXPECT_EQ(run(accelerator, loader).all(), whole.all()); // skipped once
+      EXPECT_EQ(run(accelerator, loader).all(), whole.all()); // only one pass skips
     }
   };
   Stream<Sample> stream{29};
@@ -392,7 +392,7 @@ TEST(PreparedLoader, LoopsInsideLoopsAndBreakKeepMetricsApart) {
   for (const auto& batch : outer) {
     (void)batch;
     if (++turns == 2) {
-      break; // in the turn that has repeated rows
+      break; // in the iteration that has repeated rows
     }
   }
   EXPECT_EQ(accelerator.gather_for_metrics(torch::ones({3})).size(0), 3 * world);
@@ -410,7 +410,7 @@ TEST(PreparedLoader, BreakStopsThePrefetchAndTheNextLoopStartsAfresh) {
   EXPECT_THROW(accelerator.prepare_data_loader(stream, {.prefetch = -1}), InputError);
 }
 
-// Samples with their own weights: the joined run is one process over all samples.
+// Samples with weights. The result equals that of one process with all samples.
 TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
   using accelerator_test::Net;
   using accelerator_test::net_of_seed;

@@ -1,6 +1,6 @@
-// Ranges that every rank reads for itself, torch's loaders with any sampler among
-// them: the same order on every rank, nothing drawn that others would miss, and an
-// error where ranks read other batches after all.
+// Ranges that every rank reads itself, such as torch's loaders with any sampler. Every rank gets
+// the same order, and the range does not advance torch's generator for other code. If ranks read
+// different batches, it is an error.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -28,7 +28,7 @@ struct Numbers : torch::data::Dataset<Numbers> {
   torch::optional<size_t> size() const override { return rows; }
 };
 
-// Draws each row when it is asked for it, as a weighted sampler does.
+// Draws each row when the loop needs it, as a weighted sampler does.
 struct Lazy : torch::data::samplers::Sampler<> {
   explicit Lazy(size_t rows) : rows(rows) {}
   void reset(torch::optional<size_t> = torch::nullopt) override {
@@ -120,7 +120,7 @@ TEST(RangeOrder, SeedAndEpochDecideIt) {
     auto accelerator = make_accelerator(seed);
     auto random = random_loader();
     auto loader = accelerator.prepare(*random);
-    torch::randn({static_cast<int64_t>(passes.size())}); // others' draws
+    torch::randn({static_cast<int64_t>(passes.size())}); // draws of other code
     one_pass(accelerator, loader);
     passes.push_back(one_pass(accelerator, loader));
     accelerator.end_training();
@@ -214,7 +214,7 @@ TEST(RangeOrder, APassGoesOnWithTheSameRowsAfterAResume) {
   }
 }
 
-// Batch `odd` has other numbers on the last rank.
+// On the last rank batch `odd` has other values.
 std::vector<torch::data::Example<>> batches_of(int rank, int world, size_t odd) {
   std::vector<torch::data::Example<>> batches;
   for (size_t b = 0; b < 4 * static_cast<size_t>(world); ++b) {

@@ -1,4 +1,4 @@
-// AcceleratorOptions::scale_in_step computes what it computes without. Worlds 1 to 4.
+// AcceleratorOptions::scale_in_step does not change results. Worlds 1 to 4.
 #include "accelerator/plain_steps.h"
 #include "hasten/optim/adamw.h"
 
@@ -80,8 +80,8 @@ TEST(ScaleInStep, HasNoEffectWhereAnOptimizerCannot) {
   expect_near(on.parameters, off.parameters, 0);
 }
 
-// Without a zero_grad the next window adds to the finished gradient, not to what
-// is still to be multiplied.
+// Without a zero_grad the next window adds to the finished gradient. It does not add to a gradient
+// that has not been multiplied yet.
 TEST(ScaleInStep, AGradientThatIsNotSteppedIsFinishedBeforeOthersAreAdded) {
   std::vector<Tensor> sums[2];
   for (const bool in_step : {false, true}) {

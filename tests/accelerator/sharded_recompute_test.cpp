@@ -5,7 +5,7 @@
 
 namespace hasten::shard_test {
 
-// Dropout, recomputed: the same numbers to the last bit, and no gather more.
+// Recomputation with dropout: the same bits, and no additional gather.
 TEST(ShardedRecompute, CheckpointedBlocksGiveTheSameBits) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
@@ -42,7 +42,7 @@ TEST(ShardedRecompute, CheckpointedBlocksGiveTheSameBits) {
   }
 }
 
-// One region over four blocks: all but the last are gathered once more.
+// One region over four blocks. All blocks except the last are gathered once more.
 TEST(ShardedRecompute, ARegionOverSeveralUnitsGathersThemOnceMore) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
@@ -75,7 +75,7 @@ TEST(ShardedRecompute, IsEnabledAfterAModelIsSharded) {
   EXPECT_TRUE(says(what_of([&] { FullyShard sharded(communicator, net.ptr(), blocks); }),
                    "after the model is sharded"));
   gradient_checkpointing_disable(net);
-  // The other way round both work, and the net is left as it was.
+  // In the other order both work, and the net does not change.
   const Tensor x = torch::randn({3, 4});
   {
     FullyShard sharded(communicator, net.ptr(), blocks);

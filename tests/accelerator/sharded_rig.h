@@ -66,7 +66,7 @@ struct StackImpl : torch::nn::Module {
 };
 TORCH_MODULE(Stack);
 
-// Batches of 1 to 3 rows: enough for each of 1 to 4 ranks, and not evenly.
+// Batches of 1 to 3 rows. Each of 1 to 4 ranks gets some; the numbers differ by rank.
 inline std::vector<std::pair<Tensor, Tensor>> batches(int64_t count) {
   std::vector<std::pair<Tensor, Tensor>> all;
   for (int64_t b = 0; b < count; ++b) {

@@ -1,5 +1,5 @@
-// States of sharded models, worlds 1 to 4: files have each rank's rows; any strategy
-// and any number of ranks goes on from them.
+// States of sharded models, worlds 1 to 4. The files have each rank's rows. Any strategy and any
+// number of ranks can continue from them.
 #include <filesystem>
 
 #include "accelerator/sharded_rig.h"
@@ -49,7 +49,7 @@ struct Learner {
         stack(make_stack(run, accelerator.process_index())),
         own(optimizer_of(run, stack)),
         optimizer(std::get<1>(accelerator.prepare(stack, *own))) {}
-  // A step on the same rows on every rank: the mean is that of one.
+  // All ranks have the same rows, so the mean over ranks equals one rank's gradient.
   void step(int64_t number) {
     auto window = accelerator.accumulate(stack);
     accelerator.backward(loss_of(stack, batches(number + 1)[static_cast<size_t>(number)]), 1);
@@ -111,7 +111,7 @@ TEST(ShardedState, AnyStrategyGoesOnFromAny) {
   }
 }
 
-// From all ranks to fewer, and from those to all.
+// From all ranks to fewer ranks, then back to all ranks.
 TEST(ShardedState, AnyNumberOfRanksGoesOnFromAny) {
   const auto folder = state_test::common_folder();
   const auto everyone = testing_support::fresh_communicator();
@@ -190,7 +190,7 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
   expect_same(then.whole(), before, 0);
 }
 
-// Parameters are whole there, and files have rows.
+// The parameters are whole there, but the files have rows.
 TEST(ShardedState, InsideAForwardItIsRefusedBeforeAnythingIsWritten) {
   const auto folder = state_test::common_folder();
   for (const Strategy strategy : {Strategy::zero1, Strategy::fsdp}) {

@@ -1,5 +1,5 @@
-// Ranks whose rows have run out get a batch again, with weight 0: what the loop's
-// body does by itself happens equally often on every rank. Worlds 1 to 4, fp64.
+// A rank without rows gets an earlier batch again, with weight 0. So the loop's body runs equally
+// often on every rank. Worlds 1 to 4, fp64.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
 
@@ -7,8 +7,8 @@ namespace hasten::accelerator_test {
 
 enum class StandInLoss { mean, sum, window };
 
-// torch's own clipping and optimizer, and a counter: nobody repeats them for a rank
-// that is not there.
+// The body uses torch's own clipping and optimizer, and a counter. They are right only if the body
+// runs on every rank.
 template <typename Backward>
 void train_with_own_code(Net& net, torch::optim::SGD& sgd, int64_t& turns,
                          const Backward& backward) {
@@ -25,7 +25,7 @@ TEST(StandIns, TheLoopsBodyRunsEquallyOftenOnEveryRankWhateverItDoes) {
     SCOPED_TRACE(static_cast<int>(kind));
     auto accelerator = accelerator_of();
     const int world = accelerator.num_processes();
-    auto batches = make_batches(2 * world + 1); // the last turn is rank 0's alone
+    auto batches = make_batches(2 * world + 1); // in the last turn only rank 0 has a batch
     int64_t rows = 0;
     for (const Pair& batch : batches) {
       rows += batch.second.numel();
@@ -88,7 +88,7 @@ TEST(StandIns, LeaveTorchsGeneratorAsItWas) {
   for (const auto& batch : loader) {
     auto window = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, batch));
-    torch::rand({100}); // dropout, say
+    torch::rand({100}); // as dropout does
     ++turns;
   }
   EXPECT_EQ(turns, 3);
@@ -99,7 +99,7 @@ TEST(StandIns, LeaveTorchsGeneratorAsItWas) {
   accelerator.end_training();
 }
 
-// Nothing was handed out yet, neither here nor by a range that seeks.
+// The pass begins late, so this rank had no batch before it, also in a range that seeks.
 TEST(StandIns, BehindASkippedBeginningToo) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
@@ -130,7 +130,7 @@ TEST(StandIns, BehindASkippedBeginningToo) {
   accelerator.end_training();
 }
 
-// check_trigger is collective, and here it decides on all ranks.
+// check_trigger is collective and returns the same on all ranks.
 TEST(StandIns, ATriggerOfTheLastTurnStopsEveryRank) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
@@ -146,7 +146,7 @@ TEST(StandIns, ATriggerOfTheLastTurnStopsEveryRank) {
       accelerator.backward(mean_loss(model, batch));
       optimizer.step();
       if (++turns == 6 && accelerator.process_index() == world - 1) {
-        accelerator.set_trigger(); // in a stand-in, where there are several
+        accelerator.set_trigger(); // in a stand-in batch if there are several ranks
       }
       stop = stop || accelerator.check_trigger();
     }
@@ -156,7 +156,7 @@ TEST(StandIns, ATriggerOfTheLastTurnStopsEveryRank) {
   accelerator.end_training();
 }
 
-// The last of a window's backwards reduces, on ranks whose batch is a stand-in too.
+// The last backward of a window reduces, also on ranks with a stand-in batch.
 TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
   auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
   const int world = accelerator.num_processes();
@@ -191,8 +191,8 @@ TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
   accelerator.end_training();
 }
 
-// Two optimizers on one model; the second's gradients are left to gather. In the
-// last turn rank 0 alone has a batch: the others join, or have stand-ins.
+// Two optimizers for one model. The second one's gradients accumulate. In the last turn only rank 0
+// has a batch: the others are in join_uneven_inputs() or have stand-in batches.
 void expect_halves_are_plain(bool stand_ins) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();

@@ -94,8 +94,8 @@ struct Session {
       }
       values.at("losses").get_to(losses);
     }
-    // Of each window this rank has been in: ranks without a batch in an
-    // epoch's last window know less.
+    // One value for each window in which this rank had a batch. A rank without a batch in an
+    // epoch's last window has fewer values.
     std::vector<double> losses{};
   };
 
@@ -168,10 +168,10 @@ struct Session {
   LRScheduler schedule;
   DataLoader loader;
   Notes notes{};
-  std::shared_ptr<CommHook> hook{}; // registered once all is prepared
+  std::shared_ptr<CommHook> hook{}; // registered after prepare()
   std::optional<Handles> handles{};
   int64_t first_turn = 0;
-  std::vector<int64_t> rows{}; // this rank's, in order
+  std::vector<int64_t> rows{}; // that this rank got, in order
 };
 
 inline void expect_equal_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {

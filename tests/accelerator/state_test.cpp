@@ -22,8 +22,8 @@ std::string place_name(Place place) {
 }
 
 TEST(AcceleratorState, RunResumedAnywhereEqualsTheUninterruptedOneBitForBit) {
-  // 49 rows: the last turn has rows for one rank alone, who saves while the
-  // others wait at their loader's end.
+  // 49 rows: in the last turn only one rank has rows. It saves while the others wait at their
+  // loader's end.
   const auto communicator = testing_support::fresh_communicator();
   const int world = communicator->world_size();
   const auto folder = common_folder();
@@ -60,15 +60,14 @@ std::shared_ptr<CommHook> power_sgd() {
       PowerSgdOptions{.start_powerSGD_iter = 2, .min_compression_rate = 1});
 }
 
-// What PowerSGD left out is each rank's own, also where no window is open and
-// gradients are zero.
+// Each rank has its own error of PowerSGD, also if no window is open and the gradients are zero.
 TEST(AcceleratorState, ARunUnderPowerSgdGoesOnWithEveryRanksError) {
   const auto communicator = testing_support::fresh_communicator();
   const int world = communicator->world_size();
   const auto folder = common_folder();
   Session saving(communicator, 2, 49);
   saving.hook = power_sgd();
-  const std::vector<Place> places{{1, 0}, {1, 1}, {1, -1}}; // {1, 0}: open
+  const std::vector<Place> places{{1, 0}, {1, 1}, {1, -1}}; // {1, 0}: in an open window
   saving.train([&](Place here) {
     for (const Place place : places) {
       if (place.epoch == here.epoch && place.turn == here.turn) {
@@ -138,7 +137,7 @@ TEST(AcceleratorState, AtAnotherWorldSizeEveryRowOfTheEpochIsSeenOnce) {
       });
     }
     everyone->barrier("saved");
-    // What was seen of epoch 1 until then, on all ranks.
+    // The rows of epoch 1 that all ranks got until then.
     const auto all_seen = rows_of_all(*everyone, seen);
     const auto in_epoch = static_cast<int64_t>(all_seen.size()) - rows;
     EXPECT_EQ(in_epoch, 2 * 2 * (to_more ? 1 : world));
@@ -158,7 +157,7 @@ TEST(AcceleratorState, AtAnotherWorldSizeEveryRowOfTheEpochIsSeenOnce) {
       EXPECT_EQ(static_cast<int64_t>(all.size()), rows - in_epoch);
       all.insert(all.end(), all_seen.begin(), all_seen.end());
       std::sort(all.begin(), all.end());
-      // Twice each: in epoch 0, and in epoch 1 before or after.
+      // Each row occurs twice: in epoch 0, and in epoch 1 before or after the save.
       std::vector<int64_t> twice = expected;
       twice.insert(twice.end(), expected.begin(), expected.end());
       std::sort(twice.begin(), twice.end());
@@ -310,7 +309,7 @@ TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
   communicator->barrier("looked");
 }
 
-/// Refuses a state; and counts in its own tensors.
+/// Rejects a state on request, and counts in tensors of its own.
 struct Stubborn : Stateful {
   void save_state(NamedTensors&, nlohmann::json& values) const override { values["rank"] = rank; }
   void load_state(const NamedTensors&, const nlohmann::json& values) override {
@@ -354,7 +353,7 @@ TEST(AcceleratorState, ObjectThatRefusesUndoesTheOthersOnEveryRank) {
   expect_equal_bits(then.everything(), expected);
 }
 
-/// A user's range: shuffles by torch's generator whenever it is begun.
+/// A user's range that torch's generator shuffles at each begin().
 struct Shuffled {
   std::vector<Batch>::const_iterator begin() {
     const at::Tensor order = torch::randperm(static_cast<int64_t>(all.size()));
@@ -370,7 +369,7 @@ struct Shuffled {
 };
 
 TEST(AcceleratorState, TorchsOptimizersSchedulersAndAnyRangeGoOnToo) {
-  // Alone: a range that draws from each rank's generator deals differently.
+  // Only with one rank, because each rank's own generator would give another order.
   const auto communicator = Communicator::create(World{});
   const testing_support::TemporaryFolder folder;
   const auto run = [&](bool save, const std::string& from) {

@@ -1,5 +1,5 @@
-// Ranks with unequally many batches: right, or an error on every rank that says what
-// to do. Worlds 1 to 4, fp64.
+// Ranks with different numbers of batches. The result is right, or every rank throws an error that
+// says what to do. Worlds 1 to 4, fp64.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
 
@@ -28,7 +28,7 @@ std::vector<Tensor> moments_of(const torch::optim::Optimizer& optimizer) {
   return moments;
 }
 
-// One batch, which rank 0 gets; or one row in it. The loop clips and steps by torch.
+// The data is one batch for rank 0, or one row. The loop uses torch's clipping and optimizer.
 TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
   enum class Deal { in_turn, dispatched, split };
   for (const Deal deal : {Deal::in_turn, Deal::dispatched, Deal::split}) {
@@ -70,7 +70,7 @@ TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
   }
 }
 
-// The range deals itself.
+// The range distributes its batches itself.
 TEST(UnevenData, ARankThatNeverHadARowOfADataLoaderGetsAStandIn) {
   for (const int64_t prefetch : {0, 2}) {
     auto accelerator = accelerator_of({.dataloader_config = {.prefetch = prefetch}});
@@ -96,7 +96,7 @@ TEST(UnevenData, ARankThatNeverHadARowOfADataLoaderGetsAStandIn) {
   }
 }
 
-// Gives rank 0 all there is, and the others not even a batch without rows.
+// Rank 0 gets all batches. The others get none, not even a batch without rows.
 struct RankZerosRange {
   void shard(int rank, int) { batches.resize(rank == 0 ? 2 : 0); }
   auto begin() const { return batches.begin(); }
@@ -220,7 +220,7 @@ TEST(UnevenData, JoinUnevenInputsLeavesRanksEqualBitForBit) {
         torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1); // by torch
         optimizer.step();
         scheduler.step();
-        net->second->zero_grad(); // the first layer's gradients gather
+        net->second->zero_grad(); // the first layer's gradients accumulate
       });
       accelerator.join_uneven_inputs();
       const int steps = (epoch + 1) * accelerator.num_processes();

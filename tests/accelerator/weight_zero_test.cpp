@@ -1,7 +1,7 @@
-// Batches that weigh nothing: a masked mean on a rank without a masked row, and
-// stand-ins. The training is that of one process on the joined batches with those
-// losses left out, whatever they are; rows of the former stay in the statistics of
-// synchronised batch norm, those of the latter do not. Worlds 1 to 4, fp64.
+// Batches of weight 0: a masked mean on a rank without a masked row, and stand-in batches. The
+// training equals that of one process on the joined batches without these losses, whatever their
+// values are. The statistics of synchronised batch norm include the rows of a masked batch, but not
+// those of a stand-in batch. Worlds 1 to 4, fp64.
 #include <limits>
 
 #include "accelerator/plain_steps.h"
@@ -16,7 +16,7 @@ using sharded_test::BlockImpl;
 using sharded_test::Tensor;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-constexpr int64_t kTurns = 4; // of each rank; in the last some have stand-ins
+constexpr int64_t kTurns = 4; // of each rank; in the last turn some ranks have stand-in batches
 
 // Layers before and after a batch norm.
 struct NetImpl : torch::nn::Module {
@@ -44,8 +44,8 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Batches of three rows: words [3, 4], and labels with whether the row is masked
-// [3, 2]. No row of batch 1 and of each third after it is.
+// Batches of three rows: words [3, 4], and [3, 2] with the label and whether the row is masked.
+// Batch 1 and every third batch after it have no masked row.
 std::vector<std::pair<Tensor, Tensor>> ids_and_labels(int64_t count) {
   std::vector<std::pair<Tensor, Tensor>> all;
   for (int64_t b = 0; b < count; ++b) {
@@ -76,7 +76,7 @@ Net net_of(int seed, bool synced) {
   torch::manual_seed(static_cast<uint64_t>(seed));
   Net net;
   if (!synced) {
-    net->norm->eval(); // a rank's statistics would not be the joined batch's
+    net->norm->eval(); // in training mode the ranks would have different statistics
   }
   return net;
 }
@@ -111,7 +111,7 @@ Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
       const double weight = mask.sum().item<double>();
       auto window = accelerator.accumulate(loader, weight, model);
       const Tensor each = losses(net->forward(ids), labels);
-      // Infinite and undefined derivatives, inside and at the end.
+      // Derivatives that are infinite or NaN, inside the model and at its end.
       Tensor loss =
           weight > 0 ? (each * mask).sum() / mask.sum() : (each / mask / mask).sum() / mask.sum();
       if (stands_in) {
@@ -138,7 +138,7 @@ Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
   return result;
 }
 
-// Statistics of each turn's rows, gradients of each window's masked ones.
+// The statistics are those of a turn's rows. The gradients are those of a window's masked rows.
 Result plain(int world, bool synced, int64_t accumulation) {
   const auto data = ids_and_labels((kTurns - 1) * world + 1);
   Net net = net_of(1, synced);
@@ -218,7 +218,7 @@ TEST(WeightZero, AMaskedMeanWithAnEmptyRankIsThatOfTheJoinedBatchRecomputed) {
   expect_joined_batch(false, "full");
 }
 
-// Its rows are in the statistics, and what comes back through these is kept.
+// The statistics include its rows, and the gradient through the statistics is kept.
 TEST(WeightZero, ItsRowsStayInTheStatisticsOfSynchronisedBatchNorm) {
   expect_joined_batch(true, "");
 }
@@ -227,7 +227,7 @@ TEST(WeightZero, ItsRowsStayInTheStatisticsOfSynchronisedBatchNormRecomputed) {
   expect_joined_batch(true, "full");
 }
 
-// Sums, inside accumulate() and outside of it, a batch that waits included.
+// Losses that are sums, inside and outside accumulate(), also for a batch whose gradient waits.
 TEST(WeightZero, ASumOverNoTermsIsNotLookedAt) {
   using accelerator_test::expect_gradients;
   using accelerator_test::sum_loss;
@@ -263,7 +263,7 @@ TEST(WeightZero, ASumOverNoTermsIsNotLookedAt) {
   }
 }
 
-// Not so for what goes into the statistics.
+// The statistics include the rows of a batch with weight 0, so their values must be finite.
 TEST(WeightZero, InputsOfSynchronisedBatchNormThatAreNotFiniteNameTheRank) {
   for (const double bad : {kNan, std::numeric_limits<double>::infinity()}) {
     auto accelerator = accelerator_test::accelerator_of({.sync_batchnorm = true});

@@ -1,5 +1,5 @@
-// Sharded models through the Accelerator, worlds 1, 2 and 4: the same training as
-// with whole copies, beside everything else that an Accelerator does.
+// Sharded models through the Accelerator, worlds 1, 2 and 4. The training equals that of whole
+// copies, also together with the Accelerator's other features.
 #include "accelerator/sharded_rig.h"
 #include "hasten/base/log.h"
 #include "hasten/core/memory.h"
@@ -118,7 +118,7 @@ TEST(Sharded, NormsAreThoseOfTheWhole) {
   }
 }
 
-// Moments of whole parameters become those of shards.
+// The moments of whole parameters become moments of shards.
 TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
   const auto train_on = [](Strategy strategy) {
     const Training run{.strategy = strategy, .adamw = true};
@@ -155,9 +155,9 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
   }
 }
 
-// 1.2 MB of parameters: with gradients and moments 4.7 MB, of which a rank of two
-// holds half and the blocks under way; how many depends on when Gloo lets go of what it
-// sent.
+// 1.2 MB of parameters are 4.7 MB with gradients and moments. With two ranks each has half of them
+// and the blocks that are gathered at the moment. Their number depends on when Gloo frees the
+// buffers that it has sent.
 TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   install_memory_meter();
   const auto fits = [](Strategy strategy) {
@@ -205,7 +205,7 @@ TEST(Sharded, WhatNeedsWholeParametersIsRefused) {
   Accelerator accelerator(options_of(run), testing_support::fresh_communicator());
   if (accelerator.num_processes() == 1) {
     accelerator.end_training();
-    return; // a rank alone has whole parameters
+    return; // a single rank has whole parameters
   }
   Stack stack = make_stack(run, accelerator.process_index());
   Lamb lamb(stack->parameters());

@@ -1,5 +1,5 @@
-// Models with synchronised batch norm through the Accelerator: runs on 1 to 4 ranks are
-// those of one process on the joined batches, uneven ones and stand-ins included.
+// Models with synchronised batch norm through the Accelerator. Runs on 1 to 4 ranks equal that of
+// one process on the joined batches, also with uneven and stand-in batches.
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -13,7 +13,7 @@
 
 namespace hasten::accelerator_test {
 
-// A row is two values a channel, so that torch takes batches of one row.
+// A row has two values for each channel, because torch rejects a single value for each channel.
 struct NormedNetImpl : torch::nn::Module {
   NormedNetImpl() {
     first = register_module("first", torch::nn::Linear(5, 8));
@@ -41,8 +41,8 @@ Tensor normed_loss(NormedNet& net, const Pair& batch) {
       torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
 }
 
-// Turns of `k` a step: the statistics are those of a turn's rows on all ranks, the
-// gradient is the mean over the step's.
+// A step has `k` turns. The statistics are those of one turn's rows on all ranks. The gradient is
+// the mean over all rows of the step.
 NormedNet plain_normed(const std::vector<Pair>& batches, int world, int64_t k, int epochs) {
   NormedNet net = normed_net(1);
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.2).momentum(0.9));
@@ -77,7 +77,7 @@ double largest_buffer_difference(const torch::nn::Module& a, const torch::nn::Mo
 
 enum class NormedLoop { windows, outside };
 
-// Five turns and one more that is rank 0's alone; two epochs.
+// Five turns, and one turn in which only rank 0 has a batch. Two epochs.
 void expect_one_process(NormedLoop loop, int64_t k) {
   auto accelerator = accelerator_of({.gradient_accumulation_steps = k, .sync_batchnorm = true});
   const int world = accelerator.num_processes();
@@ -112,7 +112,7 @@ TEST(SyncBatchNormRuns, AreThoseOfOneProcessWithoutWindowsToo) {
   expect_one_process(NormedLoop::outside, 1);
 }
 
-// Each forward has the statistics of its own turn.
+// Each forward uses the statistics of its own turn.
 TEST(SyncBatchNormRuns, JoinRanksAndNotTheBatchesOfAWindow) {
   expect_one_process(NormedLoop::windows, 4);
 }
@@ -159,7 +159,7 @@ TEST(SyncBatchNormRuns, EndWithAnErrorWhereARankJoins) {
               "a rank is in join_uneven_inputs()");
 }
 
-// Its peers wait in a layer's forward.
+// The other ranks wait in a layer's forward.
 TEST(SyncBatchNormRuns, ARankThatFailsInItsForwardEndsTheOthers) {
   auto accelerator = accelerator_of({.sync_batchnorm = true});
   const int world = accelerator.num_processes();
@@ -210,12 +210,12 @@ TEST(SyncBatchNormRuns, RefuseOtherModelsOnOtherRanksEverywhere) {
   const bool last = accelerator.process_index() + 1 == world;
   torch::nn::Sequential net(torch::nn::Linear(4, 4),
                             torch::nn::BatchNorm1d(torch::nn::BatchNormOptions(4).eps(
-                                last ? 1e-3 : 1e-5))); // Ddp would not see it
+                                last ? 1e-3 : 1e-5))); // Ddp would not detect it
   expect_says(message_of([&] { accelerator.prepare(net); }), "eps=0.001");
   accelerator.end_training();
 }
 
-// A buffer of another kind is still made equal; running statistics are without it.
+// Other buffers are still synchronised. Running statistics need no synchronisation of buffers.
 TEST(SyncBatchNormRuns, LeaveOtherBuffersToTheirPolicy) {
   struct NotedNormImpl : NormedNetImpl {
     NotedNormImpl() { note = register_buffer("note", torch::zeros({1}, torch::kDouble)); }
