@@ -18,9 +18,6 @@
 #include <vector>
 
 #include "hasten/base/error.h"
-#include "hasten/loader/batch.h"
-#include "hasten/loader/loader_state.h"
-#include "hasten/loader/range_reader.h"
 #include "hasten/data/prefetch.h"
 #include "hasten/loader/batch.h"
 #include "hasten/loader/loader_state.h"
