@@ -18,7 +18,6 @@
 
 #include "commands.h"
 #include "hasten/base/error.h"
-#include "hasten/base/limits.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "hasten/config/spelling.h"
