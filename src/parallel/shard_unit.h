@@ -97,6 +97,7 @@ class ShardUnit {
   std::string changed_parameter() const;
 
   // Unsharding. These do nothing if the unit is already in that state.
+  /// Starts the all-gathers. wait_for_unshard() completes them.
   void unshard(Communicator& communicator);
   void wait_for_unshard();
   /// Reshards the parameters. Not while unsharding.
