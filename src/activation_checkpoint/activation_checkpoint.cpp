@@ -5,7 +5,6 @@
 
 #include <atomic>
 
-#include "reentrant.h"
 #include "region.h"
 
 namespace hasten {
@@ -106,14 +105,14 @@ EarlyStopGuard::~EarlyStopGuard() { detail::early_stop_override() = before_; }
 SharedRecompute::SharedRecompute() {
   // Negative ids differ from the ids of backward calls.
   static std::atomic<int64_t> last{-1};
-  regions_ = detail::shared_regions();
+  before_ = detail::shared_regions();
   detail::shared_regions() = std::make_shared<detail::SharedRegions>();
   detail::shared_regions()->id = --last;
 }
 
 SharedRecompute::~SharedRecompute() {
   const std::shared_ptr<detail::SharedRegions> mine = std::exchange(
-      detail::shared_regions(), std::static_pointer_cast<detail::SharedRegions>(regions_));
+      detail::shared_regions(), std::static_pointer_cast<detail::SharedRegions>(before_));
   for (const std::weak_ptr<detail::Region>& weak : mine->regions) {
     if (const auto region = weak.lock()) {
       region->forget(mine->id);

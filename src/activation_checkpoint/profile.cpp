@@ -142,15 +142,15 @@ class Seeds : public torch::autograd::Function<Seeds> {
   static at::Tensor forward(Context* context, at::TensorList outputs) {
     Tensors shapes;
     for (const at::Tensor& output : outputs) {
-      shapes.push_back(at::empty(output.sizes(), output.options().device(at::kMeta)));
+      shapes.push_back(at::empty({}, output.options()).expand(output.sizes()));
     }
     context->save_for_backward(shapes);
     return at::zeros({}, outputs[0].options());
   }
-  static Tensors backward(Context* context, const Tensors& gradients) {
+  static Tensors backward(Context* context, const Tensors&) {
     Tensors seeds;
     for (const at::Tensor& shape : context->get_saved_variables()) {
-      seeds.push_back(at::ones(shape.sizes(), shape.options().device(gradients[0].device())));
+      seeds.push_back(at::ones(shape.sizes(), shape.options()));
     }
     return seeds;
   }

@@ -1,5 +1,5 @@
-#include "reentrant.h"
-
+// Reentrant checkpoint, for processes with another autograd engine: forward runs without gradient;
+// backward runs it again and calls backward inside backward.
 #include <ATen/ops/ones.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -10,6 +10,7 @@
 #include "hasten/base/log.h"
 #include "hasten/core/recompute.h"
 #include "op_replay.h"
+#include "region.h"
 #include "region_state.h"
 
 namespace hasten::detail {

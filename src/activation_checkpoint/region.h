@@ -137,6 +137,10 @@ class Region final : public SavedHookFactory, public std::enable_shared_from_thi
   std::map<int64_t, Recomputed> passes_{}; // by backward call
 };
 
+/// Runs forward(inputs) as a reentrant checkpoint. Logs a warning once per process.
+std::vector<at::Tensor> run_reentrant(RegionForward forward, std::vector<at::Tensor> inputs,
+                                      const ActivationCheckpointOptions& options);
+
 /// The active EarlyStopGuard's value on this thread.
 std::optional<bool>& early_stop_override();
 

@@ -180,8 +180,7 @@ class [[nodiscard]] SharedRecompute {
   ~SharedRecompute();
 
  private:
-  int64_t before_ = 0;
-  std::shared_ptr<void> regions_{};
+  std::shared_ptr<void> before_{};
 };
 
 /// Recomputations in this process so far, and how many of them stopped early.
