@@ -1,4 +1,4 @@
-// Puts a file or a terminal in place of stderr for the length of a scope.
+// Replaces stderr by a file or a terminal during a scope.
 #pragma once
 
 #include <fcntl.h>
@@ -12,7 +12,7 @@
 
 namespace hasten::testing_support {
 
-/// What is written to descriptor 2, by anybody in this process.
+/// Everything that this process writes to descriptor 2.
 class CapturedStderr {
  public:
   /// A pseudo terminal makes isatty(2) true; its output has "\r\n" line ends.
@@ -42,7 +42,7 @@ class CapturedStderr {
   CapturedStderr(const CapturedStderr&) = delete;
   CapturedStderr& operator=(const CapturedStderr&) = delete;
 
-  /// All that was written since the last call.
+  /// Everything that was written since the last call.
   std::string take() {
     if (!is_terminal_) {
       ::lseek(reader_, read_so_far_, SEEK_SET);

@@ -1,4 +1,4 @@
-// A communicator of its own for each case of a multi-rank test.
+// A new communicator for each case of a multi-rank test.
 #pragma once
 
 #include <memory>
@@ -7,12 +7,12 @@
 
 namespace hasten::testing_support {
 
-/// A new group of all ranks of test_world(), named after the case and closed at
-/// its end. Its timeout is 60 s, so that a late rank is named before the case's
-/// own limit. Collective.
+/// A new group of all ranks of test_world(). It has the case's name and is closed at the case's
+/// end. The timeout is 60 s, which is shorter than the case's limit. So the error names a late
+/// rank. Collective.
 std::shared_ptr<Communicator> fresh_communicator();
 
-/// The same with options of the caller.
+/// The same with the caller's options.
 std::shared_ptr<Communicator> fresh_communicator(const CommunicatorOptions& options);
 
 } // namespace hasten::testing_support

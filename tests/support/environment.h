@@ -1,4 +1,4 @@
-// Sets environment variables for the length of a scope.
+// Sets environment variables during a scope.
 #pragma once
 
 #include <unistd.h>
@@ -11,10 +11,10 @@
 
 namespace hasten::testing_support {
 
-/// Values by name; nothing unsets the variable.
+/// Values by name. An empty optional unsets the variable.
 using EnvironmentValues = std::vector<std::pair<std::string, std::optional<std::string>>>;
 
-/// Takes away every variable by which a launcher says who this process is.
+/// Unsets every variable by which a launcher describes this process.
 inline EnvironmentValues without_launchers() {
   EnvironmentValues values{
       {"RANK", {}}, {"WORLD_SIZE", {}}, {"MASTER_ADDR", {}}, {"MASTER_PORT", {}}};

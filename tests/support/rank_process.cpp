@@ -20,7 +20,7 @@ static constexpr const char* kReportVariable = "HASTEN_TEST_REPORT_FD";
 
 std::vector<RankProcess> start_ranks(int world_size, const std::vector<std::string>& argv,
                                      const EnvironmentList& environment) {
-  // Nobody else has this port, and so the name of the store, until the ranks have begun.
+  // No other process has this port, and so the store's name, until the ranks have started.
   const auto [port_fd, port] = listen_on_loopback();
   const auto [store_fd, store_port] = listen_on_loopback();
   std::vector<RankProcess> ranks;
@@ -75,7 +75,7 @@ std::vector<nlohmann::json> read_reports(RankProcess& rank) {
   while (rank.reports_fd >= 0) {
     const ssize_t got = ::read(rank.reports_fd, block, sizeof block);
     if (got < 0) {
-      break; // nothing more for now
+      break; // no more bytes now
     }
     if (got == 0) {
       reap(rank);
@@ -138,7 +138,7 @@ void ReportWriter::send(const nlohmann::json& report) {
   for (size_t sent = 0; sent < line.size();) {
     const ssize_t n = ::write(fd_, line.data() + sent, line.size() - sent);
     if (n < 0 && errno != EINTR) {
-      return; // the parent is gone, and we are about to follow
+      return; // the parent has ended, so this process ends soon
     }
     sent += n > 0 ? static_cast<size_t>(n) : 0;
   }

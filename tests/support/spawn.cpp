@@ -33,7 +33,7 @@ static std::string type_name(const std::exception& error) {
   return name ? name.get() : typeid(error).name();
 }
 
-/// The rank's side.
+/// The part that runs in a rank.
 class SpawnedRank : public FaultRank {
  public:
   SpawnedRank()
@@ -124,7 +124,7 @@ int run_rank_function() {
   return threw || failed ? 1 : 0;
 }
 
-/// The test's side: what has come in so far.
+/// The part that runs in the test: the reports so far.
 class SpawnedWorld {
  public:
   SpawnedWorld(int world_size, const std::string& function, const EnvironmentList& extra)
@@ -170,7 +170,7 @@ class SpawnedWorld {
     for (size_t rank = 0; rank < ranks_.size(); ++rank) {
       reports_[rank].end = ranks_[rank].end;
       if (ends_[rank] < 0 && !reports_[rank].timed_out) {
-        // Not for the planted fault alone: who reads the log sees who else died.
+        // Also for ranks without the planted fault, so that the log shows all deaths.
         std::fprintf(stderr, "rank %zu %s\n", rank, describe(reports_[rank].end).c_str());
       }
       if (fault_at_ > 0 && ends_[rank] > 0) {

@@ -1,10 +1,10 @@
-// For tests that break ranks on purpose (hasten_tests(fault …)): one function is
-// run by N processes of this program, and the test sees how each of them ended.
+// For tests that break ranks on purpose (hasten_tests(fault …)). N processes of this program run
+// one function, and the test gets the end of each.
 //
 //   HASTEN_RANK_FUNCTION(ReduceUntilItFails) {
 //     auto communicator = Communicator::create(rank.world(), …);
 //     rank.fault_here();
-//     communicator->all_reduce(…); // throws on those that are left
+//     communicator->all_reduce(…); // throws on the other ranks
 //   }
 //   TEST(CommFault, KilledRankIsNamed) {
 //     const auto ranks = testing_support::spawn(
@@ -27,54 +27,53 @@ namespace hasten::testing_support {
 enum class FaultKind {
   none,
   kill, // SIGKILL
-  freeze, // SIGSTOP; killed by the parent once all others have ended
-  late, // sleeps for `delay`, then goes on
+  freeze, // SIGSTOP; the parent kills it after all others have ended
+  late, // sleeps for `delay`, then continues
   fail, // throws std::runtime_error("planted failure")
 };
 
 struct Fault {
   FaultKind kind = FaultKind::none;
-  /// The rank it happens to.
+  /// The rank that gets the fault.
   int rank = 0;
   std::chrono::milliseconds delay{0};
 };
 
 struct SpawnWorldOptions {
-  /// After this the ranks that are left are killed and reported as timed out.
+  /// After this time the remaining ranks are killed and reported as timed out.
   std::chrono::seconds deadline{30};
   std::vector<std::pair<std::string, std::string>> environment{};
 };
 
-/// How one rank went.
+/// The result of one rank.
 struct RankReport {
   ProcessEnd end{}; // 0: returned; 1: an exception or a failed EXPECT
   bool timed_out = false;
   /// what() of the exception that left the function, and its type.
   std::string error{};
   std::string error_type{};
-  /// From the fault to this rank's end of the function. Negative: not both
-  /// were seen.
+  /// Time from the fault to the end of this rank's function. Negative if one of them did not
+  /// happen.
   double seconds_after_fault = -1;
-  /// What the function said with report().
+  /// The values that the function passed to report().
   nlohmann::json values = nlohmann::json::object();
 };
 
-/// What a rank function sees of its process.
+/// What a rank function knows of its process.
 class FaultRank {
  public:
   virtual ~FaultRank() = default;
-  /// From torchrun's variables; port and descriptor are unused so far.
+  /// From torchrun's variables. No group has used the port and the descriptor yet.
   virtual const World& world() const = 0;
-  /// The planted fault happens here, if this is its rank; nothing elsewhere.
+  /// Causes the planted fault if this is its rank. Does nothing on other ranks.
   virtual void fault_here() = 0;
   virtual bool is_faulty() const = 0;
-  /// A value for the test to look at.
+  /// Sends a value to the test.
   virtual void report(const std::string& key, nlohmann::json value) = 0;
 };
 
-/// Runs the function registered as `function` on `world_size` ranks; blocks
-/// until all have ended. EXPECTs that failed in ranks fail the calling test.
-/// Leaves no process behind.
+/// Runs the function that is registered as `function` on `world_size` ranks. Blocks until all have
+/// ended. An EXPECT that fails in a rank fails the calling test. No process remains.
 std::vector<RankReport> spawn(int world_size, const std::string& function, const Fault& fault = {},
                               const SpawnWorldOptions& options = {});
 

@@ -1,4 +1,4 @@
-// What a process of another user of this machine can do: a child that becomes nobody.
+// A child process of another user (nobody), to test what such a process can do.
 #pragma once
 
 #include <sys/wait.h>
@@ -6,12 +6,12 @@
 
 namespace hasten::testing_support {
 
-/// True where this process may become somebody else.
+/// True if this process may change its user.
 inline bool can_be_a_stranger() { return ::geteuid() == 0; }
 
-/// Starts `f` under uid and gid 65534; its result, 0 to 99, is the exit code. `f` makes
-/// system calls only: other threads of this process are not in the child. The caller
-/// waits for it.
+/// Starts `f` with uid and gid 65534. Its result, 0 to 99, is the exit code. `f` must only make
+/// system calls, because the child does not have this process's other threads. The caller waits for
+/// the child.
 template <typename F>
 pid_t start_stranger(const F& f) {
   const pid_t pid = ::fork();
@@ -24,7 +24,7 @@ pid_t start_stranger(const F& f) {
   return pid;
 }
 
-/// start_stranger() and its exit code; -1 where it was killed.
+/// Calls start_stranger() and returns the exit code; -1 if the child was killed.
 template <typename F>
 int run_as_stranger(const F& f) {
   int status = 0;

@@ -1,4 +1,4 @@
-// A fresh folder that goes away at the end of the scope.
+// A new folder that is removed at the end of the scope.
 #pragma once
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// A communicator that lets a test step in before and after each operation: for
-// ranks that die in the middle of something.
+// A communicator that calls functions of the test before and after each operation, for example to
+// let a rank die there.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@ class WatchedCommunicator final : public ForwardingCommunicator {
   using ForwardingCommunicator::ForwardingCommunicator;
 
   std::function<void(std::string_view name)> before{};
-  /// Of those that have a handle: the operation has been started.
+  /// For operations with a handle: the operation has started.
   std::function<void(std::string_view name, Work&)> after{};
   std::function<void()> before_shrink{};
 

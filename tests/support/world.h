@@ -1,10 +1,9 @@
 // For authors of tests that run on several ranks (hasten_tests(dist …)).
 //
-// The whole binary runs as N processes that go through the same cases in the
-// same order. A case passes when it passes on every rank; after one that does
-// not, the ranks are started afresh with the next case. Torch is seeded with
-// rank + 1 before each case, so ranks differ until something makes them equal.
-// A case has 300 s. Every rank must run, or skip, the same cases.
+// The binary runs as N processes that run the same cases in the same order. A case passes if it
+// passes on every rank. After a case that fails, new ranks start with the next case. Torch's seed
+// is rank + 1 before each case, so ranks differ until something makes them equal. A case may take
+// 300 s. Every rank must run, or skip, the same cases.
 //
 //   TEST(Ddp, RanksStartEqual) {
 //     auto communicator = testing_support::fresh_communicator();
@@ -21,23 +20,22 @@
 
 namespace hasten::testing_support {
 
-/// Who this process is. Its port and descriptor serve one group; further ones
-/// need fresh_world().
+/// This process's world. Its port and descriptor are for one group; other groups need
+/// fresh_world().
 const World& test_world();
 
-/// The same ranks with a store port of their own, which nobody has used; also
-/// put into the environment, for code that calls world_from_environment().
-/// Collective.
+/// The same ranks with a new port for the store. Also sets the environment, for code that calls
+/// world_from_environment(). Collective.
 World fresh_world();
 
-/// A store for this case alone, served by the harness, not by what is tested.
+/// A store for this case only. The harness serves it, not the tested code.
 c10::intrusive_ptr<c10d::Store> test_store();
 
-/// "Suite.Case" of the case that runs now; the same on all ranks.
+/// "Suite.Case" of the current case; equal on all ranks.
 std::string case_name();
 
-/// Called, last first, when the case has passed on all ranks. After a failure
-/// the process ends without it: nothing there may be waited for.
+/// Calls the function after the case has passed on all ranks, in reverse order. After a failure the
+/// process ends without the call, because the function might wait for another rank.
 void at_case_end(std::function<void()> function);
 
 } // namespace hasten::testing_support

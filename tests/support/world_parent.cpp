@@ -1,4 +1,4 @@
-// The parent's half: starts the ranks, follows their reports, judges.
+// The parent: starts the ranks, reads their reports, decides which cases passed.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -10,25 +10,25 @@
 
 namespace hasten::testing_support {
 
-// How long the other ranks may go on after one has failed, and how long a
-// watchdog may be late before the parent acts in its place. Seconds.
+// How long the other ranks may continue after one has failed, and how late a watchdog may be before
+// the parent acts instead. Seconds.
 static double grace_seconds() { return std::min(3.0, case_seconds() / 2); }
 
-// How long the ranks may take to start. A loaded machine takes a second.
+// How long the ranks may take to start. It takes a second on a busy machine.
 static constexpr double kStartSeconds = 60;
 
-/// One case as the ranks report it.
+/// The ranks' reports of one case.
 struct CaseState {
   std::set<int> started{};
   std::set<int> ended{};
   std::map<std::string, std::set<int>> problems{}; // message to ranks
   std::string skip_reason{};
   bool skipped = false;
-  bool outside = false; // no case: before the first or after the last
+  bool outside = false; // not a case: before the first or after the last one
   double start = 0; // machine_seconds() of the first rank's
 };
 
-/// One life of the world: from its start to its end or its first failed case.
+/// One world, from its start to its end or its first failed case.
 class WorldLife {
  public:
   WorldLife(int world_size, const std::vector<std::string>& argv)
@@ -54,7 +54,7 @@ class WorldLife {
           judge_end(rank);
         }
       }
-      // A rank's own watchdog is quicker, unless the rank is frozen.
+      // A rank's own watchdog acts earlier, unless the rank is frozen.
       if (machine_seconds() > last_progress + case_seconds() + grace_seconds()) {
         stop_all("did not end in time, and its watchdog is silent");
       } else if (failing_ && machine_seconds() > failed_at_ + grace_seconds()) {
@@ -65,7 +65,7 @@ class WorldLife {
   }
 
   bool failing() const { return failing_; }
-  /// Failed before the first case, after the last, or without knowing where.
+  /// A failure before the first case, after the last, or at an unknown place.
   bool hopeless() const { return hopeless_; }
   int planned() const { return plans_[0]; }
   const std::vector<std::string>& order() const { return order_; }
@@ -181,11 +181,11 @@ class WorldLife {
   }
 
   std::vector<std::string> current_; // case by rank
-  std::vector<int> plans_; // cases to run by rank, -1: not told
-  std::vector<int> done_; // cases run by rank, -1: not done
+  std::vector<int> plans_; // cases to run, by rank; -1: unknown
+  std::vector<int> done_; // cases that ran, by rank; -1: the rank is not done
   std::vector<RankProcess> ranks_;
   std::map<std::string, CaseState> cases_;
-  std::vector<std::string> order_; // cases as they were started
+  std::vector<std::string> order_; // cases in the order of their start
   bool failing_ = false;
   bool hopeless_ = false;
   double failed_at_ = 0;
@@ -213,7 +213,7 @@ static std::string filter_without(std::string filter, const std::vector<std::str
   return filter;
 }
 
-/// What all lives of the world came to.
+/// The results of all worlds.
 struct WorldTotals {
   std::vector<std::string> finished{};
   std::vector<std::string> failed{};
@@ -226,7 +226,7 @@ struct WorldTotals {
     hopeless = life.hopeless();
     for (const std::string& name : life.order()) {
       if (!life.finished(name)) {
-        continue; // innocent, and run again
+        continue; // did not fail, and runs again
       }
       const CaseState& state = life.state(name);
       if (!state.outside) {

@@ -1,4 +1,4 @@
-// The rank's half: cases in step with the other ranks, reports, the watchdog.
+// A rank: runs cases together with the other ranks, sends reports, has a watchdog.
 #include <ATen/Context.h>
 #include <c10/util/Logging.h>
 #include <cxxabi.h>
@@ -30,7 +30,7 @@ namespace hasten::testing_support {
 
 using c10::intrusive_ptr;
 
-// Frames of the main thread, taken by a signal handler inside it.
+// Frames of the main thread. A signal handler in that thread stores them.
 static void* main_frames[64];
 static std::atomic<int> main_frame_count{-1};
 
@@ -59,12 +59,12 @@ static std::string main_backtrace() {
 
 static constexpr const char* kWaitingPhase = "waiting for the other ranks at its end";
 
-/// Ends the process when a case does not end in time. Own thread.
+/// Ends the process if a case does not end in time. Has its own thread.
 class Watchdog {
  public:
   explicit Watchdog(ReportWriter& reports) : reports_(reports), main_(::pthread_self()) {
     void* warm[1];
-    ::backtrace(warm, 1); // loads what the handler must not load
+    ::backtrace(warm, 1); // loads libraries now, because the handler must not
     std::signal(SIGUSR2, take_main_frames);
     std::thread([this] { watch(); }).detach();
   }
@@ -105,7 +105,7 @@ class Watchdog {
   std::atomic<const char*> phase_{"in the case"};
 };
 
-/// Everything a rank has; made once, by run_as_rank().
+/// The state of a rank. run_as_rank() makes it once.
 class Rank {
  public:
   Rank() : world_(world_from_environment()), watchdog_(reports_) {
@@ -119,8 +119,8 @@ class Rank {
     if (options.isServer) {
       options.masterListenFd = std::atoi(std::getenv("HASTEN_TEST_STORE_FD"));
     }
-    // c10d asks for the name of each address it connects to and warns where there
-    // is none; no name server is to be waited for.
+    // c10d looks up the name of each address to which it connects, and warns if there is none. The
+    // ranks must not wait for a name server.
     res_init();
     const int name_servers = std::exchange(_res.nscount, 0);
     const int level = std::exchange(FLAGS_caffe2_log_level, c10::GLOG_ERROR);
@@ -155,7 +155,7 @@ class Rank {
     }
   }
 
-  /// Tells the others how it went here and learns how it went there.
+  /// Exchanges the results of the case with the other ranks.
   void end_case(bool failed) {
     watchdog_.set_phase(kWaitingPhase);
     const char* result = failed ? "fail" : skipped_ ? "skip" : "pass";
@@ -184,7 +184,7 @@ class Rank {
     watchdog_.disarm();
   }
 
-  /// Rank 0 serves the store, so it leaves last; at most two seconds late.
+  /// Rank 0 serves the store, so it ends last, at most two seconds after the others.
   void say_goodbye() noexcept {
     try {
       if (!world_.is_main()) {
@@ -195,11 +195,11 @@ class Rank {
       while (store_->add("bye", 0) < world_.world_size - 1 && machine_seconds() < limit) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
       }
-    } catch (const std::exception&) { // the parent sees what is wrong
+    } catch (const std::exception&) { // the parent reports the error
     }
   }
 
-  /// After the last case. What static destructors do is still watched.
+  /// After the last case. The watchdog continues during static destructors.
   void leave() {
     reports_.send({{"event", "done"}, {"cases", case_index_}});
     watchdog_.set_phase("at the program's end");
@@ -213,7 +213,7 @@ class Rank {
         "fresh/" + std::to_string(case_index_) + "/" + std::to_string(fresh_worlds_++);
     if (world_.is_main()) {
       const auto [fd, port] = listen_on_loopback();
-      at_end_.push_back([fd = fd] { ::close(fd); }); // nobody else has the port
+      at_end_.push_back([fd = fd] { ::close(fd); }); // keeps the port until then
       ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
       store_->set(key, std::to_string(port));
     } else {
@@ -232,7 +232,7 @@ class Rank {
   void at_end(std::function<void()> function) { at_end_.push_back(std::move(function)); }
 
  private:
-  /// How long processes take to start is no part of the first case's time.
+  /// The first case's time does not include the start of the processes.
   void wait_until_all_are_up() {
     store_->set("up/" + std::to_string(world_.rank), "");
     for (int peer = 0; peer < world_.world_size; ++peer) {
@@ -240,7 +240,7 @@ class Rank {
     }
   }
 
-  /// The others have passed already: the parent alone hears of a failure here.
+  /// The other ranks have passed already, so only the parent gets a failure here.
   void run_at_end(const std::function<void()>& function) {
     try {
       function();
@@ -261,7 +261,7 @@ class Rank {
     }
     const bool here_only = mine.ends_with(" fail");
     if (!others.empty() && !here_only) {
-      // A peer's failure is its own to report; a disagreement is nobody's.
+      // A peer reports its own failure. A disagreement between ranks is reported here.
       if (others.find(" fail; ") == std::string::npos) {
         reports_.send(
             {{"event", "failure"}, {"message", "ranks disagree: here " + mine + "; " + others}});
@@ -300,7 +300,7 @@ class RankListener : public testing::EmptyTestEventListener {
 };
 
 int run_as_rank() {
-  // Never destroyed: the watchdog's thread looks at it until the very end.
+  // Never destroyed, because the watchdog's thread uses it until the process ends.
   this_rank = new Rank;
   auto& listeners = testing::UnitTest::GetInstance()->listeners();
   delete listeners.Release(listeners.default_result_printer());

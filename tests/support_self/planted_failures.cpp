@@ -1,5 +1,5 @@
-// Cases that must make the harness fail, and one between each that must not be
-// harmed by them. Run by world_failures_test.cpp, with a short case limit.
+// Cases that must make the harness fail. Between them are cases that must still pass.
+// world_failures_test.cpp runs them with a short limit for each case.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <unistd.h>

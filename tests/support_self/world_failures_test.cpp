@@ -18,8 +18,8 @@ struct HarnessOutput {
   std::string text{};
 };
 
-/// Starts the program of planted failures; its output goes to `stdout_fd`. A case has
-/// `seconds`; ranks that are healthy have half of that, 3 s at most, to end after a failure.
+/// Starts the program of planted failures, with its output to `stdout_fd`. A case may take
+/// `seconds`. After a failure the healthy ranks may take half of that to end, at most 3 s.
 static pid_t start_planted(const std::string& filter, int stdout_fd,
                            std::vector<std::pair<std::string, std::string>> environment = {},
                            const char* seconds = "2") {
@@ -126,7 +126,7 @@ TEST(WorldFailures, RanksDieWithTheParent) {
     text.append(block, static_cast<size_t>(got));
   }
   ::kill(pid, SIGKILL);
-  // The ranks hold the pipe too: its end is theirs.
+  // The ranks have the pipe, too, so it ends when they end.
   while (::read(ends[0], block, sizeof block) > 0) {
   }
   ::close(ends[0]);
