@@ -1,5 +1,5 @@
-// Bad input that only the worker can see: each ends with code 2, one error that
-// names the place, and nothing written.
+// Bad input that only the worker can detect. Each run ends with code 2 and one error that names the
+// place, and writes nothing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ int count_of(const std::string& text, const std::string& word) {
   return count;
 }
 
-/// Refused with code 2, saying `messages`, as one error, writing nothing.
+/// Expects exit code 2, one error that contains `messages`, and no written file.
 void expect_refused(const TemporaryFolder& folder, const std::vector<std::string>& more,
                     const std::vector<std::string>& messages,
                     const std::string& model = "bert-tiny") {
@@ -187,7 +187,7 @@ TEST(BadInput, ModelFoldersAreRefusedWithFileOrTensor) {
          std::string vocab = read_file(model / "vocab.txt");
          vocab.replace(vocab.find("[UNK]"), 5, "[OOV]");
          write_file_atomically(model / "vocab.txt", vocab);
-         // Both would bring the token by themselves.
+         // Both of them have the token.
          paths::remove(model / "tokenizer.json");
          paths::remove(model / "tokenizer_config.json");
        },
@@ -219,7 +219,7 @@ TEST(BadInput, LongAndEmptyTextsAreCountedNotRefused) {
 }
 
 TEST(BadInput, AFileThatCannotBeWrittenWholeLeavesNoModel) {
-  // A limit on file sizes is what a full disk looks like to the writer.
+  // A limit on file sizes makes the write fail, like a full disk.
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(8));
   std::vector<std::string> command{"/bin/sh", "-c", "trap '' XFSZ; ulimit -f 64; exec \"$@\"",

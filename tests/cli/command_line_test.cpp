@@ -40,7 +40,7 @@ std::string parse_error(const std::string& line) {
 
 const std::string kTrain = "train --model bert-tiny --train-file t.csv --output-dir out ";
 
-/// Each line is refused with an error that begins with its message.
+/// Expects that each line is an error that begins with its message.
 void expect_mistakes(const std::vector<std::pair<std::string, std::string>>& cases) {
   for (const auto& [line, message] : cases) {
     const std::string error = parse_error(line);
@@ -51,8 +51,7 @@ void expect_mistakes(const std::vector<std::pair<std::string, std::string>>& cas
 } // namespace detail
 
 TEST(CommandLine, TrainTakesEveryTrainingArgumentAsAFlag) {
-  // The names of TrainingArguments' fields are the list; a field without a
-  // flag fails here.
+  // The list is the names of TrainingArguments' fields. A field without a flag fails here.
   const nlohmann::json fields = TrainingArguments{};
   const std::string help = detail::parsed<Answer>("train --help").text;
   for (const auto& [name, value] : fields.items()) {
@@ -156,7 +155,7 @@ TEST(CommandLine, CompareFlagsReachTheirFields) {
 TEST(CommandLine, FlagsLeftOutKeepTrainingArgumentsDefaults) {
   TrainingArguments expected;
   expected.output_dir = "out";
-  expected.learning_rate = 3e-4; // of a shape
+  expected.learning_rate = 3e-4; // the default of a model shape
   EXPECT_EQ(nlohmann::json(detail::parsed<TrainCommand>(detail::kTrain).arguments),
             nlohmann::json(expected));
 }

@@ -1,4 +1,4 @@
-// hasten compare: real worlds under a limit.
+// hasten compare: real worlds with a memory limit.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -16,7 +16,7 @@ using testing_support::ProgramRun;
 using testing_support::run_program;
 using testing_support::TemporaryFolder;
 
-/// Of bert-tiny with short rows, with the folder for whatever is temporary.
+/// The arguments for bert-tiny with short rows. `folder` is for temporary files.
 ProgramRun compare(const TemporaryFolder& folder, const std::vector<std::string>& more) {
   std::vector<std::string> command{"hasten",       "compare", "--model", "bert-tiny",
                                    "--max-length", "32",      "--steps", "3"};
@@ -52,7 +52,7 @@ TEST(Compare, ShardedModelsTakeLargerBatchesUnderOneLimit) {
     EXPECT_NEAR(
         strategy.at("samples_per_second").get<double>() * strategy.at("step_seconds").get<double>(),
         2 * rows, 1e-6 * rows);
-    // Filled: another row would not have fitted.
+    // The memory is full: another row would not fit.
     EXPECT_GT(strategy.at("peak_bytes").get<double>(), 0.9 * limit);
     EXPECT_NE(run.out.find("  " + strategy.at("strategy").get<std::string>() + " "),
               std::string::npos)

@@ -1,4 +1,4 @@
-// What hasten compare decides from measurements.
+// The decisions of hasten compare from measurements.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -16,9 +16,9 @@ using Peaks = std::function<int64_t(int64_t rows)>;
 struct Searched {
   int64_t largest = 0;
   int64_t tried = 0;
-  /// Sizes that did not fit although nobody foresaw it: each ends a world.
+  /// Sizes that unexpectedly did not fit. Each of them ends a world.
   int64_t surprises = 0;
-  /// The size behind the largest was tried and did not fit.
+  /// The search tried the size after the largest, and it did not fit.
   bool refused_next = false;
 };
 
@@ -66,9 +66,10 @@ StrategyReport short_of(Strategy strategy, int64_t least_bytes) {
 TEST(BatchSearch, EndsWithTheLargestThatFitsAndTriedTheNext) {
   using namespace compare_report_test;
   const Peaks straight = [](int64_t rows) { return 1000 + 37 * rows; };
-  const Peaks bent = [](int64_t rows) { // the optimizer's step, then backward
-    return std::max<int64_t>(2000, 500 + 90 * rows);
-  };
+  const Peaks bent =
+      [](int64_t rows) { // first the optimizer's step has the peak, for more rows backward
+        return std::max<int64_t>(2000, 500 + 90 * rows);
+      };
   const Peaks steps = [](int64_t rows) { return 100 * ((rows + 7) / 8); };
   const Peaks curved = [](int64_t rows) { return 10 * rows + rows * rows; };
   for (const Peaks& peak : {straight, bent, steps, curved}) {

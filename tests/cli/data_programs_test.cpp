@@ -1,4 +1,4 @@
-// Files, vocabularies, made-up reviews and the token cache, through the programs.
+// Files, vocabularies, generated reviews and the token cache, with the built programs.
 #include <gtest/gtest.h>
 
 #include <algorithm>

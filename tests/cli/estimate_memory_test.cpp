@@ -1,4 +1,4 @@
-// hasten estimate-memory against the meter of real runs of hasten train.
+// Compares hasten estimate-memory with the measured memory of real runs of hasten train.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -15,7 +15,7 @@ using testing_support::train_arguments;
 
 namespace estimate_memory_test {
 
-/// Rows longer than 64 tokens, so that every batch is as long.
+/// Rows of more than 64 tokens, so that every batch has the largest length.
 std::string long_reviews(int rows) {
   std::string text = "text,label\n";
   for (int row = 0; row < rows; ++row) {

@@ -1,5 +1,5 @@
-// Whoever dies or freezes: each launcher, and without one each host that is left, says
-// the first cause once. Two hosts are two network namespaces, where they are permitted.
+// A process dies or freezes. Each launcher reports the first cause once; without launchers each
+// remaining host does. Two network namespaces act as two hosts, if the machine permits them.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ size_t occurrences(const std::string& text, const std::string& of) {
   return count;
 }
 
-/// The pid of rank `rank` that trains in `folder`, 0 while there is none.
+/// The pid of rank `rank` that trains in `folder`; 0 if there is none yet.
 pid_t pid_of_rank(const std::filesystem::path& folder, int rank) {
   const auto bytes = [](const std::filesystem::path& file) {
     std::ifstream stream(file, std::ios::binary);
@@ -44,7 +44,7 @@ pid_t pid_of_rank(const std::filesystem::path& folder, int rank) {
 
 const std::vector<std::string> kEndless{"--max-steps", "1000000", "--save-strategy", "no"};
 
-/// `command`, whose rank `rank` gets `signal` once training has begun.
+/// Runs `command`. Its rank `rank` gets `signal` after training has begun.
 ProgramRun run_with_fault(const TemporaryFolder& folder, const std::vector<std::string>& command,
                           int rank, int signal,
                           std::vector<std::pair<std::string, std::string>> environment = {}) {
@@ -110,7 +110,7 @@ TEST(FaultPrograms, AKilledRankZeroIsNamedOnceByTrain) {
   EXPECT_TRUE(run.said("rank 0 was killed by signal 9")) << run.error;
 }
 
-// Three ranks that no launcher watches.
+// Three ranks without a launcher.
 TEST(FaultPrograms, WithoutALauncherOneOfTheRanksThatAreLeftSaysTheCause) {
   for (const int signal : {SIGKILL, SIGSTOP}) {
     const TemporaryFolder folder;

@@ -1,5 +1,6 @@
-// Two network namespaces as two hosts that share a cable: rank 0 on one of them, rank 1
-// on the other. Both have a docker0 before it. Skipped where namespaces are not permitted.
+// Two network namespaces act as two hosts with a cable between them. Rank 0 is on one host, rank 1
+// on the other. Both also have a docker0, which is listed first. Skipped if the machine does not
+// permit namespaces.
 #include <gtest/gtest.h>
 
 #include "cli/small_reviews.h"
@@ -14,8 +15,8 @@ using testing_support::train_arguments;
 
 namespace detail {
 
-// Inside a mount and a network namespace of its own, so that nothing is left of it.
-// `on HOST COMMAND…` runs a command there; hosts.a and hosts.b are their /etc/hosts.
+// Runs in a new mount and network namespace, so that nothing remains afterwards. `on HOST COMMAND…`
+// runs a command on a host. hosts.a and hosts.b are the hosts' /etc/hosts.
 constexpr const char* kTwoHosts = R"(
 set -e
 mount -t tmpfs none /run
@@ -45,7 +46,7 @@ rank() {
 export MASTER_ADDR=master MASTER_PORT=29511
 )";
 
-/// Runs `script` behind that; where it cannot be, `skipped` says why.
+/// Runs `script` after kTwoHosts. If that is not possible, `skipped` has the reason.
 ProgramRun on_two_hosts(const TemporaryFolder& folder, const std::string& script,
                         std::vector<std::pair<std::string, std::string>> environment,
                         std::string& skipped) {
@@ -75,7 +76,7 @@ std::string text_of(const TemporaryFolder& folder, const char* name) {
 
 } // namespace detail
 
-// rank 0's own name for itself is Debian's 127.0.1.1.
+// As in Debian, rank 0's host name has the address 127.0.1.1 on its own host.
 TEST(Hosts, TwoTrainWhereTheMastersNameIsLoopbackAtHomeAndDocker0ComesFirst) {
   const TemporaryFolder folder;
   std::string skipped;
@@ -106,8 +107,8 @@ TEST(Hosts, AnInterfaceThatTheVariableNamesIsTaken) {
   }
 }
 
-// They see each other's processes (containers that share a pid namespace do), and yet
-// know each other by beats.
+// The ranks can see each other's processes, as containers with one pid namespace can. They still
+// monitor each other by heartbeats.
 TEST(Hosts, ALostLinkIsNamedOnBothWithinTheHeartbeatLimit) {
   const TemporaryFolder folder;
   std::string skipped;

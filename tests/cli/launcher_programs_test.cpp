@@ -1,5 +1,5 @@
-// hasten as a member of worlds that other launchers started, and the output of the
-// ranks that it starts itself. mpirun and torchrun are run where they are installed.
+// hasten in worlds that other launchers start, and the output of ranks that it starts itself. The
+// tests run mpirun and torchrun if they are installed.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -42,7 +42,7 @@ Words with(Words words, const Words& more) {
   return words;
 }
 
-/// A short training into folder/out, `hasten` by its path.
+/// A short training into folder/out. `hasten` is given by its path.
 Words short_training(const TemporaryFolder& folder, const Words& more = {}) {
   write_file_atomically(folder / "train.csv", small_reviews(24));
   Words words = train_arguments(
@@ -57,7 +57,7 @@ std::string weights(const TemporaryFolder& folder) {
   return read_file(folder / "out/model.safetensors");
 }
 
-/// What two processes of hasten's own make of it.
+/// The weights after the same training with two processes that hasten starts.
 const std::string& weights_of_two_ranks() {
   static const std::string bytes = [] {
     const TemporaryFolder folder;
@@ -68,19 +68,19 @@ const std::string& weights_of_two_ranks() {
   return bytes;
 }
 
-/// `launcher` starts two ranks of a training, which become one world.
+/// Expects that the two ranks that `launcher` starts form one world.
 void expect_members(const Words& launcher, const std::string& source,
                     const ProgramOptions& options = {}) {
   const TemporaryFolder folder;
   const ProgramRun run = run_program(with(launcher, short_training(folder)), options);
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("world of 2 ranks by " + source)) << run.error;
-  // Rank 0 alone speaks, and nobody started ranks of his own.
+  // Only rank 0 prints, and no process has started further ranks.
   EXPECT_EQ(run.out.find("epoch"), run.out.rfind("epoch")) << run.out;
   EXPECT_TRUE(weights(folder) == weights_of_two_ranks());
 }
 
-/// For an mpirun that counts cores and minds who runs it.
+/// Options for an mpirun that rejects root and more ranks than cores.
 ProgramOptions for_mpirun() {
   ProgramOptions options;
   options.environment = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
@@ -90,7 +90,7 @@ ProgramOptions for_mpirun() {
   return options;
 }
 
-/// Two processes with the variables of one srun's step of two tasks.
+/// Two processes with the variables that srun sets for a step of two tasks.
 const char* kSlurmStep =
     "run() { n=$1; shift; SLURM_JOB_ID=$$ SLURM_STEP_ID=0 "
     "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=node7 "

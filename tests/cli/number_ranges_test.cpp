@@ -1,5 +1,5 @@
-// Every whole number of every command has a range: its ends are taken, what lies
-// beyond is refused by name before anything is allocated or started.
+// Every whole number of every command has a range. The ends of the range are accepted. Other values
+// are errors with the flag's name, before anything is allocated or started.
 #include <gtest/gtest.h>
 
 #include <sstream>
@@ -26,7 +26,7 @@ std::vector<std::string> range_words(const std::string& text) {
   return words;
 }
 
-/// What parsing says; empty where it takes the line.
+/// The error of parsing the line; empty if there is none.
 std::string refusal_of(const std::string& line) {
   try {
     parse_command_line(range_words(line));

@@ -1,5 +1,5 @@
-// The built programs, started as a user starts them: what they answer without
-// LibTorch, and how they refuse bad input.
+// Starts the built programs as a user does: commands that do not use LibTorch, and errors for bad
+// input.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ TEST(Programs, HelpAnswersOnStdoutWithCodeZeroWithin50Milliseconds) {
                                      {"hasten", "train", "--help"},
                                      {"hasten", "launch", "--help"}}) {
     double best = 1;
-    for (int attempt = 0; attempt < 5; ++attempt) { // others use the machine
+    for (int attempt = 0; attempt < 5; ++attempt) { // other processes use the machine
       const ProgramRun run = run_program(arguments);
       EXPECT_EQ(run.code, 0);
       EXPECT_FALSE(run.out.empty());

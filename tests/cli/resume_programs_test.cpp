@@ -40,7 +40,7 @@ std::vector<std::string> requeued_command(const files::path& folder,
   return train_arguments(folder, flags);
 }
 
-/// Until no process' command line names the folder.
+/// Waits until no process has the folder in its command line.
 void wait_for_the_end_of_all(const files::path& folder) {
   for (int turn = 0; turn < 500; ++turn) {
     bool any = false;
@@ -106,8 +106,8 @@ TEST(ResumedPrograms, KilledRunStartedAgainLeavesTheModelOfAnUninterruptedOne) {
   EXPECT_EQ(times_said(changed, "weight_decay: 0.0 -> 0.1"), 1) << changed.error;
   EXPECT_TRUE(changed.said("--allow-changed-arguments")) << changed.error;
 
-  // What only the ranks find is said once as well: the run is not finished, and
-  // goes on from its last checkpoint with other rows.
+  // An error that only the ranks can detect is also printed once. The run is not complete and would
+  // continue from its last checkpoint with other rows.
   files::remove(killed / "out/hasten_state.json");
   write_file_atomically(killed / "train.csv", small_reviews(49));
   const ProgramRun other = run_program(requeued_command(killed.path()));

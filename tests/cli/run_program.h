@@ -1,4 +1,4 @@
-// Runs a built program of ours as a user would and sees how it ended.
+// Runs a built program of hasten as a user would and returns how it ended.
 #pragma once
 
 #include <fcntl.h>
@@ -33,8 +33,7 @@ struct ProgramOptions {
   std::vector<std::pair<std::string, std::string>> environment{};
   std::string input{};
   std::chrono::seconds deadline{60};
-  /// Called again and again while the program runs, with its pid and what it
-  /// has said on stderr so far.
+  /// Called repeatedly while the program runs, with its pid and its stderr so far.
   std::function<void(pid_t, const std::string&)> watch{};
 };
 
@@ -50,11 +49,11 @@ inline ProgramRun run_program(std::vector<std::string> argv, const ProgramOption
     return ::open((folder / name).c_str(), O_RDWR | O_APPEND | O_CLOEXEC);
   };
   SpawnOptions spawn;
-  // Token ids of a test's rows are no use to anybody else.
+  // Other programs must not get the token ids of a test's rows.
   spawn.environment = {{"HASTEN_CACHE", folder / "cache"}};
   spawn.environment.insert(spawn.environment.end(), options.environment.begin(),
                            options.environment.end());
-  // One thread and no output of a run under test is a terminal's.
+  // A tested run uses one thread, and its output is not a terminal.
   spawn.environment.emplace_back("OMP_NUM_THREADS", "1");
   spawn.stdin_fd = open_file("in", options.input);
   spawn.stdout_fd = open_file("out", "");

@@ -1,4 +1,4 @@
-// What hasten train, eval and predict say of a run is so.
+// The output of hasten train, eval and predict is true.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -86,7 +86,7 @@ TEST(SaidPrograms, ADryRunCountsShardsOfTheirSizeAndSixteenBitsAsSuch) {
   };
   EXPECT_NE(shards("1"), "");
   EXPECT_NE(shards("1"), shards("4"));
-  // Rows enough that activations are most of it.
+  // So many rows that most of the memory is activations.
   const auto rows = [&](std::vector<std::string> precision) {
     precision.insert(precision.end(), {"--batch-size", "4096"});
     return memory(precision);
@@ -128,7 +128,7 @@ TEST(SaidPrograms, TheBannerIsOfTheWholeModelAndNamesHowItIsTrained) {
   EXPECT_TRUE(two.said("strategy fsdp")) << two.error;
   EXPECT_TRUE(two.said("gradient checkpointing full")) << two.error;
   EXPECT_TRUE(one.said("no gradient checkpointing")) << one.error;
-  // Nobody had made the ids before.
+  // The cache did not have the ids before.
   EXPECT_EQ(line_of(two.error, "token ids").find("read from"), std::string::npos) << two.error;
 }
 

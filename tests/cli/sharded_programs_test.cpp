@@ -1,4 +1,4 @@
-// hasten train --strategy fsdp, and hasten state on what it leaves.
+// hasten train --strategy fsdp, and hasten state on its output.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -81,7 +81,7 @@ TEST(ShardedPrograms, TrainAsWholeCopiesDoAndArePutTogether) {
   }
   EXPECT_GT(shards, 100); // parameters and two moments each
 
-  // The checkpoint has the model whole, too, for transformers: the same bytes.
+  // The checkpoint also has the whole model for transformers, with the same bytes.
   const ProgramRun consolidate = run_program(
       {"hasten", "state", "consolidate", checkpoint, "--output", folder / "whole.safetensors"});
   ASSERT_EQ(consolidate.code, 0) << consolidate.error;

@@ -19,7 +19,7 @@ inline std::string small_reviews(int rows, int first = 0) {
   return text;
 }
 
-/// hasten train on folder/train.csv into folder/out, with `more` after it.
+/// The command line of hasten train on folder/train.csv into folder/out, followed by `more`.
 inline std::vector<std::string> train_arguments(const std::filesystem::path& folder,
                                                 const std::vector<std::string>& more = {},
                                                 const std::string& model = "bert-tiny") {

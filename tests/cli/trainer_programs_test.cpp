@@ -1,5 +1,4 @@
-// hasten train: SIGTERM, two jobs in one folder, a dry run, heads whose labels are
-// numbers.
+// hasten train: SIGTERM, two jobs in one folder, a dry run, heads with numbers as labels.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -71,7 +70,7 @@ TEST(TrainerPrograms, SigtermSavesAndTheNextStartEndsAsIfNothingHadHappened) {
   EXPECT_EQ(read_file(stopped / "out/model.safetensors"),
             read_file(whole / "out/model.safetensors"));
 
-  // The arguments of the run, given back, begin it anew elsewhere.
+  // The saved arguments start the same run in another folder.
   const ProgramRun given_back =
       run_program({"hasten", "train", "--config", whole / "out/training_args.json", "--model",
                    "bert-tiny", "--train-file", whole / "train.csv", "--eval-split", "0.2",
@@ -154,7 +153,7 @@ TEST(TrainerPrograms, ARegressionLearnsNumbersAndSaysThem) {
   }
   EXPECT_NEAR(error, values.at("eval_mse").get<double>(), 1e-3);
 
-  // The model says what it is for.
+  // The model's configuration has the problem type.
   write_file_atomically(folder / "bad.csv", "text,stars\na film,4.5\nb film,two\n");
   const ProgramRun bad =
       run_program({"hasten", "train", "--model", folder / "out", "--train-file", folder / "bad.csv",
@@ -210,7 +209,7 @@ TEST(TrainerPrograms, SeveralLabelsARowFromColumnsOrOneField) {
   EXPECT_TRUE(rows[0].at("labels").is_array());
   const double both = rows[0].at("probabilities").at("fun").get<double>() +
                       rows[0].at("probabilities").at("long").get<double>();
-  EXPECT_GT(both, 1.2); // each by itself, not shares of one
+  EXPECT_GT(both, 1.2); // each label has its own probability; they do not sum to 1
 
   write_file_atomically(columns / "bad.csv", "text,fun,long\na film,1,maybe\n");
   const ProgramRun bad =

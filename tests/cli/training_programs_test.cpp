@@ -1,5 +1,5 @@
-// hasten train, predict and eval from end to end, on a model that one run of
-// train leaves for all tests of this file.
+// hasten train, predict and eval from end to end. One run of train makes the model for all tests of
+// this file.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,7 +31,7 @@ std::vector<nlohmann::json> json_lines(const std::string& text) {
   return lines;
 }
 
-/// Pids whose command line names `folder`.
+/// Pids of processes with `folder` in their command line.
 std::vector<pid_t> processes_of(const paths::path& folder) {
   std::vector<pid_t> found;
   std::error_code error;
@@ -156,7 +156,7 @@ TEST_F(TrainedPrograms, PredictKeepsRowsInOrderAndEachIsThatTextsOwnAnswer) {
   EXPECT_EQ(run.out, "");
   const auto rows = detail::json_lines(read_file(work / "preds.jsonl"));
   ASSERT_EQ(rows.size(), texts.size());
-  // All at once from stdin would be one batch too: ask for each alone.
+  // All rows from stdin at once would also be one batch, so each row is a run.
   for (const size_t row : {0, 1, 4}) {
     EXPECT_EQ(rows[row].at("text"), texts[row]);
     const ProgramRun alone = run_program(
@@ -202,12 +202,12 @@ TEST_F(TrainedPrograms, ASecondRunIntoTheFolderNeedsOverwrite) {
   const ProgramRun run =
       run_program(train_arguments(copy.path(), {"--max-steps", "1", "--overwrite-output-dir"}));
   EXPECT_EQ(run.code, 0) << run.error;
-  EXPECT_EQ(detail::names_in(copy / "out").front(), "checkpoint-1"); // none older
+  EXPECT_EQ(detail::names_in(copy / "out").front(), "checkpoint-1"); // older ones are removed
 }
 
 TEST_F(TrainedPrograms, TheModelsOwnLabelNumbersWinWhereItHasThem) {
   const TemporaryFolder work;
-  // Of the labels only one occurs: by itself it would become number 0.
+  // The data has only one of the labels. Without the model's label names it would get number 0.
   write_file_atomically(work / "train.csv", "text,label\nwas good fun,pos\nso good,pos\n");
   const ProgramRun run = run_program(train_arguments(work.path(), {"--max-steps", "1"}, model()));
   ASSERT_EQ(run.code, 0) << run.error;

@@ -1,5 +1,5 @@
-// A program that was not written for hasten: six lines make it run on any number
-// of processes, and there it computes what it did before.
+// A program that was not written for hasten. With six changed lines it runs on any number of
+// processes and computes the same as before.
 #include <torch/serialize.h>
 
 #include "examples/example_files.h"
@@ -9,7 +9,7 @@ namespace {
 
 using namespace testing_support;
 
-// Every tensor of a file of torch::save(), by its path in the archive.
+// All tensors of a file that torch::save() wrote, by their paths in the archive.
 void collect_tensors(torch::serialize::InputArchive& archive, const std::string& prefix,
                      NamedTensors& tensors) {
   for (const std::string& key : archive.keys()) {
@@ -28,7 +28,7 @@ struct DiscsRun {
   NamedTensors models{}; // parameters and running statistics of both
 };
 
-// Of `batch` rows over all processes.
+// A run with batches of `batch` rows over all processes.
 DiscsRun run_discs(const std::string& program, int nproc, int64_t batch,
                    const std::vector<std::string>& flags) {
   const TemporaryFolder folder;
@@ -49,7 +49,7 @@ TEST(Adopt, SixLinesOfTheProgramChanged) {
   const auto before = example_lines("adopt/discs.cpp");
   const auto after = example_lines("adopt/discs_adopted.cpp");
   EXPECT_GE(before.size(), 300);
-  // Longest common subsequence: what diff keeps.
+  // The longest common subsequence: the lines that diff does not mark.
   std::vector<std::vector<size_t>> kept(before.size() + 1, std::vector<size_t>(after.size() + 1));
   for (size_t i = 1; i <= before.size(); ++i) {
     for (size_t j = 1; j <= after.size(); ++j) {
@@ -89,7 +89,7 @@ TEST(Adopt, AnyNumberOfProcessesEqualsTheOriginalOnTheJoinedBatch) {
       const DiscsRun before = run_discs("discs", 1, batch, flags);
       for (const int nproc : batch == 64 ? std::vector{2, 4} : std::vector{3}) {
         const DiscsRun after = run_discs("discs_adopted", nproc, batch, flags);
-        // fp32, some ten steps of SGD with momentum and half as many of Adam.
+        // fp32, about ten steps of SGD with momentum and half as many of Adam.
         EXPECT_LE(distance(before.models, after.models), 1e-5) << images << " images on " << nproc;
       }
     }
@@ -105,7 +105,7 @@ TEST(Adopt, GoesOnFromWhatTheOriginalSaved) {
   const DiscsRun before = run_discs("discs", 1, 64, flags);
   const DiscsRun after = run_discs("discs_adopted", 2, 64, flags);
   EXPECT_LE(distance(before.models, after.models), 1e-5);
-  // It was read: from nothing, one epoch gives something else.
+  // The run has read the state: one epoch without it gives another result.
   const DiscsRun fresh = run_discs("discs", 1, 64, {flags.begin(), flags.end() - 2});
   EXPECT_GT(distance(before.models, fresh.models), 1e-3);
 }

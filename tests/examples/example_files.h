@@ -1,5 +1,5 @@
-// What the tests of the examples share: their sources, generated reviews, and how
-// far the numbers of two files are apart.
+// Shared by the tests of the examples: the examples' sources, generated reviews, and the difference
+// between the tensors of two files.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ inline std::vector<std::string> example_lines(const std::string& name) {
   return lines;
 }
 
-// `rows` reviews of 5 to 14 words, no two alike; two of the words give the label.
+// `rows` different reviews of 5 to 14 words. Two of the words determine the label.
 inline void write_reviews(const std::filesystem::path& path, int rows) {
   uint64_t state = 7;
   const auto below = [&state](uint64_t bound) {
@@ -49,7 +49,7 @@ inline void write_reviews(const std::filesystem::path& path, int rows) {
   }
 }
 
-// hasten launch --nproc N PROGRAM …; alone without the launcher.
+// Runs hasten launch --nproc N PROGRAM …. One process runs without the launcher.
 inline ProgramRun run_example(int nproc, std::vector<std::string> command) {
   if (nproc > 1) {
     const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
@@ -61,7 +61,7 @@ inline ProgramRun run_example(int nproc, std::vector<std::string> command) {
   return run;
 }
 
-// ‖a - b‖ / ‖a‖ over all tensors together; infinity where names or shapes differ.
+// ‖a - b‖ / ‖a‖ over all tensors; infinity if names or shapes differ.
 inline double distance(const NamedTensors& a, const NamedTensors& b) {
   double apart = 0, size = 0;
   bool alike = !a.empty() && a.size() == b.size();

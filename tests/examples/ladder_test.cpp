@@ -1,5 +1,5 @@
-// The ladder of examples: what a step changes is marked, every step runs on one
-// process and on two, and every way of accumulating computes the same.
+// The series of examples. Each marks the lines that it adds to the previous one. Each runs on one
+// and on two processes. All ways to accumulate compute the same.
 #include <map>
 #include <regex>
 #include <set>
@@ -16,9 +16,8 @@ std::string without_comment(const std::string& line) {
   return std::regex_replace(line, std::regex("\\s*//.*"), "");
 }
 
-// Lines of `name` that are in none of `before` and say of no step that it brought
-// them: by "// 03" at the end of the statement, or as a piece of their own, as in
-// "// [trainer]".
+// Lines of `name` that none of `before` has and that have no mark of the example that added them. A
+// mark is "// 03" at the end of the statement, or a separate part such as "// [trainer]".
 std::vector<std::string> unmarked_lines(const std::string& name,
                                         const std::vector<std::string>& before) {
   static const std::regex mark("// (0[2-8]|10)\\b"), comment("\\s*//.*");
@@ -72,12 +71,12 @@ TEST(Ladder, EveryLineAStepBringsIsMarked) {
   }
 }
 
-// Runs an example and gives back its parameters and what it printed.
+// Runs an example and returns its parameters and its output.
 struct LadderRun {
   NamedTensors parameters;
   std::vector<std::string> lines;
 };
-// The same run gives the same bits: each is made once.
+// Equal runs give equal bits, so each run is made once.
 const LadderRun& run_step(const std::string& name, int rows, int nproc = 1) {
   static std::map<std::tuple<std::string, int, int>, LadderRun> runs;
   const auto [place, is_new] = runs.try_emplace({name, rows, nproc});
@@ -103,13 +102,12 @@ double number_after(const std::string& line, const std::string& word) {
   return at == std::string::npos ? -1 : std::stod(line.substr(at + word.size()));
 }
 
-// 262 rows: 210 for training, 13 batches of 16 and one of 2; of the windows of
-// four batches the last has two. 251: one row is left for the last batch, so that
-// one of two processes has none.
+// 262 rows: 210 are for training, in 13 batches of 16 and one of 2. Windows have four batches, the
+// last one has two. 251 rows: the last batch has one row, so one of two processes has none.
 constexpr int kRaggedRows = 262;
 constexpr int kLonelyRows = 251;
-// fp32, AdamW; other orders of summation. Measured: 2e-8. A last window divided
-// by four instead of what it holds: 2e-3.
+// fp32, AdamW, different orders of summation. Measured: 2e-8. If the last window were divided by
+// four and not by its number of batches: 2e-3.
 constexpr double kSame = 1e-6;
 
 TEST(Ladder, EveryStepLearnsAndPrintsTheSameNumbersOnTwoProcesses) {
@@ -128,7 +126,7 @@ TEST(Ladder, EveryStepLearnsAndPrintsTheSameNumbersOnTwoProcesses) {
       ASSERT_EQ(run.lines.size(), 6) << name << " on " << nproc;
       for (size_t epoch = 0; epoch < 6; ++epoch) {
         for (const char* word : {"epoch", "loss", "accuracy"}) {
-          // Printed to four places.
+          // Printed with four decimals.
           EXPECT_NEAR(number_after(run.lines[epoch], word), number_after(plain.lines[epoch], word),
                       1.01e-4)
               << name << " on " << nproc << ": " << run.lines[epoch];
@@ -225,7 +223,7 @@ TEST(Ladder, SynchronisedBatchNormOnTwoProcessesIsThatOfOne) {
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;
-    // It does accumulate: not the steps of every batch.
+    // The example accumulates: its result differs from a step for each batch.
     EXPECT_GT(distance(by_hand, run_step("01_plain_loop", rows).parameters), 0.05);
     for (const char* name : {"04_accumulate", "04b_accumulate_by_hand", "05_trainer", "10a_fsdp"}) {
       for (const int nproc : {1, 2}) {
@@ -237,8 +235,8 @@ TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   }
 }
 
-// One process has nobody to average with; two go ways of their own in between,
-// learn as well and end with one model.
+// A single process has nothing to average. Two processes differ between averages, learn as well,
+// and end with one model.
 TEST(Ladder, LocalSGDIsPlainTrainingAloneAndLearnsOnTwoProcesses) {
   for (const auto& [name, reference] :
        std::map<std::string, std::string>{{"06_local_sgd", "01_plain_loop"},
