@@ -122,7 +122,7 @@ TEST(UnevenData, ARangeThatDealsItselfUnevenlyIsAnErrorOnAll) {
   expect_says(said, "some ranks have ended their loop and others continue to train: ended=1");
 }
 
-// Rank `early` breaks after the first of three turns; alike: all do.
+// In the second epoch the last rank, or if `alike` all ranks, break after the first of three turns.
 std::string said_after_break(bool alike) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();

@@ -1,4 +1,4 @@
-// auto_find_batch_size: the run is that of the size found. Worlds 1 to 4.
+// auto_find_batch_size: the run equals one with the size that was found. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -26,7 +26,7 @@ struct PeakRecorder : TrainerCallback {
   int64_t peak = 0;
 };
 
-/// Rows that take a MiB each in forward, on ranks that are `hungry`; dropout.
+/// A model with dropout. On `hungry` ranks each row needs one MiB in forward.
 struct SizedRun {
   SizedRun(const TrainingArguments& arguments, bool hungry = true) {
     install_memory_meter();
@@ -50,7 +50,7 @@ struct SizedRun {
   }
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>();
   std::shared_ptr<PeakRecorder> peaks = std::make_shared<PeakRecorder>();
-  std::vector<int64_t> calls{}; // rows of each
+  std::vector<int64_t> calls{}; // rows of each call
   std::unique_ptr<Trainer> trainer;
 };
 
@@ -72,7 +72,7 @@ TEST(AutoFindBatchSize, TheRunIsThatOfTheSizeFound) {
   expected.trainer->train();
   TrainingArguments a = of_size(8, 1);
   a.auto_find_batch_size = true;
-  // Room for the model, which is some kilobytes, and three rows.
+  // Memory for the model (some kilobytes) and three rows.
   a.memory_limit = bytes_beside_what_lives(3 * kRowBytes + kRowBytes / 2);
   SizedRun run(a);
   const int64_t before = memory_stats().live_bytes;
@@ -80,13 +80,13 @@ TEST(AutoFindBatchSize, TheRunIsThatOfTheSizeFound) {
   EXPECT_EQ(run.trainer->arguments().per_device_train_batch_size, 2);
   EXPECT_EQ(run.trainer->arguments().gradient_accumulation_steps, 4);
   EXPECT_EQ(run.trainer->accelerator().options().gradient_accumulation_steps, 4);
-  // 8 and 4 fail at once, 2 is run twice; the rest is training.
+  // 8 and 4 rows fail in the first step, 2 rows run two steps. The other calls are training.
   ASSERT_GE(run.calls.size(), 5U);
   EXPECT_EQ(std::vector<int64_t>(run.calls.begin(), run.calls.begin() + 5),
             (std::vector<int64_t>{8, 4, 2, 2, 2}));
   EXPECT_EQ(toy::largest_difference(*run.model, *expected.model), 0);
   EXPECT_EQ(toy::history(*run.trainer, "loss"), toy::history(*expected.trainer, "loss"));
-  // The largest of any rank; their limits differ by little.
+  // The largest peak of any rank. The ranks' limits are nearly equal.
   EXPECT_LE(run.peaks->peak, std::stoll(a.memory_limit) + kRowBytes / 4);
   EXPECT_GT(run.peaks->peak, before);
 }
@@ -106,7 +106,7 @@ TEST(AutoFindBatchSize, ASizeThatFitsStays) {
   TrainingArguments a = of_size(4, 2);
   SizedRun expected(a);
   expected.trainer->train();
-  a.auto_find_batch_size = true; // all that the host has left
+  a.auto_find_batch_size = true; // the limit is the host's free memory
   SizedRun run(a);
   run.trainer->train();
   EXPECT_EQ(run.trainer->arguments().per_device_train_batch_size, 4);

@@ -1,4 +1,4 @@
-// What an evaluation says on any number of ranks.
+// An evaluation gives the same values on any number of ranks.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -21,8 +21,8 @@ std::shared_ptr<Accelerator> accelerator_of(int64_t window) {
   return std::make_shared<Accelerator>(options, testing_support::fresh_communicator());
 }
 
-// Logits near 0: a sum that is not divided, or divided once too little, shows at
-// once in the first record and in the evaluation.
+// Logits near 0. If a sum is not divided, or not divided often enough, the first record and the
+// evaluation show it.
 TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
   BertConfig config = BertConfig::from_shape("bert-tiny", toy::kWords);
   config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
@@ -64,8 +64,8 @@ TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
   }
 }
 
-// Metrics that are added up over ranks and such that are merged; two evaluations in
-// a row start from nothing each.
+// Metrics whose states are summed over ranks, and metrics whose states are merged. A second
+// evaluation starts from empty metrics again.
 TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
   const toy::Texts texts(29);
   auto model = std::make_shared<toy::Classifier>();

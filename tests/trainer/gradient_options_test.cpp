@@ -1,5 +1,5 @@
-// What a Trainer may be told about gradients: kinds of clipping, norms in records,
-// the name of what is not finite. Worlds 1 to 4.
+// A Trainer's options for gradients: kinds of clipping, norms in records, the names of parameters
+// whose gradients are not finite. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -141,7 +141,7 @@ TEST(TrainerGradients, RecordsOfLocalSGDHaveTheRanksMeanNorms) {
   EXPECT_TRUE(std::isfinite(norms[1])) << "one rank had rows";
 }
 
-// sqrt' at 0 is infinite, and 0 times it no number: in head.bias alone.
+// The derivative of sqrt at 0 is infinite, and 0 times infinity is NaN. Only head.bias gets it.
 TEST(TrainerGradients, AGradientThatIsNotFiniteNamesItsParameterOnEveryRank) {
   const World& world = testing_support::test_world();
   for (const bool by_value : {false, true}) {

@@ -78,7 +78,7 @@ struct Replica {
   }
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>();
   torch::optim::AdamW optimizer;
-  std::vector<Batch> batches{}; // of an epoch; some without rows
+  std::vector<Batch> batches{}; // of one epoch; some have no rows
   double loss_sum = 0;
   int64_t steps = 0;
 };
@@ -125,7 +125,7 @@ TEST(TrainerLocalSGD, EqualsReplicasInTorchsOperators) {
         replica->step(batch, a, rate);
       }
     }
-    // Alone there is nobody to average with.
+    // A single rank has nothing to average.
     if ((update + 1) % 2 == 0 && world > 1) {
       average_models(all);
     }
@@ -163,7 +163,7 @@ TEST(TrainerLocalSGD, ResumedItIsTheUninterruptedRun) {
   a.train_sampling_strategy = SamplingStrategy::random;
   a.gradient_accumulation_steps = 2;
   a.save_strategy = a.eval_strategy = IntervalStrategy::steps;
-  a.eval_steps = a.save_steps = 2; // in mid-round
+  a.eval_steps = a.save_steps = 2; // in the middle of a round
   a.save_total_limit = 0;
   a.output_dir = (folder / "whole").string();
   const LocalRun whole(a, rows);

@@ -1,4 +1,4 @@
-// bf16, fp16 and auto in a Trainer: what is recorded, kept, refused and skipped.
+// bf16, fp16 and auto in a Trainer: records, saved state, errors and skipped steps.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -20,9 +20,9 @@ struct PrecisionRun {
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>(at::kFloat);
   std::shared_ptr<Accelerator> accelerator =
       std::make_shared<Accelerator>(AcceleratorOptions{.cpu = true}, Communicator::create(World{}));
-  std::vector<at::ScalarType> types{}; // of the logits, as they came
+  std::vector<at::ScalarType> types{}; // dtypes of the logits
   int64_t calls = 0;
-  int64_t overflow_at = 0; // call of the loss function in training
+  int64_t overflow_at = 0; // index of a training call of the loss function
   std::unique_ptr<Trainer> trainer{};
 
   LossFunction loss() {
@@ -100,7 +100,7 @@ TEST(TrainerPrecision, GradientsThatOverflowWithoutAScaleEndTheRun) {
     Trainer trainer(
         run.model,
         [&](const Batch& batch) {
-          run.overflow_at = run.calls + 1; // every time
+          run.overflow_at = run.calls + 1; // each step overflows
           return loss(batch);
         },
         a, std::make_shared<toy::Texts>(24), std::make_shared<toy::Texts>(6), ComputeMetrics{},

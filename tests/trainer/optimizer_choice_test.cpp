@@ -106,7 +106,7 @@ TEST(TrainerOptimizer, RatesFallOnAPlateauAlsoAfterAResume) {
   a.num_train_epochs = 4;
   a.warmup_steps = 0;
   a.lr_scheduler_type = SchedulerType::reduce_lr_on_plateau;
-  // Nothing is an improvement after the first evaluation.
+  // No later evaluation is better than the first.
   a.lr_scheduler_kwargs = R"({"factor": 0.5, "patience": 0, "threshold": 1})";
   a.eval_strategy = IntervalStrategy::epoch;
   a.save_strategy = IntervalStrategy::epoch;

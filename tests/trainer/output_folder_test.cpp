@@ -114,7 +114,7 @@ TEST(OutputFolder, ACheckpointWhoseRemovalIsKilledIsNoCheckpointAnyMore) {
     rotate_checkpoints(scratch.path(), 1, {});
     ::_exit(0);
   }
-  while (files_of(first) > kFiles) { // and the model
+  while (files_of(first) > kFiles) { // also the model's file
   }
   ::kill(child, SIGKILL);
   ::waitpid(child, nullptr, 0);
@@ -165,7 +165,8 @@ TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
 
 TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {
   const testing_support::TemporaryFolder scratch;
-  // 9 sorts before 10 and 100 by number only; checkpoint-x is none of ours.
+  // By number 9 is before 10 and 100, by name after them. The library does not write
+  // checkpoint-x.
   detail::make_checkpoints(scratch.path(), {100, 9, 10, 11});
   std::filesystem::create_directories(scratch.path() / "checkpoint-x");
   EXPECT_EQ(rotate_checkpoints(scratch.path(), 0, {}).size(), 0u);
@@ -247,11 +248,11 @@ TEST(OutputDirLock, KeepsASecondWriterOutAndNamesTheFirst) {
     }
     EXPECT_NO_THROW(OutputDirLock(folder / "runs/other"));
   }
-  EXPECT_FALSE(std::filesystem::exists(out)); // made for it, and still empty
+  EXPECT_FALSE(std::filesystem::exists(out)); // the lock made it, and it is still empty
   std::filesystem::create_directories(out);
   EXPECT_NO_THROW(require_unlocked_output_dir(out));
   { const OutputDirLock again(out); }
-  EXPECT_TRUE(std::filesystem::exists(out)); // was there before
+  EXPECT_TRUE(std::filesystem::exists(out)); // existed before
   EXPECT_NO_THROW(OutputDirLock(""));
 }
 

@@ -1,4 +1,4 @@
-// An output folder that does not stay where it is. Worlds 1 to 4.
+// An output folder that is moved or removed during a run. Worlds 1 to 4.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -16,7 +16,7 @@ namespace hasten::output_folder_world_test {
 
 namespace files = std::filesystem;
 
-/// A folder that all ranks see; rank 0's. Collective.
+/// A folder of rank 0 that all ranks use. Collective.
 files::path shared_folder() {
   const auto store = testing_support::test_store();
   if (testing_support::test_world().rank == 0) {
@@ -38,7 +38,7 @@ struct Meddler : TrainerCallback {
   std::function<void()> meddle_;
 };
 
-/// What train() threw on this rank.
+/// The error that train() threw on this rank.
 std::string failure_with(const files::path& out, double logging_steps,
                          std::function<void()> meddle) {
   TrainingArguments a = toy::arguments();
@@ -64,7 +64,7 @@ std::string failure_with(const files::path& out, double logging_steps,
 
 TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {
   const files::path top = shared_folder();
-  for (const double logging_steps : {1.0, 100.0}) { // a record, or the last save
+  for (const double logging_steps : {1.0, 100.0}) { // a record fails, or the last save fails
     const files::path out = top / "out";
     const files::path away = top / "away";
     struct Case {
@@ -89,7 +89,7 @@ TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {
       if (testing_support::test_world().rank == 0) {
         EXPECT_NE(failure.find(bad.said), std::string::npos) << failure;
         EXPECT_NE(failure.find(out.string()), std::string::npos) << failure;
-        // Nothing was begun afresh.
+        // The run did not make a new folder.
         EXPECT_FALSE(files::exists(out / "model.safetensors"));
       } else {
         EXPECT_NE(failure, "");

@@ -1,4 +1,4 @@
-// What a Trainer shows by itself. Worlds 1 to 4.
+// What a Trainer prints by default. Worlds 1 to 4.
 #include "hasten/trainer/progress_callback.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ struct Shown {
   std::string error{};
 };
 
-/// Two epochs, an evaluation at the end of each. `add` gets the Trainer before that.
+/// Runs two epochs with an evaluation at the end of each. Calls `add` with the Trainer before them.
 template <typename Add>
 Shown shown_by(bool disable_tqdm, bool terminal, Add&& add) {
   TrainingArguments a = toy::arguments();
@@ -50,7 +50,7 @@ TEST(ProgressCallback, IsThereByDefaultAndRankZeroAloneShowsBannerBarAndTable) {
   for (const char* word : {"parameters", "ranks", "steps", "train  ", "% [="}) {
     EXPECT_NE(shown.error.find(word), std::string::npos) << shown.error;
   }
-  EXPECT_EQ(lines_of(shown.out), 3) << shown.out; // head and two epochs
+  EXPECT_EQ(lines_of(shown.out), 3) << shown.out; // the header and two epochs
   for (const char* word : {"train loss", "accuracy", "1/2", "2/2"}) {
     EXPECT_NE(shown.out.find(word), std::string::npos) << shown.out;
   }
@@ -68,7 +68,7 @@ TEST(ProgressCallback, OneThatIsAddedTakesItsPlaceOnRankZero) {
         std::make_shared<ProgressCallback>("my run", BannerLines{{"data", "made up"}}));
   });
   const bool main = testing_support::test_world().rank == 0;
-  EXPECT_EQ(lines_of(shown.out), main ? 3 : 0) << shown.out; // one table
+  EXPECT_EQ(lines_of(shown.out), main ? 3 : 0) << shown.out; // only one rank prints the table
   EXPECT_EQ(shown.error.find("my run\n") == 0, main) << shown.error;
   EXPECT_EQ(shown.error.find("made up") != std::string::npos, main);
 }

@@ -22,13 +22,13 @@ TrainingArguments killed_arguments(const std::string& folder) {
   a.num_train_epochs = 1;
   a.save_strategy = IntervalStrategy::steps;
   a.save_steps = 1;
-  a.save_total_limit = 1; // the previous one goes only when the next is there
+  a.save_total_limit = 1; // removes the previous checkpoint after the next one is complete
   a.resume_from_checkpoint = "auto";
   return a;
 }
 
-/// Trains; the faulty rank dies in its third save: rank 0 with half of the model's
-/// file on disk, another one while rank 0 writes.
+/// Trains. The faulty rank dies in the third save. If it is rank 0, half of the model's file is on
+/// disk; another rank dies while rank 0 writes.
 HASTEN_RANK_FUNCTION(TrainerKilledWhileSaving) {
   auto model = std::make_shared<toy::Classifier>();
   Trainer trainer(model, toy::loss_function(model),
@@ -128,7 +128,7 @@ TEST(TrainerFault, WriterKilledInASaveLeavesThePreviousCheckpointToGoOnFrom) {
     const ResumePoint point = find_resume_point(killed_arguments(folder.string()), true);
     EXPECT_EQ(point.folder, folder / "checkpoint-2");
     EXPECT_FALSE(point.finished);
-    // The same command again.
+    // Runs the same command again.
     const auto again = run(name, {});
     EXPECT_EQ(again[0].values.value("steps", 0), 6) << again[0].error;
     EXPECT_EQ(again[0].values.at("loss"), expected[0].values.at("loss"));

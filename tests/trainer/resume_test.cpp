@@ -1,4 +1,4 @@
-// Runs that go on from a checkpoint.
+// Runs that continue from a checkpoint.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -25,7 +25,7 @@ namespace files = std::filesystem;
 /// Three steps an epoch of 2 x 2 rows a rank; the last has one row in all.
 int64_t train_rows() { return 8 * testing_support::test_world().world_size + 1; }
 
-/// The toy's loss with dropout on the words, and the rows it has seen.
+/// The toy model's loss with dropout on the words. Stores the rows that it got.
 LossFunction dropped_loss(std::shared_ptr<toy::Classifier> model, double p,
                           std::vector<int64_t>* seen = nullptr) {
   return [model, p, seen](const Batch& batch) {
@@ -93,7 +93,7 @@ struct WholeRun {
     output = trainer->train();
   }
 
-  /// Records without what depends on the clock.
+  /// Records without the values that depend on the clock.
   nlohmann::json history() const {
     nlohmann::json records = nlohmann::json::array();
     for (nlohmann::json record : trainer->state().log_history) {
@@ -167,8 +167,8 @@ TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
     EXPECT_EQ(resumed.history(), whole.history());
     EXPECT_EQ(resumed.trainer->state().best_metric, whole.trainer->state().best_metric);
     EXPECT_EQ(resumed.output.training_loss, whole.output.training_loss);
-    EXPECT_EQ(resumed.counter->steps, steps); // a state of its own
-    // The rest of the epochs' reports, the interrupted one's total included.
+    EXPECT_EQ(resumed.counter->steps, steps); // the callback has its own state
+    // The remaining epochs' reports. The interrupted epoch's report counts the whole epoch.
     ASSERT_FALSE(resumed.counter->epochs.empty());
     EXPECT_TRUE(std::equal(resumed.counter->epochs.rbegin(), resumed.counter->epochs.rend(),
                            whole.counter->epochs.rbegin()));
@@ -269,7 +269,7 @@ TEST(TrainerResume, DamagedCheckpointsArePassedOverNamedAndSetAside) {
   EXPECT_TRUE(files::exists(copy / "checkpoint-2.set-aside"));
   communicator->barrier("looked");
 
-  // With no good one left nothing is begun again, and nothing removed.
+  // If no checkpoint is valid, the run does not start from the beginning and removes nothing.
   const auto bad = interrupted_copy(*communicator, folder / "whole", "bad", 1);
   if (communicator->is_main()) {
     files::resize_file(bad / "checkpoint-1" / "state_rank_0.safetensors", 40);

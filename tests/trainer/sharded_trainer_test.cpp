@@ -1,4 +1,4 @@
-// Trainer with a strategy, worlds 1 to 4: the run of whole copies, its files too.
+// Trainer with a strategy, worlds 1 to 4. The run and its files equal those of whole copies.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -14,7 +14,7 @@
 
 namespace hasten::sharded_trainer_test {
 
-// Rank 0's; gone at the case's end. Collective.
+// A folder of rank 0 that is removed at the end of the case. Collective.
 std::filesystem::path common_folder() {
   const auto store = testing_support::test_store();
   if (testing_support::test_world().rank == 0) {
@@ -25,7 +25,7 @@ std::filesystem::path common_folder() {
   return store->get_to_str("sharded folder");
 }
 
-// Two copies, where the ranks can be halved.
+// Two copies, if the number of ranks is even.
 int shard_size_of(Strategy strategy) {
   const int world = testing_support::test_world().world_size;
   return strategy == Strategy::hsdp && world % 2 == 0 ? world / 2 : 0;
@@ -33,7 +33,7 @@ int shard_size_of(Strategy strategy) {
 
 struct Finished {
   nlohmann::json history{};
-  NamedTensors model{}; // as the folder has it
+  NamedTensors model{}; // as the output folder has it
 };
 
 // Two epochs with evaluations, checkpoints, and the best model at the end.
@@ -45,7 +45,7 @@ Finished run(const std::filesystem::path& folder, Strategy strategy) {
   a.gradient_accumulation_steps = 2;
   a.eval_strategy = a.save_strategy = IntervalStrategy::epoch;
   a.load_best_model_at_end = true;
-  a.learning_rate = 0.4; // so that the last is not the best
+  a.learning_rate = 0.4; // so that the last model is not the best
   a.strategy = strategy;
   a.shard_size = shard_size_of(strategy);
   a.resume_from_checkpoint = "auto";
@@ -105,7 +105,7 @@ TEST(ShardedTrainer, GoesOnUnderAnotherStrategy) {
     SCOPED_TRACE(std::string(strategy_name(before)) + " to " + strategy_name(after));
     const auto place = folder / (std::string(strategy_name(before)) + "-" + strategy_name(after));
     run(place, before);
-    // As if it had been stopped behind the first epoch.
+    // As if the run had been stopped after the first epoch.
     if (testing_support::test_world().rank == 0) {
       for (const auto& entry : std::filesystem::directory_iterator(place)) {
         if (entry.path().filename() != "checkpoint-3") {

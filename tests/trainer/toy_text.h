@@ -1,5 +1,5 @@
-// A text classifier small enough to train in milliseconds, with ragged rows, and
-// a plain LibTorch loop over it to compare with.
+// A small text classifier that trains in milliseconds, rows of different lengths, and a plain
+// LibTorch loop as the reference.
 #pragma once
 
 #include <torch/torch.h>
@@ -59,7 +59,7 @@ class Texts : public Dataset {
   std::vector<std::vector<int64_t>> ids_{}; // [row][token]
 };
 
-/// Mean of the embeddings of a row's tokens, normed, through a linear layer.
+/// A linear layer on the normalised mean of the embeddings of a row's tokens.
 struct Classifier : torch::nn::Module {
   explicit Classifier(at::ScalarType dtype = at::kDouble) {
     torch::manual_seed(11); // equal on every rank
@@ -90,7 +90,7 @@ inline LossFunction loss_function(std::shared_ptr<Classifier> model) {
   };
 }
 
-/// Arguments that write nothing and take rows in their order.
+/// Arguments for a run that writes nothing and uses the rows in order.
 inline TrainingArguments arguments() {
   TrainingArguments arguments;
   arguments.disable_tqdm = true;

@@ -1,4 +1,4 @@
-// What callbacks see of a run of one process, and what they can ask of it.
+// The events that callbacks get in a run of one process, and the requests that they can make.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -20,7 +20,7 @@ namespace hasten::trainer_callbacks_test {
 
 using testing_support::TemporaryFolder;
 
-/// Every event by name; `at` may ask for something in one.
+/// Stores the name of every event. `at` can make a request in an event.
 struct Watcher : TrainerCallback {
   std::vector<std::string> events{};
   std::map<std::string, std::function<void(TrainerControl&)>> at{};
@@ -84,7 +84,7 @@ TrainingArguments quiet_arguments(const std::string& folder = {}) {
 
 using Events = std::vector<std::string>;
 
-/// Those that begin with one of the words.
+/// The events that begin with one of the words.
 Events only(const Events& events, const Events& words) {
   Events kept;
   for (const std::string& event : events) {

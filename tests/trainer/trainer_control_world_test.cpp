@@ -16,7 +16,7 @@ namespace hasten::trainer_control_world_test {
 
 /// Asks in one on_step_end, and notes at which steps evaluations came.
 struct Asker : TrainerCallback {
-  int64_t step = 0; // 0: never asks
+  int64_t step = 0; // 0: no request
   bool any_rank = false;
   bool stop = false;
   std::vector<int64_t> evaluations{};
@@ -103,7 +103,7 @@ TEST(TrainerControlWorld, EarlyStoppingEndsEveryRankBehindOneUpdate) {
     a.strategy = strategy;
     a.eval_strategy = IntervalStrategy::steps;
     a.eval_steps = 1;
-    a.learning_rate = 0; // nothing ever gets better
+    a.learning_rate = 0; // no evaluation is better than the first
     a.early_stopping_patience = 3;
     auto asker = std::make_shared<Asker>();
     const AskedRun run(a, asker);
@@ -114,7 +114,7 @@ TEST(TrainerControlWorld, EarlyStoppingEndsEveryRankBehindOneUpdate) {
 
 TEST(TrainerControlWorld, ARateThatNotEveryRankSetsIsRefused) {
   if (testing_support::test_world().world_size == 1) {
-    return; // there is no other rank to be without it
+    return; // there is no other rank
   }
   struct SetRate : TrainerCallback {
     void on_step_end(const StepProgress&) override { control().learning_rate = 0.1; }
@@ -165,7 +165,7 @@ TEST(TrainerControlWorld, ClassWeightsAndSmoothingAreTorchsOfTheJoinedBatch) {
   a.warmup_steps = 0;
   a.lr_scheduler_type = SchedulerType::constant;
   a.label_smoothing_factor = 0.2;
-  a.class_weights = "0.25,4,1.5"; // batches of a rank weigh unlike amounts
+  a.class_weights = "0.25,4,1.5"; // a rank's batches have different weights
   const int64_t rows = 26, total = 12;
   const WeightedRun reference = joined_batches(a, rows, total);
   const int world_size = testing_support::test_world().world_size;

@@ -1,4 +1,4 @@
-// Runs that are stopped from outside.
+// Runs that a signal stops.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -18,8 +18,7 @@ namespace hasten {
 
 namespace detail {
 
-/// Trains without end; the ranks in `signalled` get a SIGINT in their third
-/// micro-batch.
+/// Trains without end. The ranks in `signalled` get SIGINT in their third micro-batch.
 void train_until_interrupted(testing_support::FaultRank& rank, const std::vector<int>& signalled) {
   install_interrupt_handlers();
   auto model = std::make_shared<toy::Classifier>();
@@ -49,8 +48,7 @@ HASTEN_RANK_FUNCTION(TrainerInterruptedOnAllRanks) {
 
 HASTEN_RANK_FUNCTION(TrainerInterruptedOnRankOne) { detail::train_until_interrupted(rank, {1}); }
 
-/// SIGTERM reaches rank 1 alone, in its third micro-batch; `HASTEN_TEST_FOLDER` takes
-/// the run.
+/// Only rank 1 gets SIGTERM, in its third micro-batch. The run writes to `HASTEN_TEST_FOLDER`.
 HASTEN_RANK_FUNCTION(TrainerTerminatedOnRankOne) {
   install_interrupt_handlers();
   auto model = std::make_shared<toy::Classifier>();

@@ -1,4 +1,4 @@
-// Losses against torch's numbers (tools/golden/trainer.py).
+// Losses equal torch's (tools/golden/trainer.py).
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -27,7 +27,7 @@ TEST(TrainerLosses, CrossEntropyIsTorchsWithWeightsAndSmoothing) {
   };
   EXPECT_NEAR(loss(0, {}), kPlain, 1e-12);
   EXPECT_NEAR(loss(0.2, {}), kSmoothed, 1e-12);
-  EXPECT_NEAR(loss(0.2, {}), kLabelSmoother, 1e-7); // which sums in fp32
+  EXPECT_NEAR(loss(0.2, {}), kLabelSmoother, 1e-7); // torch sums in fp32
   EXPECT_NEAR(loss(0, kClassWeights), kWeighted, 1e-12);
   EXPECT_NEAR(loss(0.2, kClassWeights), kWeightedAndSmoothed, 1e-12);
 }

@@ -45,7 +45,7 @@ class Points : public Dataset {
   }
 };
 
-/// What a run told, in order.
+/// Stores the events of a run, in order.
 struct Recorder : TrainerCallback {
   std::vector<std::string> events{};
   RunDescription description{};
@@ -171,7 +171,7 @@ TEST(Trainer, TrainsAPlainModuleOnADatasetOfItsOwn) {
   EXPECT_NEAR(before, std::log(2.0), 0.2);
   EXPECT_LT(after, 0.1);
   EXPECT_EQ(toy::history(trainer, "eval_loss").size(), 20u);
-  EXPECT_THROW(trainer.train(), InputError); // one run a Trainer
+  EXPECT_THROW(trainer.train(), InputError); // a Trainer runs once
 }
 
 TEST(Trainer, RecordsAndFilesSayWhatHappened) {
@@ -239,13 +239,13 @@ TEST(Trainer, LoggedLossIsTheMeanOverTheRowsSinceTheLastRecord) {
   TrainingArguments arguments = toy::arguments();
   arguments.num_train_epochs = 1;
   arguments.per_device_train_batch_size = 4;
-  const auto every = detail::train_toy(arguments, 26); // 6 x 4 rows and 2
+  const auto every = detail::train_toy(arguments, 26); // 26 rows: 6 batches of 4 and one of 2
   arguments.logging_steps = 4;
   const auto some = detail::train_toy(arguments, 26);
   const auto l = toy::history(*every.trainer, "loss");
   ASSERT_EQ(l.size(), 7u);
   const auto logged = toy::history(*some.trainer, "loss");
-  ASSERT_EQ(logged.size(), 2u); // the last window is flushed
+  ASSERT_EQ(logged.size(), 2u); // also a record for the last window
   EXPECT_NEAR(logged[0], (l[0] + l[1] + l[2] + l[3]) / 4, 1e-12);
   EXPECT_NEAR(logged[1], (4 * l[4] + 4 * l[5] + 2 * l[6]) / 10, 1e-12);
   EXPECT_NEAR(some.output.training_loss, (16 * logged[0] + 10 * logged[1]) / 26, 1e-12);
@@ -267,7 +267,7 @@ TEST(Trainer, MaxStepsAndFractionalEpochsEndInMidEpoch) {
   EXPECT_EQ(toy::history(*run.trainer, "eval_loss").size(), 2u);
   EXPECT_EQ(run.recorder->epochs.back().samples, 8);
 
-  arguments.max_steps = 9; // over num_train_epochs, into a third epoch
+  arguments.max_steps = 9; // replaces num_train_epochs: ends in a third epoch
   run = detail::train_toy(arguments, 16, 3);
   EXPECT_EQ(run.output.global_step, 9);
   EXPECT_EQ(run.recorder->epochs.size(), 3u);
@@ -291,7 +291,7 @@ TEST(Trainer, EvaluatesAndSavesEverySoManyUpdatesAndAtTheLast) {
       "begin", "evaluate 2", "evaluate 4",        "save checkpoint-4", "evaluate 6",
       "log 7", "evaluate 7", "save checkpoint-7", "epoch 1",           "end"};
   EXPECT_EQ(run.recorder->events, events);
-  // Only what was saved can be the best to go back to.
+  // Only a saved model can be loaded as the best model.
   ASSERT_TRUE(run.trainer->state().best_global_step.has_value());
   const int64_t best = *run.trainer->state().best_global_step;
   EXPECT_TRUE(best == 4 || best == 7) << best;

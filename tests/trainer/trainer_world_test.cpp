@@ -1,4 +1,4 @@
-// What must not depend on the number of ranks.
+// Results that do not depend on the number of ranks.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -21,7 +21,7 @@ namespace hasten {
 
 namespace detail {
 
-/// Over the case's ranks, or over this process alone.
+/// A communicator of the case's ranks, or of this process only.
 std::shared_ptr<Accelerator> trainer_accelerator(int64_t window, bool alone) {
   AcceleratorOptions options;
   options.gradient_accumulation_steps = window;
@@ -66,7 +66,7 @@ void expect_near(const std::vector<double>& values, const std::vector<double>& e
   }
 }
 
-/// A folder that all ranks see; rank 0's. Collective.
+/// A folder of rank 0 that all ranks use. Collective.
 std::filesystem::path shared_folder() {
   const auto store = testing_support::test_store();
   if (testing_support::test_world().rank == 0) {
@@ -102,7 +102,7 @@ class CountedRows : public Metric {
   int64_t row_numbers_ = 0;
 };
 
-/// Counts rows, and gives a score as "score".
+/// Counts rows and returns a score with the name "score".
 class ScriptedMetrics : public EvaluationMetrics {
  public:
   explicit ScriptedMetrics(double score) : score_(score) {}
@@ -309,8 +309,8 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
   EXPECT_EQ(output.global_step, 8); // 2 steps an epoch
   EXPECT_EQ(trainer.state().best_metric, 0.9);
   EXPECT_EQ(trainer.state().best_global_step, 4);
-  // Until the end the newest is there too; then only what a limit of 1 says.
-  if (world.rank == 0) { // which removes them, too
+  // During the run the newest checkpoint exists, too. At the end a limit of 1 keeps only one.
+  if (world.rank == 0) { // the rank that removes them
     EXPECT_EQ(saves, (std::vector<size_t>{1, 1, 2, 2}));
   }
   const auto folders = checkpoint_folders(folder / "out");
@@ -328,7 +328,7 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
   };
   EXPECT_EQ(largest_change(folders[0].path), 0);
   EXPECT_EQ(largest_change(folder / "out"), 0);
-  trainer.accelerator().wait_for_everyone(); // all have looked
+  trainer.accelerator().wait_for_everyone(); // all ranks have checked
 }
 
 TEST(TrainerWorld, FolderOfAnotherRunIsRefusedOnEveryRank) {
