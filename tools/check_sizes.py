@@ -5,6 +5,9 @@ Public header 400 lines, source 600, test 500, example 120, README 150, root
 CMakeLists.txt 200; the body of a function 80. A class has at most 30 public names,
 inherited ones counted and a struct's fields not (60 for the Accelerator, a facade, and what it inherits), 40 member
 functions, and definitions in 3 source files. Split by idea, not by alphabet.
+
+include/ and src/ together have a sum for each library. A change that needs more lines raises
+the sum in LIBRARIES and says in its message what for.
 """
 
 import re
@@ -15,6 +18,13 @@ FUNCTION_LIMIT = 80
 PUBLIC_LIMIT, FACADE, FACADE_LIMIT = 30, "Accelerator", 60
 MEMBER_LIMIT = 40
 SOURCE_LIMIT = 3
+# Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
+# are named nowhere belong to the first.
+LIBRARIES = (
+    ("hasten", (), 51300),
+    ("hasten_text", ("text", "models"), 6450),
+    ("the programs", ("cli",), 5200),
+)
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")
 CONTROL = re.compile(r"(^|\belse\s+)(if|for|while|switch|catch)\b[^;]*$")
@@ -177,8 +187,19 @@ def large_classes(root):
                 yield tree.Problem(path, line, f"{name} has {count} {what}, the limit is {limit}")
 
 
+def library_sums(root):
+    named = {folder: name for name, folders, _ in LIBRARIES for folder in folders}
+    sums = dict.fromkeys((name for name, _, _ in LIBRARIES), 0)
+    for path in tree.files(root, ("include", "src")):
+        folder = path.parts[2] if path.parts[0] == "include" else path.parts[1]
+        sums[named.get(folder, LIBRARIES[0][0])] += len((root / path).read_text().splitlines())
+    for name, _, limit in LIBRARIES:
+        if sums[name] > limit:
+            yield tree.Problem("include, src", 1, f"{sums[name]} lines of {name}, the limit is {limit}")
+
+
 def check(root):
-    problems = list(large_classes(root))
+    problems = [*large_classes(root), *library_sums(root)]
     for path in tree.files(root):
         limit = limit_of(path)
         if limit is None:

@@ -110,6 +110,10 @@ class ChecksTest(unittest.TestCase):
         spread["src/comm/d.h"] = "class D {\n" + many + "};\n"
         self.assert_bad("sizes", spread, "D has 4 source files")
 
+    def test_sizes_library(self):
+        many = {f"src/text/t{i}.cpp": "\n" * 600 for i in range(11)}
+        self.assert_bad("sizes", many, "6600 lines of hasten_text", "the limit is")
+
     def test_sizes_function(self):
         body = 'void f(\n    int a) const {\n  g("}");  // }\n' + "  if (a) {\n  }\n" * 40 + "}\n"
         self.assert_bad("sizes", {"src/comm/f.cpp": body}, "src/comm/f.cpp:2", "81 lines")
