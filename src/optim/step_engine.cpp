@@ -2,12 +2,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <string>
-#include <unordered_set>
 
 #include "hasten/base/error.h"
 #include "hasten/core/random.h"
@@ -73,7 +73,7 @@ at::Tensor StepRules::make_moment(int, const at::Tensor& parameter, const Option
 }
 
 void StepEngine::check(torch::optim::Optimizer& optimizer) const {
-  std::unordered_set<const void*> seen;
+  ska::flat_hash_set<const void*> seen;
   for (auto& group : optimizer.param_groups()) {
     rules_->check(group.options());
     std::erase_if(group.params(), [&](const at::Tensor& parameter) {
@@ -85,7 +85,12 @@ void StepEngine::check(torch::optim::Optimizer& optimizer) const {
 void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass) const {
   const at::NoGradGuard no_grad;
   check(optimizer);
+  size_t count = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    count += group.params().size();
+  }
   std::vector<StepItem> items;
+  items.reserve(count);
   uint64_t index = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -219,13 +224,18 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
   std::vector<Task> tasks;
   const bool alone = at::get_num_threads() == 1 || at::in_parallel_region();
   const auto kernel = rules_->traits().kernel;
+  const StepItem* last = nullptr; // most parameters have the numbers of the one before
   for (StepItem& item : items) {
     StepArrays& arrays = item.arrays;
     const int64_t step = ++*item.parts.step;
     if (arrays.count == 0) {
       continue;
     }
-    item.numbers = rules_->numbers(item.options, step, item.fresh);
+    item.numbers = last != nullptr && &last->options == &item.options &&
+                           *last->parts.step == step && last->fresh == item.fresh
+                       ? last->numbers
+                       : rules_->numbers(item.options, step, item.fresh);
+    last = &item;
     if (arrays.moment_type == StepType::bf16) {
       arrays.rounding_key =
           splitmix64(splitmix64(options_.seed, static_cast<uint64_t>(step)), item.index);

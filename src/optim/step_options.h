@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -54,8 +55,8 @@ class RulesOf : public StepRules {
 /// The state in `slot` as State: existing, converted from torch's Base, or new.
 template <typename State, typename Base = State>
 State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
-  if (auto* state = dynamic_cast<State*>(slot.get())) {
-    return *state;
+  if (slot != nullptr && typeid(*slot) == typeid(State)) { // each step: no dynamic_cast
+    return static_cast<State&>(*slot);
   }
   auto made = std::make_unique<State>();
   if constexpr (!std::is_same_v<State, Base>) {
