@@ -88,6 +88,15 @@ class ChecksTest(unittest.TestCase):
         self.assert_bad("words", {"include/hasten/base/w.h": "// Tells whoever waits.\n"}, "whoever")
         (self.root / "include/hasten/base/w.h").unlink()
         self.assert_bad("words", {"include/hasten/base/w.h": "/// Of hsdp: ranks.\n"}, "Of hsdp:")
+        for word in ("asked", "behind", "goes on", "of its own"):
+            with self.subTest(word):
+                self.setUp()
+                self.assert_bad("words", {"README.md": f"A rank {word} here.\n"}, f'"{word}"')
+
+    def test_words_plain_in_a_message(self):
+        names = 'f(asked, "its own");\n// "behind"\n'
+        write(self.root, {"src/comm/b.cpp": names, "README.md": "`asked` is a name.\n"})
+        self.assert_bad("words", {"src/comm/b.cpp": 'f("rank 1 is " + n, " behind");\n'}, "behind")
 
     def test_sizes_header(self):
         self.assert_bad("sizes", {"include/hasten/base/a.h": "\n" * 401}, "the limit is 400")

@@ -274,7 +274,7 @@ class Experiment {
     }
   }
 
-  // Prints how well it goes on images never trained on, and keeps what it has.
+  // Prints the error on images that are not in the training set, and saves the model.
   void report(int epoch, double trainError) {
     torch::NoGradGuard noGrad;
     train(false);

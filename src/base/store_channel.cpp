@@ -1,9 +1,9 @@
 #include "hasten/base/store_channel.h"
 
 #include <fcntl.h>
+#include <linux/tcp.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <linux/tcp.h>
 #include <poll.h>
 #include <sodium.h>
 #include <sys/socket.h>

@@ -1,8 +1,8 @@
 #include "hasten/base/store_server.h"
 
+#include <linux/tcp.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <linux/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>

@@ -148,10 +148,9 @@ class GradientWindow : public Stateful {
   /// backward.
   void complete_without_backward();
 
-  /// Backward without an open batch. With `reduce` true it is a window of its own, and its gradient
+  /// Backward without an open batch. With `reduce` true it is one whole window, and its gradient
   /// is added to the existing one. With false it waits for the next call that reduces, and all
-  /// these calls
-  /// are one window:
+  /// these calls are one window:
   ///   * one mean loss: the mean over all ranks' samples (`batch.weight`; unknown: 1)
   ///   * several mean losses: their sum, with equal weight for each rank, since the number of
   ///     samples in the others' batches is not known yet

@@ -61,7 +61,7 @@ class TrainingError : public Error {
   using Error::Error;
 };
 
-/// The user or the launcher asked the process to stop (SIGINT, SIGTERM).
+/// The user or the launcher sent a signal that stops the process (SIGINT, SIGTERM).
 class Interrupted : public Error {
  public:
   /// `signal` is the number of the signal; the exit code is 128 + signal.

@@ -224,7 +224,7 @@ class Communicator {
   /// Collective over the remaining ranks. Blocks until all have called it, up to the timeout.
   /// Handles further losses in the meantime.
   /// Throws CommunicationError if rank 0 is lost, because it serves the store (unless the launcher
-  /// does: hasten launch, torchrun), and on a rank that the others have left behind. Throws
+  /// does: hasten launch, torchrun), and on a rank that the others count as lost. Throws
   /// InputError for a group that does not have all ranks of the world.
   virtual std::optional<Survivors> shrink();
 

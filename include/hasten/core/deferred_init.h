@@ -20,7 +20,7 @@
 // If parameters are copied from tensors outside the scope (of a checkpoint, for example), these
 // tensors are held until the parameters have values, and must not change before.
 // Only CPU memory is deferred. Tensors on other devices have their values.
-// Threading: the scope records operators of its own thread. One thread at a time may materialise
+// Threading: the scope records the operators of its thread. One thread at a time may materialise
 // a model.
 // Design: docs/design/fully_sharded.md
 #pragma once

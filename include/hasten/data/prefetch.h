@@ -15,7 +15,7 @@ namespace hasten {
 /// Threading: a background thread calls source() from the constructor on, one call at a time, until
 /// it returns nullopt or throws. Call next() from one thread. Torch uses as many threads in the
 /// background thread as in the caller's.
-/// Memory: depth values. source() should use a random generator of its own. If both threads drew
+/// Memory: depth values. source() should draw from its own random generator. If both threads drew
 /// from torch's default generator, the order of the draws would vary.
 template <typename Value>
 class Prefetcher : public OrderedWorkers<Value> {

@@ -49,7 +49,7 @@ enum class SyncStrategy {
 struct AveragerOptions {
   /// Reduces a copy, votes, and commits in one pass. Memory: one fp32 copy of the tensors,
   /// allocated once. If false, large tensors are reduced in place, which saves the copy and the
-  /// pass. Then a peer that dies leaves partial sums behind, and the spread is not measured.
+  /// pass. Then the tensors hold partial sums after a peer dies, and the spread is not measured.
   bool transactional = true;
   /// Tensors are sent in slices of about this size, so that copying and summing one slice overlaps
   /// with sending others. MiB, > 0.

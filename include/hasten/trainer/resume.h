@@ -72,8 +72,8 @@ std::string describe_changes(const std::vector<ArgumentChange>& changes, bool on
 void require_same_trajectory(const std::filesystem::path& folder,
                              const std::vector<ArgumentChange>& changes, bool allowed);
 
-/// Prepares output_dir to continue after step `global_step` of its own checkpoint. It renames
-/// later checkpoint-N folders (damaged, or of a run that is abandoned) to
+/// Prepares output_dir to continue after its checkpoint of step `global_step`. It renames later
+/// checkpoint-N folders (damaged, or of a run that is abandoned) to
 /// "checkpoint-N.set-aside…", removes the marks of a finished run and the files of killed writers,
 /// and cuts later records off metrics.jsonl. Throws Error if something cannot be written.
 void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step);
