@@ -46,7 +46,7 @@ TEST(Error, NearestNameIsOfferedOnlyWhenItIsNear) {
   EXPECT_EQ(nearest_name("zzzzz", std::begin(names), std::end(names)), "");
 }
 
-// Values of a megabyte, with and without spaces, before the name of the place.
+// The value in the message has a megabyte, with or without spaces. "column=12" follows it.
 TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
   const std::string word(1'000'000, 'x');
   std::string words;
@@ -66,7 +66,7 @@ TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
   }
   const std::string at_limit(512, 'y');
   EXPECT_NE(std::string(Error("a::b", at_limit).what()).find(at_limit), std::string::npos);
-  const std::string character = "\xE2\x82\xAC"; // a character is not cut
+  const std::string character = "\xE2\x82\xAC"; // a character is never cut in the middle
   std::string euros;
   for (int i = 0; i < 1000; ++i) {
     euros += character;
@@ -75,7 +75,8 @@ TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
   for (size_t at = 0; (at = kept.find(character)) != std::string::npos;) {
     kept.erase(at, character.size());
   }
-  EXPECT_EQ(kept.find('\xE2'), kept.find("\xE2\x80\xA6")) << kept; // "…" alone
+  EXPECT_EQ(kept.find('\xE2'), kept.find("\xE2\x80\xA6"))
+      << kept; // only the ellipsis has this byte
   EXPECT_EQ(nearest_name(word, &word, &word + 1), ""); // returns immediately
 }
 

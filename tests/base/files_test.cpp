@@ -51,7 +51,7 @@ TEST(Files, MissingFileIsNamedWithTheReason) {
   EXPECT_THROW(write_file_atomically("/nowhere/at/all", "x"), InputError);
 }
 
-// A process with this pid left them, or is writing in another container.
+// A process with this pid has created them. It has ended, or it is writing in another container.
 TEST(Files, TemporaryFilesOfOthersAreNotInTheWay) {
   const TemporaryFolder folder;
   constexpr int kOthers = 1000;

@@ -46,7 +46,7 @@ TEST(Json, ProblemsAreNamedWithTheirPlace) {
   struct Case {
     const char* text;
     JsonRules rules;
-    const char* part; // empty: none
+    const char* part; // of the error's message; empty: no error
   };
   const Case cases[] = {
       {"[1, 1e999]", {}, "near byte=9 (line 1): number overflow parsing '1e999'"},

@@ -203,7 +203,7 @@ TEST(Launchers, AShellOfSrunPtyIsAloneEvenAsOneOfSeveralTasks) {
   const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   ::dup2(terminal, STDIN_FILENO);
   EXPECT_EQ(world_from_environment().world_size, 1);
-  // srun inside that shell inherits its variables; its tasks have no terminal.
+  // srun in the shell of salloc inherits the shell's variables. Its tasks have no terminal.
   ::dup2(nothing, STDIN_FILENO);
   EXPECT_EQ(world_from_environment().world_size, 4);
   ::dup2(saved, STDIN_FILENO);

@@ -66,7 +66,7 @@ TEST(Process, ChildGetsArgumentsEnvironmentAndItsOwnGroup) {
 }
 
 TEST(Process, ChildKeepsOnlyTheDescriptorsItIsGiven) {
-  // Without close-on-exec on purpose: the library must close it.
+  // Not close-on-exec: the library must close it.
   const int kept = ::open("/dev/null", O_RDONLY);
   const int lost = ::open("/dev/null", O_RDONLY);
   SpawnOptions options;
@@ -86,7 +86,7 @@ TEST(Process, StandardDescriptorsMayBeExchanged) {
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   SpawnOptions options;
   options.stderr_fd = ends[1];
-  options.stdout_fd = 2; // stdout goes where stderr of this process goes now
+  options.stdout_fd = 2; // the child's stdout is stderr of this process
   const pid_t pid = spawn_process({"sh", "-c", "printf e >&2"}, options);
   ::close(ends[1]);
   char byte = 0;
@@ -199,7 +199,7 @@ TEST(ProcessDeathTest, FirstInterruptIsRememberedTheSecondEndsTheProcess) {
             ::_exit(3);
           }
         }
-        ::raise(SIGTERM); // another signal is remembered, too
+        ::raise(SIGTERM); // SIGTERM after SIGINT is remembered, too
         if (interrupt_signal() != SIGTERM) {
           ::_exit(4);
         }

@@ -58,7 +58,7 @@ TEST(StoreSecret, WhoHasAnotherOrNoneIsNotLetIn) {
 /// All bytes that a client has sent over the network.
 static std::string recorded_session(const StoreAddress& address, std::string& answers) {
   StoreServer server(address);
-  // A listener in the middle that forwards both directions.
+  // A listener between client and server that forwards the bytes of both.
   StoreAddress middle = tcp_address(1);
   const auto [listen_fd, port] = [] {
     const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -186,7 +186,7 @@ TEST(StoreSecret, ConnectionsThatProveNothingAreFewAndShort) {
     fds.push_back(try_connect(server.address()));
     ASSERT_GE(fds.back(), 0);
   }
-  expect_serves(server.address()); // while they are connected
+  expect_serves(server.address()); // while the others are connected
   for (const int fd : fds) {
     expect_ended_by(server.address(), fd);
   }

@@ -35,7 +35,7 @@ TEST(StoreServer, WaitersAreAnsweredWhenTheLastOfTheirKeysComes) {
   EXPECT_EQ(ask(*writer, StoreOp::set, {"b", "2"}), "");
   std::string_view frame;
   EXPECT_EQ(waiter->wait(frame, StoreClock::now()), StoreChannel::Next::none);
-  // It is removed before the other key exists.
+  // The first key is removed before the other key exists.
   ask(*writer, StoreOp::remove, {"b"});
   ask(*writer, StoreOp::append, {"a", "1"});
   EXPECT_EQ(waiter->wait(frame, StoreClock::now()), StoreChannel::Next::none);

@@ -126,7 +126,7 @@ TEST(World, AFileStandsForAddressAndPort) {
     EXPECT_EQ(world.store_file, "/shared/run 7");
     EXPECT_NE(describe(world).find("store file /shared/run 7"), std::string::npos);
   }
-  // A launcher that sets a port has a store there.
+  // A launcher that sets a port serves a store at this port.
   const testing_support::ScopedEnvironment environment(variables("29500"));
   EXPECT_EQ(world_from_environment().store_file, "");
   EXPECT_EQ(world_from_environment().master_port, 29500);

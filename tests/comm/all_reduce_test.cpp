@@ -139,7 +139,7 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
   for (int i = 19; i >= 0; --i) {
     Work& handle = handles[static_cast<size_t>(i)];
     handle.wait();
-    handle.wait(); // divides once
+    handle.wait(); // a second wait() does not divide again
     EXPECT_TRUE(handle.done());
     const double mean = i + (comm->world_size() - 1) / 2.0;
     EXPECT_FLOAT_EQ(tensors[static_cast<size_t>(i)][0].item<float>(), float(mean));

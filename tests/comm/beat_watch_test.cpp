@@ -18,8 +18,8 @@ struct SimulatedWorld {
   int size = 0;
   int dead = -1; // from dead_at on
   milliseconds dead_at{0};
-  // Findings.
-  std::map<int, milliseconds> named{}; // [rank] when a rank first named it
+  // What the simulation measured.
+  std::map<int, milliseconds> named{}; // lost rank -> when another rank first reported it
   size_t most_read = 0; // heartbeats in one exchange
   double read_per_second = 0; // by all ranks
 };

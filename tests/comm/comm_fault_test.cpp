@@ -169,7 +169,7 @@ TEST(CommFault, AFailingRanksReasonReachesItsPeers) {
 }
 
 HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
-  // Otherwise the faulty rank would wait for the others before it has a handle.
+  // Otherwise the faulty rank would wait for the others inside the call that returns the handle.
   const auto comm = comm_of(rank, milliseconds(60'000), ShapeCheck::never);
   torch::Tensor tensor = torch::ones({1'000'000});
   if (rank.is_faulty()) {

@@ -104,7 +104,7 @@ TEST(CommStart, TwoProcessesWithOneRankAreAnError) {
   const auto refused = [&](size_t process) {
     return ranks[process].error.find("two processes have RANK=1") != std::string::npos;
   };
-  // The one that came second.
+  // The rank that came second.
   EXPECT_NE(refused(1), refused(2)) << ranks[1].error << "\n" << ranks[2].error;
 }
 

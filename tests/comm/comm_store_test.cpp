@@ -80,7 +80,7 @@ static std::shared_ptr<Communicator> watched_comm(const FaultRank& rank) {
 
 HASTEN_RANK_FUNCTION(CommConnectsTheWatchSlowly) {
   if (rank.world().rank == 1) {
-    first_slow_lookup = 1; // after the store's own
+    first_slow_lookup = 1; // the look-ups for the store's connection stay fast
   }
   const auto comm = watched_comm(rank);
   rank.report("lookups", lookups.load());

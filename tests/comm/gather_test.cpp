@@ -206,7 +206,7 @@ TEST(ReduceScatter, EachRankGetsTheSumOfItsRowOfEveryRank) {
       Work handle =
           comm->reduce_scatter_async(sum, rows, "rows", scratch ? rows.clone() : torch::Tensor());
       handle.wait();
-      handle.wait(); // sums once
+      handle.wait(); // a second wait() does not sum again
       EXPECT_TRUE(torch::equal(sum.view({3}), wanted)) << sum << wanted;
     }
   }

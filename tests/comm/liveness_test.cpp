@@ -30,7 +30,7 @@ static Ranks three_ranks() {
     store->set(Liveness::beat_key(rank), std::string(Liveness::kFirstBeat));
     Hello hello;
     hello.rank = rank;
-    hello.launch_rank = rank + 10; // its number in messages
+    hello.launch_rank = rank + 10; // messages give this number
     hello.world_size = 3;
     hello.process_host = "host " + std::to_string(rank);
     hellos.push_back(hello);
@@ -59,7 +59,7 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
       << ranks[0]->cause().text;
   EXPECT_TRUE(comes_true([&] { return ranks[1]->failed(); }));
   EXPECT_EQ(ranks[1]->cause().lost, std::vector<int>{2});
-  std::this_thread::sleep_for(milliseconds(1000)); // they still write heartbeats
+  std::this_thread::sleep_for(milliseconds(1000)); // the others still write heartbeats
   EXPECT_EQ(ranks[0]->lost(), (Lost{false, false, true}));
   EXPECT_EQ(ranks[1]->lost(), (Lost{false, false, true}));
 
@@ -67,8 +67,8 @@ TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
   EXPECT_TRUE(comes_true([&] { return ranks[0]->lost() == Lost{false, true, true}; }));
 }
 
-// A rank whose thread was delayed may find that its peers have moved on: they have its value. Only
-// a peer that has moved on without its value is in another operation.
+// If a rank's thread was delayed, its peers may have its value and be in a later operation. Only a
+// peer that is in a later operation without this rank's value is an error.
 TEST(Liveness, APeerThatHasExchangedAsOftenMayHaveGoneOn) {
   const Ranks ranks = three_ranks();
   std::vector<std::shared_ptr<GroupProgress>> groups;

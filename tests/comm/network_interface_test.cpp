@@ -1,4 +1,5 @@
-// Which address and which tensors a world takes; two hosts in namespaces are in tests/cli/hosts_test.cpp.
+// Which address a world uses and which tensors it accepts. tests/cli/hosts_test.cpp runs two hosts
+// in network namespaces.
 #include "network_interface.h"
 
 #include <ATen/ATen.h>
@@ -53,7 +54,7 @@ TEST(NetworkInterface, AnOptionIsAnAddressOrANameAndComesBeforeTheVariable) {
   }
 }
 
-// Where the model is on a GPU.
+// As with a model on a GPU.
 TEST(TensorChecks, ATensorOfAnotherDeviceIsRefusedWithTheOptionThatHelps) {
   try {
     check_tensor("broadcast", at::empty({2}, at::kMeta));

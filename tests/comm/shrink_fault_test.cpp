@@ -126,7 +126,7 @@ HASTEN_RANK_FUNCTION(ShrinksThreeTimes) {
       std::raise(SIGKILL);
     }
     use_until_it_fails(*comm);
-  } catch (const CommunicationError& error) { // with its rank from the start
+  } catch (const CommunicationError& error) { // the message names the rank's number at the start
     EXPECT_NE(std::string(error.what()).find("rank 2 died"), std::string::npos) << error.what();
   }
   EXPECT_EQ(comm->shrink()->ranks, (std::vector<int>{0}));
@@ -263,7 +263,7 @@ HASTEN_RANK_FUNCTION(ShrinksWithALateRank) {
   rank.report("shrunk", left.has_value());
   EXPECT_NE(first.find("timed out"), std::string::npos) << first;
   if (rank.world().rank == 0 && left) {
-    std::this_thread::sleep_for(milliseconds(2'000)); // the store stays
+    std::this_thread::sleep_for(milliseconds(2'000)); // the store remains
   }
   comm->close();
 }

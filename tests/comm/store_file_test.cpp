@@ -36,7 +36,7 @@ static World world_by_file(const std::string& path, int local_world_size) {
 TEST(StoreFile, RanksMeetByItAgainAndAgainAndItIsGoneBehindThem) {
   const TemporaryFolder folder;
   const std::string path = shared_path(folder);
-  // On one host and, as the ranks are told, on several.
+  // With LOCAL_WORLD_SIZE of one host, and with that of several hosts.
   for (const int local : {test_world().world_size, 1}) {
     for (int time = 0; time < 2; ++time) {
       const auto comm = Communicator::create(world_by_file(path, local));

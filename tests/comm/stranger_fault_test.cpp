@@ -85,7 +85,7 @@ HASTEN_RANK_FUNCTION(TrainsAmongStrangers) {
     const detail::StoreAddress store{.socket = "hasten1-" + std::to_string(::geteuid()) + "-" +
                                                std::to_string(world.master_port)};
     const int fd = detail::try_connect(store);
-    EXPECT_GE(fd, 0); // it exists
+    EXPECT_GE(fd, 0); // the socket exists
     ::close(fd);
     const std::set<int> ports = detail::listening_ports(); // Gloo's
     EXPECT_FALSE(ports.empty());
@@ -157,7 +157,7 @@ TEST(Stranger, OneThatIsConnectedToGlooEndsTheStartOnAllRanks) {
   }
 }
 
-// As on several hosts: the ranks meet over TCP, at this host's name.
+// As on several hosts, the ranks connect to the store over TCP, by this host's name.
 HASTEN_RANK_FUNCTION(MeetsOverTcp) {
   World world = rank.world();
   char name[256] = "";

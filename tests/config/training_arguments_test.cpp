@@ -150,7 +150,7 @@ TEST(TrainingPlan, CountsUpdatesAsHuggingFaceDoes) {
   EXPECT_EQ(plan.eval_steps, 500);
 
   arguments.max_steps = 1000;
-  arguments.warmup_steps = 30; // wins over the ratio
+  arguments.warmup_steps = 30; // replaces warmup_ratio
   arguments.save_steps = 0.25;
   plan = make_training_plan(arguments, 10);
   EXPECT_EQ(plan.max_steps, 1000);

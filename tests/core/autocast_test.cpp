@@ -56,7 +56,7 @@ TEST(Autocast, AnExceptionPutsBackTooAndDropsConvertedWeights) {
     weight.fill_(2);
   }
   const Autocast again({.dtype = torch::kHalf});
-  EXPECT_EQ(result(), 128); // not the dtype of the scope that ended
+  EXPECT_EQ(result(), 128); // the cast of the scope that has ended is gone
 }
 
 TEST(Autocast, DroppedCastsSeeAWeightThatChangedInTheScope) {
@@ -68,7 +68,7 @@ TEST(Autocast, DroppedCastsSeeAWeightThatChangedInTheScope) {
     const torch::NoGradGuard no_grad;
     weight.fill_(2);
   }
-  EXPECT_EQ(result(), 64); // from torch's cache, see the header's warning
+  EXPECT_EQ(result(), 64); // torch's cache has the old value; see the header's warning
   drop_autocast_casts();
   EXPECT_EQ(result(), 128);
 }
@@ -111,7 +111,7 @@ TEST(Autocast, NormalisationsAndLossesAreInFp32AsOnGpus) {
       const Autocast autocast({.dtype = dtype});
       EXPECT_EQ(types(), fp32);
       EXPECT_EQ(losses(), std::vector(3, torch::kFloat));
-      // A call that names a dtype gets it.
+      // The dtype argument of a call is obeyed.
       EXPECT_EQ(torch::softmax(x, -1, dtype).scalar_type(), dtype);
       {
         const Autocast off({.enabled = false});
@@ -172,7 +172,7 @@ TEST(Autocast, ThreadsBeginWithoutAndTakeASettingThatIsGiven) {
   thread.join();
   EXPECT_EQ(bare, torch::kFloat);
   EXPECT_EQ(given, torch::kHalf);
-  EXPECT_EQ(softmax, torch::kFloat); // hasten's operators use the passed setting, too
+  EXPECT_EQ(softmax, torch::kFloat); // hasten's operators also use the setting of the other thread
   EXPECT_EQ(after, torch::kFloat);
 }
 
@@ -241,7 +241,7 @@ TEST(Autocast, FastLinearIsTheProductOfTheRoundedNumbers) {
         y.detach().to(torch::kFloat),
         torch::linear(rounded(x.detach()), rounded(weight.detach()), rounded(bias.detach())), 2.02);
     expect_near(x.grad(), g.mm(rounded(weight.detach())), 2.02);
-    // Rounded once for each of at most five pieces of rows.
+    // The rows are split into at most five pieces, and each piece's sum is rounded once.
     expect_near(weight.grad(), g.t().mm(rounded(x.detach())), 5);
     expect_near(bias.grad(), g.sum(0), 1e-3);
   }

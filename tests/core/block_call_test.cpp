@@ -79,7 +79,7 @@ TEST(BlockCall, IsThePlainForwardUntilSomethingIsAttached) {
   EXPECT_EQ(detail::attached_blocks, 0);
 }
 
-// The outer one replaces inputs and outputs, the inner one runs forward again.
+// The outer interceptor replaces inputs and outputs. The inner one runs forward again.
 TEST(BlockCall, ShardIsOutsideCheckpointWhateverTheOrderOfAttachment) {
   for (const bool shard_first : {true, false}) {
     Scale block(3.0);
@@ -180,7 +180,7 @@ TEST(BlockCall, ADeadBlockLeavesNothingToTheNextAtItsAddress) {
   block = build(3);
   EXPECT_EQ(value(call_block(block, scalar(1))), 3);
   auto next = attach_block(block, BlockStage::shard, hundred);
-  hold.detach(); // of the destroyed block; must not detach the live block's
+  hold.detach(); // its block is destroyed; the live block's must remain
   EXPECT_EQ(value(call_block(block, scalar(1))), 300);
   next.detach();
   EXPECT_EQ(detail::attached_blocks, 0);

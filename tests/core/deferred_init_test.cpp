@@ -1,4 +1,4 @@
-// A deferred model equals the model: every value has the bits of plain construction.
+// A deferred model has the same bits in every value as a model that is constructed directly.
 #include "hasten/core/deferred_init.h"
 
 #include <gtest/gtest.h>
@@ -173,7 +173,7 @@ TEST(DeferredInit, ModelsTakeNoMemory) {
   materialize({deferred->parameters()[0]});
   EXPECT_LT(memory_stats().live_bytes - before, 2 * layer);
   materialize(*deferred);
-  EXPECT_EQ(memory_stats().live_bytes - before, 8 * layer); // and no log
+  EXPECT_EQ(memory_stats().live_bytes - before, 8 * layer); // the log is freed
   EXPECT_LT(memory_stats().peak_bytes - before, 10 * layer);
 }
 

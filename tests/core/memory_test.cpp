@@ -156,7 +156,7 @@ TEST_F(MemoryMeter, OfNestedLimitsTheLeastHolds) {
   EXPECT_THROW(MemoryLimit(0), InputError);
 }
 
-// An attempt that fails in forward or backward leaves no memory in use.
+// A step that fails in forward or backward frees all its memory.
 TEST_F(MemoryMeter, AStepThatRanOutOfMemoryLeavesNothingBehind) {
   torch::nn::Sequential net(torch::nn::Linear(64, 64), torch::nn::Tanh(),
                             torch::nn::Linear(64, 64));

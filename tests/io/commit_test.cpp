@@ -41,7 +41,7 @@ static std::string error_of(const Call& call) {
   return {};
 }
 
-// Writing files larger than 4096 bytes fails in the middle, as on a full disk.
+// A write fails after 4096 bytes, as on a full disk.
 class FullDisk {
  public:
   FullDisk() : old_handler_(std::signal(SIGXFSZ, SIG_IGN)) {

@@ -58,7 +58,7 @@ TEST(ProcessState, TellsRunningStoppedDebuggedAndEndedProcessesApart) {
   const pid_t child = ::fork();
   if (child == 0) {
     const bool traced = ::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) == 0;
-    std::raise(SIGSTOP); // 't' if traced
+    std::raise(SIGSTOP); // state 't' if traced
     std::raise(SIGSTOP);
     ::_exit(traced ? 0 : 1);
   }
@@ -73,7 +73,7 @@ TEST(ProcessState, TellsRunningStoppedDebuggedAndEndedProcessesApart) {
     ASSERT_EQ(::waitpid(child, &status, WUNTRACED), child);
   }
   EXPECT_EQ(process_state(child, started), ProcessState::stopped);
-  // With another start time it is another process that has the same pid.
+  // If the start time differs, another process has this pid now.
   EXPECT_EQ(process_state(child, started + 1), ProcessState::ended);
   ::kill(child, SIGKILL);
   ::waitpid(child, &status, 0);

@@ -293,7 +293,7 @@ TEST(LaunchCause, TheFolderOfAKilledLauncherGoesWithTheNextStart) {
   const auto folders = [&] { return std::distance(std::filesystem::directory_iterator(tmp), {}); };
   options.argv = {"true"};
   launch(options);
-  EXPECT_EQ(folders(), 1); // of a live launcher
+  EXPECT_EQ(folders(), 1); // the folder of a launcher that is alive
   ::kill(launcher, SIGKILL);
   ::waitpid(launcher, nullptr, 0);
   EXPECT_EQ(folders(), 1);

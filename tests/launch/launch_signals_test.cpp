@@ -1,4 +1,4 @@
-// Signals to the launcher, also those that stop or kill it.
+// Signals to the launcher, including those that stop or kill it.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/prctl.h>
@@ -102,7 +102,7 @@ TEST(LaunchSignals, OnlyTheSignalsToHandleArePassedOn) {
   const LauncherProcess launcher(
       trap_script("TERM"), [] { std::signal(SIGTERM, SIG_DFL); }, 2, signals);
   launcher.send(SIGTERM);
-  EXPECT_EQ(launcher.wait().signal, SIGTERM); // the launcher itself ended by it
+  EXPECT_EQ(launcher.wait().signal, SIGTERM); // the signal also ended the launcher
   EXPECT_FALSE(launcher.exists("got0"));
   EXPECT_FALSE(launcher.exists("got1"));
 }

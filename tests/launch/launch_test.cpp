@@ -86,7 +86,7 @@ TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
   std::string socket;
   World world;
   name >> socket >> world.master_port;
-  // It is valid only for the world with that port, and ends with the launcher.
+  // The socket is valid only for the world with that port, and only while the launcher runs.
   const ScopedEnvironment environment(EnvironmentValues{{"HASTEN_STORE_SOCKET", socket}});
   EXPECT_EQ(detail::launcher_socket(world), socket);
   EXPECT_EQ(detail::try_connect({.socket = socket}), -1);
@@ -180,7 +180,7 @@ TEST(Launch, NothingOfARanksGroupOutlivesIt) {
   launch(shell_ranks(1, folder, "sleep 300 & echo $! > $DIR/pid; exit 0"));
   const std::string pid = read_file(folder / "pid");
   const std::string stat = "/proc/" + pid.substr(0, pid.find('\n')) + "/stat";
-  // It has ended, or is a zombie until its new parent reaps it.
+  // The process has ended, or is a zombie until its new parent reaps it.
   std::string text;
   for (int i = 0; i < 200; ++i) {
     try {
