@@ -128,10 +128,10 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
   EXPECT_TRUE(pair.flat.cleared());
   expect(0, 0);
   pair.backward();
-  pair.a.mutable_grad().reset(); // only one
+  pair.a.mutable_grad().reset(); // zero_grad for one parameter only
   EXPECT_FALSE(pair.flat.cleared());
   expect(0, 3);
-  pair.b.mutable_grad() = torch::ones({7}); // another tensor, whose values count
+  pair.b.mutable_grad() = torch::ones({7}); // another tensor; its values are kept
   expect(0, 1);
   EXPECT_FALSE(pair.flat.known_zero());
   EXPECT_FALSE(pair.flat.all_zero());
@@ -171,7 +171,7 @@ TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
   EXPECT_TRUE(pair.flat.release()) << "known to be zero";
   EXPECT_FALSE(pair.a.grad().defined());
   EXPECT_FALSE(pair.b.grad().defined());
-  for (const int64_t slot : {0, 1}) { // stale: an undefined gradient is zero
+  for (const int64_t slot : {0, 1}) { // old values; an undefined gradient counts as zero
     Tensor(pair.flat.view(slot)).fill_(7);
   }
   (pair.a.sum() * 2).backward();
@@ -180,7 +180,7 @@ TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
   EXPECT_FALSE(pair.flat.release()) << "it holds a gradient";
   pair.flat.install();
   EXPECT_EQ(pair.b.grad().abs().sum().item<float>(), 0);
-  pair.a.grad().zero_(); // by the user: only a check of the values finds it
+  pair.a.grad().zero_(); // as a user does; only a look at the values shows it
   EXPECT_FALSE(pair.flat.release());
   EXPECT_TRUE(pair.flat.cleared());
   EXPECT_TRUE(pair.flat.release());
@@ -236,7 +236,7 @@ TEST(FlatGradients, Of16BitParametersAddUpInFp32) {
     EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
     EXPECT_TRUE(torch::equal(p.grad(), torch::full({3}, 259.0F)));
     EXPECT_TRUE(flat.installed(flat.layout().find(p)));
-    flat.reset(); // autograd's own tensor is fp32, too
+    flat.reset(); // the tensor that autograd makes is also fp32
     p.sum().backward();
     EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
     p.sum().backward();

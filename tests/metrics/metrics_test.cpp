@@ -46,7 +46,7 @@ double of_pieces(const M& empty, Tensor first, Tensor second, int seed) {
   std::vector<M> ranks(4, empty);
   for (int64_t begin = 0; begin < rows;) {
     const int64_t count = std::min<int64_t>(rows - begin, torch::randint(0, 6, {}).item<int64_t>());
-    const auto rank = torch::randint(0, 3, {}).item<int64_t>(); // instance 3 gets none
+    const auto rank = torch::randint(0, 3, {}).item<int64_t>(); // instance 3 gets no samples
     ranks[static_cast<size_t>(rank)].update(first.narrow(0, begin, count),
                                             second.narrow(0, begin, count));
     begin += count;
@@ -114,7 +114,7 @@ TEST(Metrics, EveryEdgeIsWhatScikitLearnAndScipyGive) {
   const Tensor rising = doubles({0.1, 0.2, 0.3});
   EXPECT_SAME(of_all(R2Score(), alike, alike), golden::kR2AlikeRight);
   EXPECT_SAME(of_all(R2Score(), rising, alike), golden::kR2AlikeWrong);
-  // Without care the mean of three times 0.1 is not 0.1.
+  // A plain sum of three times 0.1, divided by 3, is not 0.1.
   EXPECT_SAME(of_all(R2Score(), rising, alike / 5), golden::kR2AlikeWrong);
   EXPECT_SAME(of_all(R2Score(), doubles({2}), doubles({1})), golden::kR2OneRow);
   EXPECT_SAME(of_all(PearsonCorrCoef(), alike, rising), golden::kPearsonAlike);
@@ -151,7 +151,7 @@ TEST(Metrics, AnySplitOfTheRowsGivesTheSameValue) {
     expect_close(MeanAbsoluteError());
     expect_close(R2Score());
     expect_close(PearsonCorrCoef());
-    // States of counts: bit for bit equal, also if pairs were dropped.
+    // These states are counts. They are equal bit for bit, also if pairs were dropped.
     for (const int64_t capacity : {8, 65536}) {
       const SpearmanCorrCoef metric(capacity);
       EXPECT_EQ(of_pieces(metric, p, t, seed), of_all(metric, p, t));

@@ -78,7 +78,7 @@ TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
             read_file(golden + "/model.safetensors"));
   auto ours = nlohmann::json::parse(read_file(folder / "model" / "config.json"));
   auto theirs = nlohmann::json::parse(read_file(golden + "/config.json"));
-  theirs.erase("transformers_version"); // the version that wrote theirs
+  theirs.erase("transformers_version"); // only their file has it
   EXPECT_EQ(ours, theirs);
 }
 
@@ -109,7 +109,7 @@ TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
   expect_contains(loaded.report[1], "cls.predictions.bias");
 }
 
-// From a shape, from a file, and partly from each.
+// Weights that are all random, all from a file, or partly each.
 TEST(BertPretrained, DeferredModelsHaveTheSameWeights) {
   auto weights = golden_weights();
   weights.erase("bert.pooler.dense.weight");

@@ -68,7 +68,7 @@ TEST(Bert, LogitsOnAPaddedBatchEqualTransformers) {
 
 TEST(Bert, TenAdamWStepsHaveTheLossesOfTransformers) {
   auto model = golden_bert();
-  model->train(); // its dropout is 0
+  model->train(); // the configuration has dropout 0
   torch::optim::AdamW optimizer(model->parameters(),
                                 torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
   const auto& golden = bert_golden();

@@ -24,7 +24,7 @@ TEST(Dropout, ElementsAreKeptIndependentlyWithTheirProbability) {
           (a.slice(0, 0, kCount - lag) * a.slice(0, lag)).mean().item<double>() / (p * (1 - p));
       EXPECT_NEAR(correlation, 0, 5 / std::sqrt(kCount)) << p << " " << lag;
     }
-    // So are two calls.
+    // The masks of two calls are also uncorrelated.
     const auto b = (dropout_add(torch::ones({kCount}), {}, p) == 0).to(torch::kDouble) - rate;
     EXPECT_NEAR((a * b).mean().item<double>() / (p * (1 - p)), 0, 5 / std::sqrt(kCount));
   }

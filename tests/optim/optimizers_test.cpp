@@ -237,7 +237,7 @@ TEST(Optimizers, SixteenBitParametersFollowAnFp32CopyAndItFollowsThem) {
       }
       const Made small = make(narrow, {}), large = make(wide, {});
       for (int step = 0; step < 6; ++step) {
-        if (step == 3) { // other code loads weights
+        if (step == 3) { // as if other code loads weights
           const at::NoGradGuard no_grad;
           narrow[0].fill_(5);
           wide[0].fill_(5);
@@ -259,7 +259,7 @@ TEST(Optimizers, MomentsInBf16AreRoundedWithoutBias) {
   auto parameter = torch::zeros({20000}).requires_grad_();
   SGD optimizer(Tensors{parameter}, torch::optim::SGDOptions(1.0).momentum(0.9),
                 {.bf16_moments = true, .seed = 3});
-  // Between two neighbours of bf16, 1 and 1 + 2^-7, a quarter of the way up.
+  // 1 + 2^-9 is between two neighbours of bf16, 1 and 1 + 2^-7, a quarter of the distance up.
   parameter.mutable_grad() = torch::full({20000}, 1 + 0x1p-9);
   optimizer.step();
   const auto& state =
@@ -311,7 +311,7 @@ TEST(Optimizers, GoOnFromSavedStateBitForBit) {
       advance(second, two, 3, 6);
       EXPECT_EQ(difference(one, two), 0) << name << " " << dtype;
 
-      // And through torch::save.
+      // The same through torch::save.
       std::stringstream file;
       torch::save(*first.optimizer, file);
       Tensors three;
@@ -395,7 +395,7 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
   expect_says(with("adafactor", {.args = "warmup_init=true"}), "relative_step");
   expect_says(with("adamm", {}), "write adam");
 
-  // Options that are set later, and in a group.
+  // Options that are set after construction, and options of a group.
   AdamW adamw(p, {1e-3});
   adamw.param_groups()[0].options().set_lr(nan);
   expect_says([&] { adamw.step(); }, "lr=nan");
@@ -408,7 +408,7 @@ TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
   for (const std::string& name : optimizer_names()) {
     const Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_()};
     std::vector<torch::optim::OptimizerParamGroup> groups;
-    // torch takes 0.01 for unset.
+    // 0.01 is torch's default, so torch takes it for unset.
     for (const double decay : {0.01, 0.0}) {
       groups.emplace_back(Tensors{p[decay == 0]},
                           std::make_unique<torch::optim::AdamWOptions>(

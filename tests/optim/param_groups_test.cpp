@@ -60,7 +60,7 @@ TEST(DecayGroups, DecayTheParametersHuggingFaceDecays) {
   EXPECT_EQ(groups[0].params().size() + groups[1].params().size(), model->parameters().size());
 }
 
-// Parameters inside a LayerNorm of your own belong to it, whatever their names are.
+// A parameter inside a user's LayerNorm counts as the LayerNorm's, whatever its name is.
 TEST(DecayGroups, TakeAllInsideALayerNormForIts) {
   struct GatedNorm : torch::nn::LayerNormImpl {
     GatedNorm() : LayerNormImpl(torch::nn::LayerNormOptions({3})) {

@@ -103,7 +103,7 @@ TEST(ReduceLrOnPlateau, RatesEqualTorchsAlsoAfterAResume) {
   }
 }
 
-// As in torch, which begins with infinity, an infinite first loss is no improvement. The state has
+// torch's best loss starts at infinity, so an infinite first loss is no improvement. The state has
 // only finite values, because JSON has no others.
 TEST(ReduceLrOnPlateau, WhatIsNotFiniteIsNoImprovement) {
   const double infinity = std::numeric_limits<double>::infinity();
@@ -126,10 +126,10 @@ TEST(ReduceLrOnPlateau, WhatIsNotFiniteIsNoImprovement) {
 }
 
 TEST(ReduceLrOnPlateau, AReductionNotAboveEpsIsLeftOut) {
-  PlateauRig rig({.factor = 0.5, .patience = 0, .eps = 6e-4}); // from 2e-3
+  PlateauRig rig({.factor = 0.5, .patience = 0, .eps = 6e-4}); // the rate is 2e-3
   rig.scheduler.step(1);
-  EXPECT_TRUE(rig.scheduler.step(1)); // by 1e-3
-  EXPECT_FALSE(rig.scheduler.step(1)); // by 5e-4
+  EXPECT_TRUE(rig.scheduler.step(1)); // reduced by 1e-3
+  EXPECT_FALSE(rig.scheduler.step(1)); // a reduction by 5e-4 is below eps
   EXPECT_EQ(rig.rate(), 1e-3);
 }
 

@@ -1,5 +1,5 @@
-// Hooks against the plain sum, and PowerSGD against its definition, computed in fp64 by one
-// process. Worlds 1, 2, 3, 4; every rank has other gradients.
+// Hooks compared with the plain sum, and PowerSGD with its definition in fp64 in one process.
+// Worlds 1 to 4. Each rank has its own gradients.
 #include "hasten/parallel/comm_hook.h"
 
 #include <gtest/gtest.h>
@@ -118,8 +118,8 @@ TEST(CommHook, RanksMustRegisterTheSame) {
   EXPECT_EQ(what.empty(), communicator->world_size() == 1) << what;
 }
 
-// Values computed by hand, including signs. LAPACK's depend on its kernels, and for dependent
-// columns the space depends on them, too.
+// Values computed by hand, including signs. LAPACK's values depend on its kernels. For dependent
+// columns even the space depends on them.
 TEST(PowerSgd, OrthonormalizesTheSameWayOnEveryProcessor) {
   Tensor square = torch::tensor({{3.0f, 1.0f}, {4.0f, 0.0f}});
   detail::orthonormalize_(square);
@@ -151,9 +151,9 @@ TEST(PowerSgd, RefusesOptionsOutOfRange) {
       PowerSgdHook({.start_powerSGD_iter = 0, .use_error_feedback = false, .warm_start = false}));
 }
 
-// The projection of the sum of (gradient + error) on the factor's space, and its error: both follow
-// from the definition, given the space of P. The reference takes the space from the result and
-// checks that a power iteration from the last factor gives this space.
+// The result is the projection of the sum of (gradient + error) on a space. The next error is what
+// the projection drops. The reference computes this space by a power iteration from the factor of
+// the turn before, which it takes from that turn's result.
 TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
   auto hook = std::make_shared<PowerSgdHook>(PowerSgdOptions{
       .matrix_approximation_rank = 2, .start_powerSGD_iter = 2, .min_compression_rate = 1});
@@ -179,7 +179,7 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
       continue;
     }
     const Tensor wanted = plain + error;
-    if (!factor.defined()) { // random: any two columns of the row space do
+    if (!factor.defined()) { // the first factor is random, so the space is not known
       EXPECT_EQ(torch::linalg_matrix_rank(mine, 1e-4).item<int64_t>(), 2);
       EXPECT_GT(largest(mine - wanted), 0.1) << "rank 2 cannot hold it";
     } else {

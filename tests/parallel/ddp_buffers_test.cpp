@@ -1,4 +1,4 @@
-// A module's buffers at the end of a sum.
+// A module's buffers after the gradients are summed.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -77,7 +77,7 @@ TEST(DdpBuffers, AverageLeavesIntegersAlone) {
   BufferRig rig(BroadcastBuffers::average);
   rig.step();
   rig.expect((rig.world + 1) / 2.0, 10);
-  if (rig.world > 1) { // ranks 1, 2, ...: their mean
+  if (rig.world > 1) { // the mean of ranks 1, 2, ...
     rig.step({.first = 1, .count = rig.world - 1, .here = rig.rank > 0});
     rig.expect((rig.world + 2) / 2.0, 20);
   }

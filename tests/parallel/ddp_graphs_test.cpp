@@ -1,5 +1,5 @@
 // Special models and graphs: parameters that are unused, frozen, tied or used twice; sparse and
-// mixed ones; static graphs; second derivatives. Worlds 1, 2, 3, 4; every rank starts from other
+// mixed ones; static graphs; second derivatives. Worlds 1 to 4. Each rank starts from its own
 // values.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -17,7 +17,7 @@ TEST(DdpUnused, AnErrorNamesThemOnEveryRank) {
   const int world = communicator->world_size();
   Parts net = parts_of(*communicator);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
-  const auto loss = [&](int r) { // the last rank leaves part1 out
+  const auto loss = [&](int r) { // the last rank does not use part1
     return net->loss(rows_of(r, 6),
                      r == world - 1 ? std::vector<int>{0, 2} : std::vector<int>{0, 1, 2});
   };
@@ -37,8 +37,8 @@ TEST(DdpUnused, AnErrorNamesThemOnEveryRank) {
   communicator->barrier("nobody hangs, the group lives");
 }
 
-// Used only by rank 0: all ranks have its gradient. Used by no rank: undefined, so an optimizer
-// with weight decay skips it, as with one process.
+// If only rank 0 uses a parameter, all ranks have its gradient. If no rank uses it, its gradient is
+// undefined, so an optimizer with weight decay skips it, as in one process.
 TEST(DdpUnused, AllowedTheyAreAsInOneProcess) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
@@ -120,7 +120,7 @@ TEST(DdpFrozen, FreezingBetweenStepsWorksAndUnfreezingIsRefused) {
   plain->parts[2]->bias.set_requires_grad(false);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
   for (int turn = 0; turn < 4; ++turn) {
-    for (Parts* model : {&net, &plain}) { // part0 in turns 1 and 2
+    for (Parts* model : {&net, &plain}) { // part0 is frozen in turns 1 and 2
       for (auto& p : (*model)->parts[0]->parameters()) {
         p.set_requires_grad(turn == 0 || turn == 3);
       }
@@ -214,7 +214,7 @@ TEST(DdpParameters, MixedTiedTwiceUsedAndSparseOnesAreTheJoinedBatch) {
     reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
     expect_equal_gradients(*net,
                            plain_gradient(*plain, world, [&](int r) { return plain->loss(r); }),
-                           2e-5); // the fp32 layer's rounding; the fp64 ones are far below
+                           2e-5); // for the fp32 layer; the fp64 layers differ much less
     EXPECT_FALSE(net->table->weight.grad().is_sparse());
   }
 }
@@ -233,7 +233,7 @@ TEST(DdpGraphs, AGradientPenaltyWorksAndCreateGraphIsRefused) {
     };
   };
   reduce_once(ddp, communicator->rank(), loss_of(net));
-  // The last bias meets the penalty through tanh' only, as in the plain loop.
+  // The penalty depends on the last bias only through tanh', as in the plain loop.
   expect_equal_gradients(*net, plain_gradient(*plain, world, loss_of(plain)));
   net->zero_grad();
   ddp.begin();

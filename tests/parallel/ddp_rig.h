@@ -18,7 +18,7 @@ namespace hasten::ddp_test {
 using at::Tensor;
 using testing_support::fresh_communicator;
 
-// rank + 1 rows of `width`, a function of rank and turn only.
+// rank + 1 rows of `width`. They depend only on rank and turn.
 inline Tensor rows_of(int rank, int64_t width, int turn = 0) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
   return torch::randn({rank + 1, width}, generator, torch::kDouble);
@@ -37,8 +37,8 @@ void reduce_once(Ddp& ddp, int rank, const Loss& loss, double factor = 1) {
   ddp.finish(factor);
 }
 
-// By name: the gradient of the sum over ranks of loss(rank) by plain torch; undefined if no loss
-// depends on the parameter.
+// The gradient of the sum over ranks of loss(rank), by plain torch and by name. It is undefined if
+// no loss depends on the parameter.
 template <typename Loss>
 std::vector<std::pair<std::string, Tensor>> plain_gradient(torch::nn::Module& plain, int world,
                                                            const Loss& loss) {
@@ -79,7 +79,7 @@ inline std::string what_of(const std::function<void()>& function) {
   return {};
 }
 
-// Three parts; a loss may leave out any of them. `part[i]` is twice as wide as it is long, fp64.
+// Three parts in fp64; a loss may use any of them. `part[i]` is twice as wide as it is long.
 struct PartsImpl : torch::nn::Module {
   explicit PartsImpl(uint64_t seed) {
     torch::manual_seed(seed);

@@ -35,10 +35,10 @@ TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
   auto plain = deep_net(1);
   const auto wanted = plain_gradient(
       *plain, world, [&](int r) { return plain->forward(rows_of(r, 32)).square().sum(); });
-  for (int turn = 0; turn < 3; ++turn) { // the learned order from the second on
+  for (int turn = 0; turn < 3; ++turn) { // from the second on in the learned order
     net->zero_grad();
     ddp.begin();
-    for (const bool last : {false, true}) { // the same rows twice
+    for (const bool last : {false, true}) { // two batches of the same rows
       const Tensor loss = net->forward(rows_of(rank, 32)).square().sum();
       ddp.start_backward(last);
       loss.backward();
@@ -64,7 +64,7 @@ TEST(Ddp, ReducesInOneOrderWhatEachRankUses) {
   DdpOptions options = kSmallBuckets;
   options.find_unused_parameters = true;
   Ddp ddp(communicator, net.ptr(), options);
-  // Each rank uses other layers in another order; no rank may wait forever.
+  // Each rank uses different layers in a different order. No rank may wait forever.
   const auto loss = [&](int r) {
     Tensor x = rows_of(r, 32);
     for (int i = 0; i < 3; ++i) {
@@ -76,7 +76,7 @@ TEST(Ddp, ReducesInOneOrderWhatEachRankUses) {
   for (int turn = 0; turn < 2; ++turn) {
     net->zero_grad();
     reduce_once(ddp, rank, loss);
-    ddp.gradients().install(); // a rank alone has them elsewhere
+    ddp.gradients().install(); // a world of one rank has its gradients elsewhere
     Tensor own = ddp.gradients().buffers()[0].clone().reshape({1, -1});
     const Tensor all = communicator->all_gather_rows(own, "check");
     EXPECT_EQ((all - own).abs().max().item<double>(), 0);
@@ -131,7 +131,7 @@ TEST(Ddp, LearnsTheBucketOrderFromRankZerosFirstBackward) {
   }
   EXPECT_EQ(layout.slots()[static_cast<size_t>(layout.order()[1])].offset % 8, 0);
 
-  // Another process that loads the order starts with it.
+  // A new Ddp that loads the state starts with the learned order.
   NamedTensors tensors;
   nlohmann::json values;
   ddp.save_state(tensors, values);
@@ -194,7 +194,7 @@ TEST(Ddp, ChannelsLastOnEveryRankIsTheJoinedBatch) {
   Images plain(false);
   const auto wanted =
       plain_gradient(*plain, communicator->world_size(), [&](int r) { return plain->loss(r); });
-  for (int turn = 0; turn < 3; ++turn) { // the learned order from the second on
+  for (int turn = 0; turn < 3; ++turn) { // from the second on in the learned order
     net->zero_grad();
     reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
     expect_equal_gradients(*net, wanted);
@@ -236,8 +236,8 @@ TEST(Ddp, StridesOfTheFirstDayStay) {
   }
 }
 
-// All kinds of tensors in one list: some are sent alone, some together, more than fit into one
-// operation, after an odd number of bytes, not contiguous on one rank.
+// All kinds of tensors in one list. Some are sent alone and some together. There are more than fit
+// into one operation. Some start after an odd number of bytes. One is not contiguous on one rank.
 TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
   auto communicator = fresh_communicator();
   struct Mixed : torch::nn::Module {
@@ -250,7 +250,7 @@ TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
       register_parameter("bias", ramp({5}, torch::kDouble));
       register_parameter("large", ramp({700, 401}, torch::kFloat));
       const Tensor scattered = ramp({6, 4}, torch::kFloat).t();
-      register_parameter( // of one shape on all ranks, scattered on rank 0
+      register_parameter( // same shape on all ranks, not contiguous on rank 0
           "scattered", first == 0 ? scattered : scattered.contiguous(), false);
       register_buffer("counter", ramp({}, torch::kLong));
       register_buffer("empty", ramp({0, 2}, torch::kFloat));

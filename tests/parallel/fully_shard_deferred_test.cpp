@@ -1,4 +1,5 @@
-// Models of deferred_init: never unsharded on any rank, with the same values as other models.
+// Models of deferred_init: FullyShard makes the whole model on no rank, and the values equal those
+// of other models.
 #include <nlohmann/json.hpp>
 
 #include "hasten/core/deferred_init.h"
@@ -36,8 +37,8 @@ TEST(FullyShard, TenStepsOfADeferredModelEqualThoseOfOneThatWasWhole) {
   }
 }
 
-// 8 blocks of 256 KiB and a root of 64: a rank's shards, one block, and the log's memory for each
-// operator that draws random values.
+// The model has 8 blocks of 256 KiB and a root of 64 KiB. The memory is a rank's shards, one block,
+// and the log's memory for each operator that draws random values.
 TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
   install_memory_meter();
   auto communicator = fresh_communicator();
@@ -55,7 +56,7 @@ TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
   auto net = deferred_init(make, {.resident_bytes = 0});
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
   const int64_t peak = memory_stats().peak_bytes - before;
-  // A message's thread may still hold its block for a moment.
+  // The thread that sends a message may keep its block for a moment.
   const int64_t rows = 8 * ((256 + world - 1) / world) * 1024;
   EXPECT_LE(peak, rows + 3 * block);
   EXPECT_GE(peak, 8 * block / world);

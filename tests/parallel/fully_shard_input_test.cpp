@@ -1,4 +1,4 @@
-// Models that cannot be sharded and wrong uses give an error on every rank.
+// A model that cannot be sharded, or a wrong use, is an error on every rank.
 #include "hasten/base/log.h"
 #include "parallel/fully_shard_rig.h"
 
@@ -79,7 +79,7 @@ TEST(FullyShardInput, ParametersAreForTheirBlockAndBackwardForItsPlace) {
   Net net(1, 2);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
   EXPECT_TRUE(says(what_of([&] { sharded.start_backward(true); }), "without a sum"));
-  const bool alone = communicator->world_size() == 1; // a shard is the whole
+  const bool alone = communicator->world_size() == 1; // its shard is the whole tensor
   const auto run = [&](bool penalty) {
     const auto scope = sharded.forward_scope();
     const auto order = alone ? std::vector<int>{1} : std::vector<int>{0, 1};

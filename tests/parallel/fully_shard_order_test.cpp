@@ -7,7 +7,7 @@
 
 namespace hasten::shard_test {
 
-// Counts for the blocks and, last, the root: what a step of `micro` batches sends.
+// The collectives of a step of `micro` batches, for the blocks and for the root.
 TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
   struct Row {
     FullyShardOptions options;
@@ -29,7 +29,7 @@ TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
     const bool alone = communicator->world_size() == 1;
     Net net(1, 3);
     FullyShard sharded(communicator, net.ptr(), blocks_of(net), rows[i].options);
-    for (int turn = 0; turn < 2; ++turn) { // the second asks ahead
+    for (int turn = 0; turn < 2; ++turn) { // from the second on units are gathered ahead
       sharded.reset_report();
       shard_step(sharded, net, communicator->rank(), turn, rows[i].micro);
       const ShardReport report = sharded.report();
@@ -70,7 +70,7 @@ TEST(FullyShardOrder, AUnitMayBeCalledTwiceAndInAnyOrder) {
   EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
 }
 
-// The second batch leaves the last block out, the third the first.
+// The second batch does not use the last block. The third does not use the first block.
 TEST(FullyShardOrder, BatchesOfAWindowMayUseOtherUnits) {
   for (const bool each : {true, false}) {
     auto communicator =
@@ -91,7 +91,7 @@ TEST(FullyShardOrder, BatchesOfAWindowMayUseOtherUnits) {
   }
 }
 
-// A block that contains others, with its own parameters before and after them.
+// A block that contains other blocks and uses its own parameters before and after them.
 struct AroundImpl : torch::nn::Module {
   explicit AroundImpl(uint64_t seed) {
     torch::manual_seed(seed);
@@ -148,7 +148,7 @@ TEST(FullyShardOrder, BlocksMayBeInsideBlocks) {
   }
 }
 
-// Two forwards, then one backward of both, or one of each, in either order.
+// Two forwards. Then one backward of both, or a backward for each, in either order.
 TEST(FullyShardOrder, SeveralForwardsMayComeBeforeTheirBackward) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
@@ -272,7 +272,7 @@ TEST(FullyShardOrder, AForwardThatThrowsLeavesTheNextStepRight) {
     }
     EXPECT_EQ(net->blocks[1]->up->weight.size(0), sharded.parameters()[11].rows);
   }
-  // In the middle of a window: the batch is lost, the others count.
+  // An error in the middle of a window loses that batch only.
   sharded.begin();
   for (const int m : {0, 1, 2}) {
     net->blocks[2]->throws = m == 1;
@@ -324,13 +324,13 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
   expect_equal_gradients(sharded, *plain, 1e-12);
 }
 
-// Many blocks of equal size: live memory in addition to the shards does not grow.
+// The blocks have equal size. With more blocks, only the memory of the shards grows.
 TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
   install_memory_meter();
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
   if (world == 1) {
-    return; // nothing is divided
+    return; // one rank shards nothing
   }
   const auto train = [&](int depth, int prefetch) {
     torch::manual_seed(1);
@@ -362,12 +362,12 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
     const int64_t buffers = sharded.report().buffer_bytes;
     EXPECT_LE(buffers, 9 * unit);
     for (int i = 0; i < 500 && sharded.report().buffer_bytes > 0; ++i) {
-      sharded.release_buffers(); // Gloo's threads let go a little later
+      sharded.release_buffers(); // Gloo's threads free the buffers a little later
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
     EXPECT_EQ(sharded.report().buffer_bytes, 0);
-    // Shards and their gradients, padded, are all that rests; at most beyond it,
-    // in the second step.
+    // The memory after the step (padded shards and their gradients), and the largest additional
+    // memory in the second step.
     return std::make_pair(memory_stats().live_bytes, most + buffers);
   };
   for (const int prefetch : {0, 1}) {

@@ -1,4 +1,4 @@
-// dtypes, replicas, and AdamW against Ddp's replicas.
+// dtypes, replicas of a sharded model, and AdamW compared with Ddp.
 #include <cmath>
 
 #include "hasten/parallel/ddp.h"
@@ -72,7 +72,8 @@ TEST(FullyShardPrecision, LossesUnderAdamWAreThoseOfDdp) {
   }
 }
 
-// Shards stay fp32; blocks see bf16. 8 bits of mantissa: 1 % of the gradient's norm.
+// Shards stay fp32 and blocks see bf16. bf16 has a mantissa of 8 bits, so the difference is
+// about 1 % of the gradient's norm.
 TEST(FullyShardPrecision, ComputesInBf16OverFp32Shards) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
@@ -125,7 +126,7 @@ TEST(FullyShardPrecision, ComputesInBf16OverFp32Shards) {
   }
 }
 
-// A sum of 2^-9 and 1 would lose the small one in bf16.
+// In bf16, 1 + 2^-9 is 1.
 TEST(FullyShardPrecision, SumsIn32BitsWhatTravelsIn16) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();

@@ -90,7 +90,7 @@ struct NetImpl : torch::nn::Module {
   }
   Tensor weight;
   std::vector<Awkward> blocks{};
-  std::function<void()> in_backward{}; // once a block's output has its gradient
+  std::function<void()> in_backward{}; // runs when backward has a block's output gradient
 };
 TORCH_MODULE(Net);
 
@@ -98,7 +98,7 @@ inline std::vector<std::shared_ptr<torch::nn::Module>> blocks_of(const Net& net)
   return repeated_blocks(*net);
 }
 
-// rank + 1 rows, a function of rank and turn only.
+// rank + 1 rows. They depend only on rank and turn.
 inline Tensor rows_of(int rank, int turn, int64_t width = kIn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
   return torch::randn({rank + 1, width}, generator, torch::kDouble);
@@ -109,7 +109,7 @@ inline Tensor square_loss(NetImpl& net, const Tensor& rows) {
   return net.forward(rows).square().sum();
 }
 
-// One sum over `micro` batches of every rank; gradients are final after it.
+// One window of `micro` batches on every rank. Afterwards the gradients are complete.
 inline double shard_step(FullyShard& sharded, Net net, int rank, int turn, int micro = 1,
                          const Loss& loss_of = square_loss) {
   double sum = 0;
@@ -140,7 +140,7 @@ inline void plain_step(Net net, int world, int turn, int micro = 1,
   (sum * 0.01).backward();
 }
 
-// The tied weight has two names and is stepped once.
+// The tied weight has two names but takes one step.
 inline void descend(Net net, double rate = 0.1) {
   const torch::NoGradGuard no_grad;
   for (Tensor& parameter : net->parameters()) {
@@ -176,7 +176,7 @@ inline void expect_equal_gradients(FullyShard& sharded, const torch::nn::Module&
 
 using Counts = std::vector<int64_t>;
 
-// Values for the blocks and, last, the root.
+// A value for each block and, last, one for the root.
 inline Counts gathers_of(const FullyShard& sharded) {
   Counts counts;
   for (const ShardUnitReport& unit : sharded.report().units) {

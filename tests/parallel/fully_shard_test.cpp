@@ -39,7 +39,7 @@ TEST(FullyShard, TenStepsEqualOneProcessOnTheJoinedBatch) {
         if (turn == 0) {
           expect_equal_gradients(sharded, *plain, 1e-12);
         }
-        descend(net, 0.01); // larger steps amplify the last bits
+        descend(net, 0.01); // larger steps would amplify differences in the last bits
         descend(plain, 0.01);
       }
       expect_equal_parameters(sharded, *plain, 1e-10, variant.name);
@@ -59,8 +59,8 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
   expect_equal_parameters(sharded, *plain, 0, "rank 0's values");
   EXPECT_EQ(net->named_parameters().keys(), plain->named_parameters().keys());
 
-  int64_t rows = 0; // of "mix", which has two
-  int64_t places = 0; // of the one without a dimension
+  int64_t rows = 0; // of the parameters "mix", which have two rows
+  int64_t places = 0; // of the parameters without a dimension
   for (const ShardedParameter& entry : sharded.parameters()) {
     const int64_t all = entry.sizes.empty() ? 1 : entry.sizes[0];
     const int64_t chunk = (all + world - 1) / world;
@@ -121,7 +121,7 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   auto plain = make(1);
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
   expect_equal_parameters(sharded, *plain, 0);
-  auto narrow = make(static_cast<uint64_t>(rank) + 1); // cast on the way
+  auto narrow = make(static_cast<uint64_t>(rank) + 1); // cast before it is sent
   FullyShardOptions options;
   options.precision.param_dtype = torch::kFloat;
   options.precision.output_dtype = torch::kDouble;
@@ -186,11 +186,11 @@ TEST(FullyShard, GradientsAddToWhatNobodyZeroed) {
   Net plain(1, 2);
   FullyShard sharded(communicator, net.ptr(), blocks_of(net));
   shard_step(sharded, net, rank, 0);
-  shard_step(sharded, net, rank, 1); // nobody zeroed
+  shard_step(sharded, net, rank, 1); // without zero_grad
   plain_step(plain, communicator->world_size(), 0);
   plain_step(plain, communicator->world_size(), 1);
   expect_equal_gradients(sharded, *plain, 1e-12);
-  // And a further backward of the same window.
+  // A further backward in the same window.
   Tensor loss;
   {
     const auto scope = sharded.forward_scope();
@@ -221,7 +221,7 @@ TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
       loss.backward();
       on.finish_backward();
     };
-    shard_step(sharded, net, rank, 5); // set aside by the next
+    shard_step(sharded, net, rank, 5); // begin() sets these gradients aside
     sharded.begin();
     batch(sharded, net, 0, false);
     batch(sharded, net, 1, false);

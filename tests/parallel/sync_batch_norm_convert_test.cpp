@@ -79,12 +79,12 @@ TEST(ConvertSyncBatchNorm, LayersOfOtherModelsStayTorchsToTheBit) {
   for (const auto& [name, tensor] : before.tensors) {
     EXPECT_TRUE(torch::equal(tensor, after.tensors.at(name))) << name;
   }
-  // For the converted model also in evaluation.
+  // In evaluation the converted model also equals torch's.
   net->eval();
   SmallNet plain = net_of_seed(1);
   plain->eval();
   EXPECT_TRUE(torch::equal(net->forward(x), plain->forward(x)));
-  // A clone is another model.
+  // A clone is not converted.
   net->train();
   const auto clone = std::dynamic_pointer_cast<SmallNetImpl>(net->clone());
   plain->train();
@@ -94,7 +94,7 @@ TEST(ConvertSyncBatchNorm, LayersOfOtherModelsStayTorchsToTheBit) {
 
 TEST(ConvertSyncBatchNorm, LastsAsLongAsItsHandle) {
   CountedCommunicator counted(fresh_communicator());
-  const int sent = counted.watched->world_size() > 1 ? 2 : 0; // a forward
+  const int sent = counted.watched->world_size() > 1 ? 2 : 0; // per forward
   SmallNet net;
   const Tensor x = torch::randn({3, 2, 4, 4}, torch::kDouble);
   const auto forward = [&] {
@@ -139,7 +139,7 @@ TEST(ConvertSyncBatchNorm, ALayerThatTracksNothingIsKnownByItsWeight) {
   net->forward(x);
   EXPECT_EQ(counted.forwards, world > 1 ? 1 : 0);
   counted.reset();
-  net->eval(); // torch takes the batch's statistics there: this rank's
+  net->eval(); // here torch also uses the batch's statistics, those of this rank
   EXPECT_LE(largest(net->forward(x).mean(0)), 1e-5);
   EXPECT_EQ(counted.forwards, 0);
   torch::nn::Sequential bare(
@@ -152,7 +152,7 @@ TEST(ConvertSyncBatchNorm, ALayerThatTracksNothingIsKnownByItsWeight) {
   }
 }
 
-// Samples that do not count are normalised by the others' statistics.
+// Samples that do not count are normalised with the other samples' statistics.
 TEST(ConvertSyncBatchNorm, RowsThatDoNotCountChangeNothingForOthers) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank(), world = communicator->world_size();
@@ -177,7 +177,7 @@ TEST(ConvertSyncBatchNorm, RowsThatDoNotCountChangeNothingForOthers) {
     EXPECT_EQ(largest(mine.tensors.at("dx")), 0);
     const Tensor variance =
         (norm->running_var - 0.9) / 0.1 * (20 * (world - 1) - 1) / (20 * (world - 1)) +
-        1e-5; // the joined variance, from the first update
+        1e-5; // the joined variance, computed from running_var's first update
     const Tensor wanted_y =
         (joined_values({4}, {5}, 99) - (norm->running_mean * 10).view({1, 3, 1})) /
             variance.sqrt().view({1, 3, 1}) * norm->weight.view({1, 3, 1}) +

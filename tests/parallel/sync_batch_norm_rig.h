@@ -67,7 +67,7 @@ struct Norms {
 };
 
 /// `calls` forwards and backwards of a layer with torch's names. The gradients are those of the
-/// last, sums over `x`'s samples.
+/// last call, as sums over `x`'s samples.
 template <typename Layer>
 Norms run_layer(Layer& layer, const Tensor& x, const Tensor& dy) {
   const Tensor in = x.clone(at::MemoryFormat::Preserve).requires_grad_();
@@ -140,7 +140,7 @@ inline void expect_joined(Communicator& communicator, const Norms& mine, const N
       expected = rows_of(expected, split, communicator.rank());
     } else if (name.find("gradient") != std::string::npos) {
       communicator.all_reduce(found, ReduceOp::SUM, name);
-    } else { // the same bits on every rank
+    } else { // parameters and statistics have the same bits on every rank
       Tensor all = torch::empty({communicator.world_size(), std::max<int64_t>(found.numel(), 1)},
                                 torch::kDouble);
       communicator.all_gather_async(all, found.reshape({-1}), name).wait();

@@ -1,5 +1,5 @@
-// SyncBatchNorm against torch's layers on the joined batch: worlds 1 to 4, ranks with different
-// numbers of samples and with none.
+// SyncBatchNorm compared with torch's layers on the joined batch. Worlds 1 to 4. Ranks have
+// different numbers of samples, or none.
 #include "parallel/sync_batch_norm_rig.h"
 
 namespace hasten::sync_norm_test {
@@ -7,7 +7,7 @@ namespace hasten::sync_norm_test {
 using testing_support::fresh_communicator;
 using torch::nn::BatchNormOptions;
 
-const std::vector<std::vector<int64_t>> kTails{{}, {6}, {3, 2}, {2, 3, 2}}; // behind [N, C]
+const std::vector<std::vector<int64_t>> kTails{{}, {6}, {3, 2}, {2, 3, 2}}; // follow [N, C]
 
 TEST(SyncBatchNorm, EqualsOneProcessOnTheJoinedBatch) {
   auto communicator = fresh_communicator();
@@ -29,7 +29,7 @@ TEST(SyncBatchNorm, EqualsOneProcessOnTheJoinedBatch) {
   }
 }
 
-// fp32 and 16 bits against torch in fp64 on the same values. Relative to values near 20, an fp32
+// fp32 and bf16 compared with torch in fp64 on the same values. The values are near 20, so an fp32
 // mean has an error of 1e-6. A bf16 result is rounded once.
 TEST(SyncBatchNorm, IsAsPreciseAsItsTypes) {
   auto communicator = fresh_communicator();
@@ -38,7 +38,7 @@ TEST(SyncBatchNorm, IsAsPreciseAsItsTypes) {
   for (const auto& [type, tolerance] :
        {std::pair{torch::kFloat, 5e-5}, std::pair{torch::kBFloat16, 3e-2}}) {
     SyncBatchNorm norm(BatchNormOptions(kChannels), communicator);
-    give_values(norm, torch::kFloat); // statistics and parameters are wide
+    give_values(norm, torch::kFloat); // statistics and parameters stay fp32
     OneProcess plain(4, BatchNormOptions(kChannels));
     const Tensor x = joined_values(split, {5, 4}, 3).to(type);
     const Tensor dy = (joined_values(split, {5, 4}, 4) - 20).to(type);
@@ -47,7 +47,7 @@ TEST(SyncBatchNorm, IsAsPreciseAsItsTypes) {
     EXPECT_EQ(mine.tensors.at("dx").scalar_type(), type);
     EXPECT_EQ(mine.tensors.at("weight gradient").scalar_type(), torch::kFloat);
     Norms wanted = plain.run(x.to(torch::kDouble), dy.to(torch::kDouble), torch::kDouble);
-    // A sum of many terms.
+    // These are sums of many terms, so their error is larger.
     wanted.tensors.erase("weight gradient");
     wanted.tensors.erase("bias gradient");
     expect_joined(*communicator, mine, wanted, split, tolerance);
@@ -68,10 +68,10 @@ TEST(SyncBatchNorm, ChannelsLastStaysChannelsLast) {
       const Tensor x = joined_values(split, tail, 5);
       const Tensor dy = joined_values(split, tail, 6) - 20;
       const Norms mine = run_layer(norm, rows_of(x, split, rank).contiguous(format),
-                                   rows_of(dy, split, rank)); // of another layout than x
+                                   rows_of(dy, split, rank)); // not in the memory format of x
       EXPECT_TRUE(mine.tensors.at("y").is_contiguous(format));
       expect_joined(*communicator, mine, plain.run(x, dy, torch::kDouble), split, 1e-12);
-      if (communicator->world_size() > 1) { // a leaf's would be made so anyway
+      if (communicator->world_size() > 1) { // the gradient of a leaf always has the leaf's format
         const Tensor in = rows_of(x, split, rank).contiguous(format);
         const Tensor inner = in.requires_grad_() * 1;
         bool kept = false;
@@ -97,7 +97,7 @@ TEST(SyncBatchNorm, TakesTheMeanOfAllBatchesWhereMomentumIsNone) {
     const int rank = communicator->rank();
     expect_joined(*communicator, run_layer(norm, rows_of(x, split, rank), rows_of(x, split, rank)),
                   plain.run(x, x, torch::kDouble), split,
-                  1e-9); // dy of 20: sums of 1e3
+                  1e-9); // dy is near 20, so sums are near 1e3
   }
 }
 
@@ -111,10 +111,10 @@ TEST(SyncBatchNorm, SendsTwiceALayerAndNothingInEvaluation) {
   EXPECT_EQ(counted.forwards, world > 1 ? 1 : 0);
   EXPECT_EQ(counted.backwards, world > 1 ? 1 : 0);
   counted.reset();
-  norm->forward(x).sum().backward(); // nobody wants x's gradient
+  norm->forward(x).sum().backward(); // x needs no gradient
   EXPECT_EQ(counted.backwards, 0);
   {
-    const at::NoGradGuard no_grad; // training all the same
+    const at::NoGradGuard no_grad; // still in training mode
     const Tensor before = norm->running_mean.clone();
     const Tensor y = norm->forward(x);
     EXPECT_FALSE(torch::equal(before, norm->running_mean));
@@ -177,7 +177,7 @@ TEST(SyncBatchNorm, RefusesWhatItCannotNormalise) {
                               torch::ones({2, 3, 1, 1, 1, 1}), torch::ones({2, 3}, torch::kLong)}) {
     EXPECT_NE(error_of([&] { norm->forward(wrong); }).find("[N, 3, ...]"), std::string::npos);
   }
-  if (world > 1) { // one row of all ranks
+  if (world > 1) { // one row in the joined batch
     const int64_t rows = communicator->rank() == 0 ? 1 : 0;
     EXPECT_NE(error_of([&] {
                 norm->forward(torch::ones({rows, kChannels}));

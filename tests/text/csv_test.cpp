@@ -176,8 +176,8 @@ TEST(Csv, FilesThatAreNoTextAreNamedForWhatTheyAre) {
   EXPECT_EQ(CsvCase("PK,x\nPAR1,ARROW1\n").error(), "");
 }
 
-// Records of all kinds, shifted by one byte each time, so that pieces end at each of their bytes.
-// CR alone ends lines if there is no LF.
+// Records of all kinds. Each turn shifts them by one byte, so that pieces of the file end at each
+// of their bytes. CR alone ends lines if the file has no LF.
 TEST(Csv, RecordsAreTheSameWhereverAPieceOfTheFileEnds) {
   std::string pattern =
       "plain,\"a, b\"\r\n\"two\nlines \"\"q\"\"\",x\n\n\"\",5\" disk\n"

@@ -92,7 +92,7 @@ TEST(TokenCache, ASecondCallReadsWhatTheFirstOneMade) {
   for (const bool with_eval_file : {false, true}) {
     CachedReviews reviews;
     if (with_eval_file) {
-      reviews.eval_text = CachedReviews::make_text(44); // 4 texts that training lacks
+      reviews.eval_text = CachedReviews::make_text(44); // 4 texts are not in the training set
     }
     const auto made = reviews.get();
     EXPECT_EQ(made.cache.source, Source::made);
@@ -171,7 +171,7 @@ TEST(TokenCache, NumbersAndSetsOfLabelsAreKeptToo) {
                 regression ? at::IntArrayRef({0}) : at::IntArrayRef({0, 2}));
     }
   }
-  // As many class numbers as there are labels.
+  // num_labels must equal the number of classes.
   auto options = reviews.options();
   options.texts.eval_split = 0;
   options.texts.table.problem_type = ProblemType::multi_label;
@@ -325,7 +325,7 @@ TEST(TokenCache, WhereNothingCanBeKeptIdsAreInMemoryAndTheReasonIsSaid) {
   std::signal(SIGXFSZ, handler);
   EXPECT_EQ(full.cache.source, Source::memory);
   EXPECT_NE(full.cache.not_kept.find("too large"), std::string::npos) << full.cache.not_kept;
-  EXPECT_EQ(reviews.files().size(), 1U); // the first call's
+  EXPECT_EQ(reviews.files().size(), 1U); // the file of the first call
   EXPECT_EQ(described_tokens(full), described_tokens(reviews.get()));
 }
 

@@ -137,7 +137,7 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
   EXPECT_PART(load_error(folder.path()), "byte 0xFF at offset 10");
 }
 
-// In a folder that hasten wrote, whose other files list the special tokens with their ids.
+// Other files of a folder that hasten has written list the special tokens with their ids.
 TEST(Tokenizer, AVocabularyThatWasCutIsRefusedByName) {
   const TemporaryFolder folder;
   WordPieceTokenizer(kSmallVocab, {}).save(folder.path());
