@@ -1,5 +1,5 @@
-// Whatever happens inside a window, every gradient lies in the flat buffers and is that of the
-// joined batch: worlds 1, 2, 3, fp64, 1e-12.
+// After any window, every gradient is in the flat buffers and equals that of the joined batch.
+// Worlds 1, 2 and 3; fp64, to 1e-12.
 #include "hasten/accumulation/gradient_window.h"
 
 #include <gtest/gtest.h>
@@ -66,13 +66,13 @@ struct Rig {
         continue;
       }
       const Tensor& mean = wanted.at(item.key());
-      if (!mean.defined()) { // used by no rank: as in one process
+      if (!mean.defined()) { // if no rank uses it, as in one process
         EXPECT_FALSE(p.grad().defined()) << item.key();
         continue;
       }
       const int64_t slot = flat.layout().find(p);
       ASSERT_GE(slot, 0) << item.key();
-      if (world > 1) { // a rank alone leaves them where autograd puts them
+      if (world > 1) { // in a world of one rank, autograd's tensors stay
         ASSERT_TRUE(flat.installed(slot)) << item.key();
         EXPECT_EQ(reinterpret_cast<uintptr_t>(p.grad().const_data_ptr()) % 64, 0u);
       }
@@ -139,7 +139,8 @@ TEST(GradientWindow, IgnoresAutogradGradInMidWindow) {
   rig.expect(joined_gradient(rig.joined(0)));
 }
 
-// Once reduced together (last = false), once only the second; each batch counts its weight once.
+// Both backwards are reduced together (the first with last = false), or only the second is reduced.
+// Each batch's weight counts once.
 TEST(GradientWindow, AddsUpTwoBackwardsOfABatch) {
   for (const bool together : {true, false}) {
     Rig rig;
@@ -170,7 +171,7 @@ TEST(GradientWindow, AddsUpTwoBackwardsOfABatch) {
 struct Boom : std::runtime_error {
   Boom() : std::runtime_error("boom") {}
 };
-// Throws in backward, on the way to everything before it.
+// Throws in backward, so the operators before it get no gradient.
 struct Thrower : torch::autograd::Function<Thrower> {
   static Tensor forward(torch::autograd::AutogradContext*, Tensor x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -179,7 +180,7 @@ struct Thrower : torch::autograd::Function<Thrower> {
   }
 };
 
-// A backward that does not reduce affects no peer: afterwards everything is as before.
+// An error in a backward that does not reduce affects no peer. The state is then as before it.
 TEST(GradientWindow, StartsAfreshAfterAThrowInBackward) {
   Rig rig;
   rig.micro(0, 0);
@@ -282,7 +283,7 @@ TEST(GradientWindow, RefusesAnUnweighedBackwardAndNamesTheParameter) {
     EXPECT_NE(std::string(error.what()).find("reached parameter \"last."), std::string::npos)
         << error.what();
   }
-  // It has left a part of its gradient, so that window is dropped.
+  // The error left a part of the gradient, so this window is dropped.
   EXPECT_THROW(rig.micro(1, 0), InputError);
   rig.micro(1, 0);
   rig.micro(1, 1);

@@ -44,7 +44,7 @@ struct Rows {
   int64_t count() const { return x.size(0); }
 };
 
-// A function of its arguments only; 1 … 4 samples.
+// 1 to 4 samples. They depend only on the arguments.
 inline Rows make_rows(int64_t window, int64_t rank, int64_t micro) {
   const int64_t n = 1 + (window + 2 * rank + 3 * micro) % 4;
   auto generator =

@@ -7,7 +7,7 @@
 
 namespace hasten::testing_support {
 
-// Blocks of different widths inside, called with a mask that all share; a head.
+// Blocks of different inner widths and a head. All blocks get the same mask.
 struct ChainImpl : torch::nn::Module {
   explicit ChainImpl(int64_t count, int64_t width = 8) {
     for (int64_t i = 0; i < count; ++i) {
@@ -21,7 +21,7 @@ struct ChainImpl : torch::nn::Module {
     Tensor y = x;
     for (Mlp& block : blocks) {
       y = call_block(block, y) * mask;
-      // Between blocks nothing is recomputed: the product is saved.
+      // Code between blocks is not recomputed, so this product is saved.
     }
     return head(y);
   }

@@ -85,7 +85,7 @@ TEST(GradientCheckpointing, ASequentialNeedsNoEdit) {
     return derive(net->parameters(), [&] { return net->forward(x).square().sum(); });
   };
   run();
-  const auto buffers = net->named_buffers(); // after one batch
+  const auto buffers = net->named_buffers(); // values after one batch
   const Tensor mean = buffers["0.second.running_mean"].clone();
   const Derived plain = run();
   const auto names = net->named_parameters().keys();

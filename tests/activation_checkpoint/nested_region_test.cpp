@@ -57,7 +57,7 @@ TEST(NestedRegions, TwoChildrenOneGraphAndOtherThings) {
     };
     auto [a, two] = region ? activation_checkpoint(child, in, 1) : child(in, 1);
     auto [b, three] = region ? activation_checkpoint(child, a, two) : child(a, two);
-    return (a * b).cos() * three; // both children's outputs, and around them
+    return (a * b).cos() * three; // of the outer region, from both inner regions' outputs
   };
   const auto second = [&](bool region) {
     const Tensor y = region

@@ -10,7 +10,7 @@ namespace hasten::checkpoint_test {
 
 using namespace testing_support;
 
-// Bytes that a region's forward leaves, without its loss.
+// Bytes that remain in memory after a region's forward, without its loss.
 static int64_t bytes_after_forward(const std::function<Tensor(const Tensor&)>& fn, const Tensor& x,
                                    std::shared_ptr<const OpPolicy> policy, Tensor* output) {
   *output = Tensor();
@@ -77,14 +77,14 @@ TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
                        return y.sum();
                      }));
   }
-  // Shows that it is kept: otherwise it would cost nothing.
+  // The product's bytes show that it is kept.
   Tensor y;
   EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
                 bytes_after_forward(fn, x, nullptr, &y),
             6 * (16 + 8) * 4);
 }
 
-// No tensor is saved after it, so recomputation stops before it.
+// No tensor is saved after this product, so the recomputation stops before it.
 TEST(OpPolicy, AProductThatNothingNeedsIsNotKept) {
   torch::manual_seed(3);
   torch::nn::Linear a(8, 16), b(16, 8);
@@ -252,7 +252,7 @@ TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
   EXPECT_EQ(bytes.extra(), 0);
 }
 
-// The outer region does not keep what an inner region keeps; its recomputation makes it again.
+// The outer region does not keep an inner region's kept results. Its recomputation computes them.
 TEST(OpPolicy, InsideAnotherRegionResultsAreKeptInItsRecomputationAlone) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
@@ -389,7 +389,7 @@ TEST(OpPolicy, ByCostKeepsTheMostTimeForEachByte) {
   EXPECT_TRUE(policy->keeps({"aten::sum", 0, 0}));
   EXPECT_TRUE(policy->keeps({"aten::exp", 0, 0}));
   EXPECT_FALSE(policy->keeps({"aten::view", 0, 0}));
-  // Measured: what a forward really calls, and random state stays.
+  // measure_ops measures the operators that a forward calls. It does not change the random state.
   auto blocks = make_mlps(1, 64);
   const Tensor x = torch::randn({256, 64});
   const auto before = at::detail::getDefaultCPUGenerator().get_state();

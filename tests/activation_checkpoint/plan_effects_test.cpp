@@ -26,7 +26,7 @@ struct DrawingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Drawing);
 
-// Draws between blocks, and runs every second one in bf16.
+// Draws random numbers between blocks, and runs every second block in bf16.
 struct AlternatingImpl : torch::nn::Module {
   explicit AlternatingImpl(int64_t count) {
     for (int64_t i = 0; i < count; ++i) {

@@ -1,5 +1,5 @@
-// Plans: optimal for small chains, within the budget in a run, correct when nested, and a clear
-// error when impossible.
+// Plans are optimal for small chains, stay within the budget in a run, and are correct when nested.
+// An impossible budget is an error.
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -34,7 +34,7 @@ TEST(PlannedRegions, AnyNestingGivesTheSameBits) {
     gradient_checkpointing_disable(model);
   };
   check(Straight(5));
-  check(Chain(5)); // the model works between its blocks
+  check(Chain(5)); // the model computes between its blocks
 }
 
 TEST(PlannedRegions, SeveralGraphsPartsOfAModelAndOtherModels) {
@@ -200,8 +200,8 @@ TEST(Planner, IsNeverSlowerThanASimpleRuleAtTheRulesPeak) {
   }
 }
 
-// A homogeneous chain whose blocks can only be kept one at a time: Revolve's count
-// (Griewank and Walther), r l - binom(c + r, r - 1) advances for c checkpoints.
+// In a homogeneous chain only one block at a time can be kept. Then the plan has Revolve's number of
+// block forwards (Griewank and Walther): r l - binom(c + r, r - 1) for c checkpoints.
 TEST(Planner, CountsAsRevolveDoes) {
   constexpr int kBlocks = 10;
   ChainProfile profile;
@@ -209,7 +209,7 @@ TEST(Planner, CountsAsRevolveDoes) {
     BlockProfile block;
     block.forward_seconds = block.recompute_seconds = 1;
     block.output_bytes = 1;
-    block.saved_bytes = 30; // two do not fit, as all blocks' outputs do
+    block.saved_bytes = 30; // two of these do not fit; all blocks' outputs would
     block.dropped_peak = 1;
     block.ops_saved_bytes = 1000;
     profile.blocks.push_back(block);
@@ -227,7 +227,7 @@ TEST(Planner, CountsAsRevolveDoes) {
       ++r;
     }
     const double advances = r * kBlocks - binomial(checkpoints + r, r - 1);
-    // Memory: a block for its backward, its output's gradient, and the inputs of ranges that wait.
+    // The memory is a block for its backward, its output's gradient, and the inputs of waiting ranges.
     // The input of the chain is not counted.
     const int64_t bytes = 30 + 1 + checkpoints;
     // Each block runs once more to be kept for its own backward.

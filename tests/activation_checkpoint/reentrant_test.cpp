@@ -40,7 +40,7 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
   const auto leaves = parameters_of(blocks);
   const auto run = [&](bool regions) {
     return derive(leaves, [&] {
-      Tensor y = x; // wants no gradient
+      Tensor y = x; // requires no gradient
       for (Mlp& block : blocks) {
         const auto fn = [&](const Tensor& in) { return block->forward(in); };
         y = regions ? activation_checkpoint(fn, y) : fn(y);
@@ -72,7 +72,7 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
         leaf);
     (still + leaf).sum().backward();
     EXPECT_TRUE(torch::equal(leaf.grad(), torch::ones({3})));
-    // It keeps only its inputs and output.
+    // The region keeps only its inputs and output.
     const Tensor long_leaf = torch::randn({1000}).requires_grad_();
     const LiveBytes bytes;
     const Tensor kept =

@@ -44,7 +44,7 @@ TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
   Tensor y = activation_checkpoint(
       [&](const Tensor& in) {
         const at::Tensor inner = in.detach().clone();
-        inner.add_(1); // made here: recomputed
+        inner.add_(1); // made in the region, so it is recomputed
         {
           const at::NoGradGuard no_grad;
           counter.add_(1);

@@ -27,11 +27,11 @@ TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
                                       other);
               }),
               {"input 1", "in place", "clone"});
-  // It works on a copy, although it is the region's first operator.
+  // A change of a copy is allowed, although it is the region's first operator.
   const auto fn = [](const Tensor& in) { return in.clone().mul_(2).sin(); };
   expect_same_bits(derive({x}, [&] { return fn(x).sum(); }),
                    derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
-  // After forward.
+  // A change after forward.
   Tensor y = x * 1;
   const Tensor z = activation_checkpoint([](const Tensor& in) { return in.sin(); }, y);
   const at::NoGradGuard no_grad;
@@ -48,7 +48,7 @@ TEST(ActivationCheckpointErrors, AnOptimizerStepBeforeTheRecomputationIsNamed) {
   const Tensor loss = activation_checkpoint([&](const Tensor& in) { return layer(in).tanh(); }, x,
                                             Options{.name = "encoder.1"})
                           .sum();
-  // Only the bias: no operator saves it, so nothing else would notice.
+  // Only the bias changes. No operator saves it, so autograd does not check its version.
   layer->bias.mutable_grad() = torch::ones_like(layer->bias);
   sgd.step();
   expect_says(error_of([&] { loss.backward(); }),
@@ -72,7 +72,7 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
   };
   loss = activation_checkpoint(dtype, x);
   expect_says(error_of([&] { loss.backward(); }), {"Double", "Float"});
-  // Without the comparison an operator of backward fails.
+  // If the tensors are not compared, an operator of backward fails.
   calls = 0;
   loss = activation_checkpoint(shape, x, Options{.determinism_check = DeterminismCheck::none});
   expect_says(error_of([&] { loss.backward(); }), {"must match the size"});
@@ -95,7 +95,7 @@ TEST(ActivationCheckpointErrors, AnotherNumberOfTensorsIsNamed) {
   loss = activation_checkpoint(more, x, Options{.early_stop = false});
   expect_says(error_of([&] { loss.backward(); }), {"more tensors"});
   calls = 0;
-  loss = activation_checkpoint(more, x); // what is needed is all there
+  loss = activation_checkpoint(more, x); // all tensors that backward needs are recomputed
   EXPECT_NO_THROW(loss.backward());
 }
 
@@ -131,7 +131,7 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   const LiveBytes bytes;
   EXPECT_EQ(error_of([&] { activation_checkpoint(Thrower{&calls, 1}, x); }), "planned");
   EXPECT_EQ(bytes.extra(), 0);
-  // After it, tensors are saved as usual: nothing is recomputed.
+  // After the error, tensors are saved as usual and nothing is recomputed.
   Recomputes counted;
   x.exp().sum().backward();
   EXPECT_EQ(counted.count(), 0);

@@ -202,7 +202,8 @@ struct SavesItsOutput : torch::autograd::Function<SavesItsOutput> {
   }
 };
 
-// If the function were left while it saves, its output and its node would own each other.
+// If the recomputation ended while the function saves its output, the output and the function's node
+// would own each other.
 TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
@@ -237,7 +238,7 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
     return activation_checkpoint(
         [&](const Tensor& in) {
           const Tensor y = in.sin().cos();
-          ++entered; // a copy saves nothing: backward does not need it
+          ++entered; // backward does not need the copy, which saves nothing
           return y.clone();
         },
         x, Options{.early_stop = early_stop});
@@ -250,7 +251,7 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
   EXPECT_EQ(runs([&] { return region(Options().early_stop); }), 1);
   EXPECT_EQ(runs([&] { return region(true); }), 1);
   EXPECT_EQ(runs([&] { return region(false); }), 2);
-  // They do not exist any more in backward.
+  // The guards no longer exist in backward.
   const auto guarded = [&](bool guard, bool early_stop) {
     return runs([&] {
       const EarlyStopGuard scope(guard);
@@ -277,7 +278,7 @@ TEST(EarlyStop, RunsNoKernelThatBackwardDoesNotNeed) {
     ++calls;
     return in.sin();
   };
-  // Tensors that backward makes.
+  // The number of allocations of a backward.
   const auto made = [&](const Tensor& y) {
     const int64_t before = memory_stats().allocations;
     y.backward(ones);

@@ -31,7 +31,7 @@ TEST(ActivationCheckpoint, GivesTheSameBitsWithDropoutAndKeepsTheStream) {
   expect_same_bits(plain, run(true));
   EXPECT_EQ(counted.count(), 3);
   EXPECT_EQ(counted.early(), 3);
-  // Without the random state dropout draws other masks, so the test can fail.
+  // If the random state is not restored, dropout draws other masks. So the test can fail.
   const Derived other = derive(leaves, [&] {
     return activation_checkpoint([&](const Tensor& in) { return blocks[0]->forward(in); }, x,
                                  Options{.preserve_rng_state = false})
@@ -63,7 +63,7 @@ TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
     return std::make_tuple(
         Mixed{list[0].exp() * list[1] + scaled.first.exp() * scaled.second, none, words + "!"},
         wave(list[0]), 7,
-        list[0]); // an input as it is
+        list[0]); // this output is an input, unchanged
   };
   const std::function<Tensor(const Tensor&)> wave = [](const Tensor& in) { return in.sin(); };
   const auto run = [&](bool region) {
@@ -101,7 +101,7 @@ TEST(ActivationCheckpoint, NeedsNoInputThatWantsAGradient) {
             .exp()
             .sum();
       }));
-  // Nor one at all, nor anything that does.
+  // A region without any gradient, without an input, and under NoGradGuard.
   const Tensor y = activation_checkpoint([](const Tensor& in) { return in.relu(); }, x);
   EXPECT_FALSE(y.requires_grad());
   const Tensor z = activation_checkpoint([&] { return blocks[0]->forward(x); });
@@ -120,7 +120,7 @@ TEST(ActivationCheckpoint, DetachedPartsAreDetached) {
   EXPECT_FALSE(still.requires_grad());
   y.sum().backward();
   EXPECT_TRUE(torch::allclose(x.grad(), x.detach().exp() * x.detach().sin()));
-  // All of it.
+  // A region that is detached as a whole.
   x.mutable_grad() = Tensor();
   const Recomputes counted;
   for (int i = 1; i <= 3; ++i) {
@@ -159,7 +159,7 @@ TEST(ActivationCheckpoint, SeveralBackwardsRecomputeEachTime) {
   const Recomputes counted;
   expect_same_bits(plain, run(true));
   EXPECT_EQ(counted.count(), 6);
-  // Without retaining, the second backward is torch's usual error.
+  // If the graph is not retained, the second backward is torch's usual error.
   const Tensor once =
       activation_checkpoint([&](const Tensor& in) { return blocks[0](in); }, x).sum();
   once.backward();
@@ -266,7 +266,7 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
   EXPECT_EQ(wrong, 0);
 }
 
-// A branch that forward discarded is recomputed with the other, but not kept.
+// A branch whose output is dropped after forward is recomputed with the other, but not kept.
 TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
   const Tensor x = torch::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
@@ -308,14 +308,14 @@ TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
   EXPECT_EQ(bytes.extra(), 4000) << "the output";
   y.sum().backward({}, /*retain_graph=*/true);
   EXPECT_EQ(bytes.extra(), 4000) << "what was recomputed is gone";
-  // A backward that needs only a part frees the rest at its end.
+  // A backward of a part of the region frees the rest at its end.
   auto [u, v] = activation_checkpoint(
       [](const Tensor& in) { return std::make_pair(in.sin().sin(), in.cos().cos()); }, x);
   u.sum().backward({}, /*retain_graph=*/true);
   EXPECT_EQ(bytes.extra(), 3 * 4000);
   y = u = v = Tensor();
   EXPECT_EQ(bytes.extra(), 0);
-  // Dropped without a backward.
+  // The output is dropped without a backward.
   activation_checkpoint(fn, x);
   EXPECT_EQ(bytes.extra(), 0);
 }
@@ -364,7 +364,7 @@ TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
   EXPECT_EQ(apart.first, 2);
   EXPECT_EQ(shared.first, 1);
   EXPECT_TRUE(torch::equal(apart.second, shared.second));
-  // One after the other: from the end to the middle, and then on.
+  // Two backwards: from the end to the middle, and from the middle to the start.
   const auto staged = [&](bool share) {
     auto [middle, last] = activation_checkpoint(
         [](const Tensor& in) {
@@ -385,7 +385,7 @@ TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
   EXPECT_EQ(staged(false).second, 2);
   EXPECT_EQ(staged(true).second, 1);
   EXPECT_TRUE(torch::equal(staged(false).first, staged(true).first));
-  // The same part twice: recomputed again.
+  // The same part twice. It is recomputed twice.
   const Tensor twice =
       activation_checkpoint([](const Tensor& in) { return in.sin().cos(); }, x).sum();
   const Recomputes counted;

@@ -35,7 +35,7 @@ TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
         for (const Tensor& leaf : leaves) {
           at::Tensor(leaf).mutable_grad() = Tensor();
         }
-        return loss; // derived again, when the guard is gone
+        return loss; // the caller differentiates it again, after the guard
       }
       return y.square().sum();
     });
@@ -43,8 +43,8 @@ TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
   const Derived plain = run(false, false);
   expect_same_bits(plain, run(true, false));
   constexpr int64_t kOutput = 128 * 64 * 4;
-  // Each block: gelu's input and output (twice as wide), the mask, its output, …,
-  // each storage once.
+  // Each block saves gelu's input and output (twice as wide), the mask, its output and more, each
+  // storage once.
   EXPECT_GE(written, 3 * 5 * kOutput);
   EXPECT_EQ(left, written + kOutput) << "the square's input is the last";
   const int64_t all = written;

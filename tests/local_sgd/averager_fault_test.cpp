@@ -17,7 +17,8 @@ using testing_support::FaultRank;
 using testing_support::spawn;
 using testing_support::WatchedCommunicator;
 
-/// The planted fault, before an operation of this name, or ("after …") directly after its start.
+/// Plants the fault directly before the operation `phase`, or, if `phase` is "after NAME", directly
+/// after the start of the operation NAME.
 static std::shared_ptr<WatchedCommunicator> faulty_communicator(std::shared_ptr<Communicator> inner,
                                                                 FaultRank& rank,
                                                                 const std::string& phase) {
@@ -35,7 +36,7 @@ static std::shared_ptr<WatchedCommunicator> faulty_communicator(std::shared_ptr<
   return faulty;
 }
 
-/// Rank r's tensors hold r + 1, their mean over 3 ranks is 2.
+/// Rank r's tensors hold r + 1. Their mean over 3 ranks is 2.
 static void average_in_phase(FaultRank& rank, const std::string& phase) {
   auto world = Communicator::create(rank.world(), {.timeout = std::chrono::milliseconds(20'000)});
   world->barrier("meet");

@@ -1,5 +1,5 @@
-// The state of an averager: after a save at any moment of its rounds it continues bit for bit. Also
-// numbers of rounds that are large. Worlds 1 to 4.
+// The state of an averager. A run that is saved at any moment of a round continues bit for bit.
+// Also large numbers of rounds. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -32,8 +32,8 @@ Saved saved(const Averager& averager) {
   return state;
 }
 
-// Three rounds of a rank's tensors, every other one by start() and finish() if `late`. At `stop`,
-// counted in moments, the averager is replaced by one from its state, twice.
+// Four rounds over a rank's tensors, by start() and finish() if `late`. moment() counts its calls.
+// At call number `stop` an averager with the saved state replaces the averager, twice.
 struct Rounds {
   Rounds(std::shared_ptr<Communicator> group, Options make, bool late, int stop)
       : communicator(std::move(group)), options(std::move(make)), stop_at(stop) {

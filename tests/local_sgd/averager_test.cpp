@@ -25,8 +25,8 @@ Tensor numbers(std::vector<int64_t> sizes, int rank, int turn = 0) {
   return torch::randn(sizes, generator, torch::kFloat);
 }
 
-// A rank's tensors: all dtypes, one that is larger than a slice, one with another order in memory,
-// one that is tied.
+// A rank's tensors have all dtypes. One is larger than a slice, one has another order in memory,
+// and one is tied.
 List rank_list(int rank) {
   List list;
   list.emplace_back("large", numbers({300, 700}, rank));
@@ -40,7 +40,7 @@ List rank_list(int rank) {
   return list;
 }
 
-// By torch's operators: the sum of weight * tensor over ranks, divided by the sum of weights.
+// The sum of weight * tensor over ranks, divided by the sum of weights, by torch's operators.
 Tensor plain_mean(size_t entry, const std::vector<double>& weights) {
   Tensor sum;
   double total = 0;
@@ -115,7 +115,7 @@ TEST(Averager, WeightsAreDividedByThoseWhoContribute) {
     averager.average(weights[static_cast<size_t>(communicator->rank())]);
     expect_mean(list, weights);
     const Tensor before = list[0].second.clone();
-    averager.average(0); // nobody contributes
+    averager.average(0); // every rank has weight 0
     EXPECT_TRUE(torch::equal(list[0].second, before));
   }
 }
@@ -126,7 +126,7 @@ TEST(Averager, SpreadIsTheRootMeanSquareDistanceToTheMean) {
   const std::vector<double> equal(static_cast<size_t>(world), 1);
   double squares = 0;
   double norm = 0;
-  for (size_t i = 0; i + 1 < rank_list(0).size(); ++i) { // tied: once
+  for (size_t i = 0; i + 1 < rank_list(0).size(); ++i) { // the last tensor is tied; it counts once
     const Tensor mean = plain_mean(i, equal);
     norm += mean.square().sum().item<double>();
     for (int rank = 0; rank < world; ++rank) {
@@ -149,8 +149,8 @@ TEST(Averager, SpreadIsTheRootMeanSquareDistanceToTheMean) {
   EXPECT_LT(averager.report().spread, 1e-3 * std::sqrt(squares + 1));
 }
 
-// A property for all sizes, slices and fragments: every element is in one piece, pieces of a slice
-// share a fragment, and fragments are contiguous parts of the list.
+// For all sizes, slices and fragments: every element is in one piece, all pieces of a slice are in
+// one fragment, and fragments are contiguous parts of the list.
 TEST(Averager, EveryElementIsInExactlyOneSlice) {
   const auto communicator = Communicator::create(World{});
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(5);
@@ -227,7 +227,7 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
     EXPECT_TRUE(averager.started());
     const Tensor progress = numbers({300, 700}, rank, 1);
     list[0].second.add_(progress);
-    if (resumed) { // the same from a state of that moment
+    if (resumed) { // the same with a second averager that loads the state
       NamedTensors tensors;
       nlohmann::json values;
       averager.save_state(tensors, values);
@@ -246,7 +246,7 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
         (list[0].second.to(torch::kDouble) - (mean + progress)).abs().max().item<double>();
     EXPECT_LT(apart, 2e-6) << resumed;
     if (resumed) {
-      list = rank_list(rank); // the round of the first is not needed any more
+      list = rank_list(rank); // the first averager's round has no effect on the test
       averager.finish();
     }
   }
@@ -280,7 +280,7 @@ TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
 }
 
 TEST(Averager, RanksInDifferentRoundsAreToldSoAndKeepTheirNumbers) {
-  CommunicatorOptions options; // else the first slices tell already
+  CommunicatorOptions options; // otherwise the check of shapes throws first
   options.check_shapes = ShapeCheck::never;
   const auto communicator = fresh_communicator(options);
   if (communicator->world_size() == 1) {

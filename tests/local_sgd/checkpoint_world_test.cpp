@@ -1,4 +1,4 @@
-// Activation checkpointing under the accelerator, worlds 1 to 4. The results have the same bits as
+// Activation checkpointing with the Accelerator, worlds 1 to 4. The results have the same bits as
 // without it, also with dropout, accumulation and a short last window.
 #include <torch/torch.h>
 
@@ -21,7 +21,7 @@ struct ChainTraining {
 struct TrainedChain {
   std::vector<Tensor> parameters{};
   std::vector<double> losses{};
-  std::vector<int> hooks{}; // calls of each parameter's
+  std::vector<int> hooks{}; // calls of each parameter's hook
 };
 
 static TrainedChain train_chain(const std::function<void(Straight&)>& enable,

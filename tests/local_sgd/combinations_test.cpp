@@ -49,7 +49,7 @@ struct Run {
         own(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)) {}
 
   Net made(int rank) const {
-    torch::manual_seed(40 + static_cast<uint64_t>(rank)); // rank 0's win
+    torch::manual_seed(40 + static_cast<uint64_t>(rank)); // prepare() broadcasts rank 0's values
     Net fresh(features);
     fresh->to(narrow(features) ? at::kFloat : at::kDouble);
     if (features.count("integer buffers") > 0) {
@@ -64,7 +64,7 @@ struct Run {
   // Runs epochs [first, last). May load a state before them and save one after them.
   void train(std::vector<Rows> data, int first, int last, const std::filesystem::path& load,
              const std::filesystem::path& save) {
-    if (features.count("torch's loader") > 0) { // RandomSampler: its default
+    if (features.count("torch's loader") > 0) { // with its default RandomSampler
       const auto batch = static_cast<size_t>(data[0].second.size(0));
       auto drawn = torch::data::make_data_loader(SingleRows(data), batch);
       train_on(*drawn, first, last, load, save);
@@ -116,7 +116,7 @@ struct Run {
           }
         },
         net);
-    if (net->steps.defined()) { // the same on all ranks, and rank 0's steps
+    if (net->steps.defined()) { // equal on all ranks: rank 0's number of steps
       parameters.push_back(net->steps.to(at::kDouble));
       const Tensor own = torch::cat({net->steps, net->seen});
       const Tensor all = accelerator.gather(own.unsqueeze(0));
@@ -306,7 +306,7 @@ TEST(Combinations, GraphsFormatsBuffersLoadersAndResumeWithEachOther) {
 TEST(Combinations, TheFullStacks) {
   const auto everyone = testing_support::fresh_communicator();
   if (everyone->world_size() == 3) {
-    return; // no halves
+    return; // hsdp needs an even world
   }
   const auto folder = state_test::common_folder();
   Reference reference(everyone);

@@ -8,7 +8,7 @@
 
 namespace hasten::delay_trial_test {
 
-// The test has a clock of its own. Immediate and delayed rounds have fixed durations. The process
+// The test sets the clock. Immediate and delayed rounds have fixed durations. The process
 // stops for an hour before one of the rounds.
 TEST(DelayTrial, AResumedTrialDecidesByWhatItHasTimed) {
   const auto communicator = testing_support::fresh_communicator();

@@ -1,5 +1,5 @@
 // Replicas of a sharded model, worlds 1 to 4. The training equals that of replicas that are not
-// sharded. Also: replicas that train independently between averages.
+// sharded. Also replicas that train independently between averages.
 #include "accelerator/sharded_rig.h"
 #include "accelerator/state_rig.h"
 #include "hasten/local_sgd/local_sgd.h"

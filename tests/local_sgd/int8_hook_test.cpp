@@ -1,4 +1,4 @@
-// Compressed messages of an averager, which sends the changes since the last round. Worlds 1 to 4.
+// An averager with compressed messages. It sends the changes since the last round. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -55,8 +55,9 @@ TEST(Int8Hook, ErrorFeedbackLosesNothingOverRounds) {
   without.run(40);
   sixteen.run(40);
   EXPECT_LT(with.error(40), 0.02); // two roundings of one round
-  EXPECT_GT(without.error(40), 0.035); // small changes never came
-  EXPECT_LT(sixteen.error(40), 0.2); // of 40, by 2^-8 at most
+  EXPECT_GT(without.error(40), 0.035); // small changes are lost
+  EXPECT_LT(sixteen.error(40),
+            0.2); // values are near 40; the rounding error is 2^-8 of them at most
   // fp64 uses the plain all-reduce.
   EXPECT_NEAR(with.other[0].item<double>(), 40 * (world - 1) / 2.0, 1e-12);
   for (const Rounds* rounds : {&with, &without, &sixteen}) {
@@ -118,7 +119,7 @@ Tensor reduce_bucket(Int8CompressHook& hook, Communicator& communicator, int64_t
   return buffer;
 }
 
-// Buckets get other gradients once, when their order is learned.
+// When the order is learned, buckets get other gradients, once.
 TEST(Int8Hook, WhatOneGradientLostIsNotAddedToAnother) {
   const auto communicator = testing_support::fresh_communicator();
   Int8CompressHook hook;

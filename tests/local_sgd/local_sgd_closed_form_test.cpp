@@ -15,7 +15,7 @@ struct OneNumberImpl : torch::nn::Module {
       : w(register_parameter("w", torch::zeros({1}, torch::kDouble))),
         level(register_buffer("level", torch::zeros({1}, torch::kDouble))) {}
   Tensor w;
-  Tensor level; // a statistic
+  Tensor level; // a running statistic
 };
 TORCH_MODULE(OneNumber);
 

@@ -1,4 +1,4 @@
-// What a scope of LocalSGD refuses. Worlds 1 to 4.
+// Wrong uses of a scope of LocalSGD are errors. Worlds 1 to 4.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

@@ -1,5 +1,5 @@
-// Local SGD in torch's operators only: replicas in one process, which the ranks of a scope must
-// equal.
+// Local SGD by torch's operators only, with all replicas in one process. The ranks of a scope must
+// equal these replicas.
 #pragma once
 
 #include <functional>
@@ -105,8 +105,8 @@ inline Pair rows_of_window(const std::vector<Pair>& batches, int world, int64_t 
   return x.empty() ? Pair{} : Pair{torch::cat(x), torch::cat(y)};
 }
 
-// Windows of batches that are distributed round-robin, clipped at 0.2. Averages at the end, and
-// after every H steps of the rank with the most steps. [rank]
+// Distributes the batches round-robin and clips each window's gradients at 0.2. Averages after every
+// H steps of the rank with the most steps, and at the end. Returns [rank].
 template <typename Optimizer, typename Options>
 Replicas<Optimizer> simulate_local_sgd(const std::vector<Pair>& batches, const Options& options,
                                        int world, const Simulation& how) {

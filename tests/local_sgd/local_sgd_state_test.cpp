@@ -10,7 +10,7 @@
 
 namespace hasten::accelerator_test {
 
-// The loop of a user, from the position of the state.
+// A user's loop. It starts at the position of the state.
 struct LocalSession : state_test::Session {
   using Session::Session;
   using Hook = std::function<void(int64_t step)>; // at the end of a loop's body

@@ -33,14 +33,14 @@ struct Death {
 
 struct Scenario {
   int world = 3;
-  std::vector<Death> deaths{}; // in their order
+  std::vector<Death> deaths{}; // in the order of the deaths
   LocalSGDOptions options{};
   int64_t steps = 12;
   /// In Phase::after_vote: the ranks that do not learn that the synchronisation is complete.
   int deaf = 2;
 };
 
-/// A communicator that plays one rank's part of a scenario.
+/// A communicator through which one rank dies, or misses a message, as its scenario says.
 inline std::shared_ptr<Communicator> doomed(std::shared_ptr<Communicator> inner,
                                             const Scenario& scenario, int own) {
   auto watched = std::make_shared<testing_support::WatchedCommunicator>(inner);
@@ -163,7 +163,7 @@ inline SurvivorsSimulation simulate_survivors(const Scenario& how, const std::ve
   return all;
 }
 
-/// The loop of a rank of the scenario; throws what the scope throws.
+/// A rank's loop in the scenario. It throws the exceptions of the scope.
 struct SurvivorsRun {
   explicit SurvivorsRun(testing_support::FaultRank& fault_rank, const Scenario& scenario)
       : rank(fault_rank.world().rank),

@@ -49,7 +49,7 @@ HASTEN_RANK_FUNCTION(SurvivesAScenario) {
   run.save_to = std::getenv("FOLDER");
   run.train(0.3);
   if (name == "two at once") {
-    how.deaths[1].round = 2; // it dies in its first recovery
+    how.deaths[1].round = 2; // the second rank dies in its first recovery
   }
   const bool outer = how.options.average.outer != nullptr;
   const auto simulated =
@@ -93,7 +93,7 @@ TEST(LocalSGDSurvivors, ARoundThatOneRankHasCompletedCountsForAll) {
 }
 
 TEST(LocalSGDSurvivors, AnchorAndMomentumAreThoseOfTheLastAverage) {
-  const testing_support::TemporaryFolder scratch; // also for a save of the remaining ranks
+  const testing_support::TemporaryFolder scratch; // the remaining ranks also save here
   expect_survived("outer step", (scratch / "state").string());
 }
 
@@ -102,8 +102,8 @@ TEST(LocalSGDSurvivors, TwoDeathsInOneRoundAndARankOfItsOwn) {
   expect_survived("one is left");
 }
 
-// Open synchronisations, hierarchy, moments, statistics. All are averaged over the remaining ranks,
-// at the right step, and are then equal on them.
+// A synchronisation in progress, a hierarchy, moments, running statistics. Each is averaged over the
+// remaining ranks at the right step, and is then equal on these ranks.
 HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
   const std::string form = std::getenv("SCENARIO");
   Scenario how{.world = 4,
@@ -157,9 +157,9 @@ TEST(LocalSGDSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
   }
 }
 
-// With a prepared loader and uneven data: rank 2 has run out of batches when rank 1 dies, in the
-// third synchronisation or when all agree on the end. A pass that begins later is distributed over
-// the remaining ranks; rank 0 has begun one when it learns of the end.
+// With a prepared loader and uneven data. Rank 1 dies in the third synchronisation, or when all ranks
+// agree on the end. Rank 2 then has no batches left. A pass that begins later is distributed over the
+// remaining ranks. In the second case rank 0 has begun its second pass before it learns of the death.
 HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   const bool at_end = std::string(std::getenv("SCENARIO")) == "end";
   Scenario how{.deaths = {at_end ? Death{1, 1, Phase::after_end} : Death{1, 3, Phase::before_vote}},
@@ -170,7 +170,7 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   Accelerator accelerator(options, doomed(run.world, how, run.rank));
   torch::optim::SGD inner(run.net->parameters(), 0.1);
   Decay decay(inner);
-  auto batches = make_batches(26); // 9, 9 and 8, then 13 and 13
+  auto batches = make_batches(26); // the ranks get 9, 9 and 8; the two that remain get 13 each
   auto [model, optimizer, loader, scheduler] = accelerator.prepare(run.net, inner, batches, decay);
   LocalSGD local_sgd(accelerator, model, how.options);
   std::vector<int> seen;
@@ -214,7 +214,7 @@ HASTEN_RANK_FUNCTION(StopsInAScenario) {
                      .options = every_third(PeerFailure::stop),
                      .deaf = rank.world().world_size - 1};
   SurvivorsRun run(rank, how);
-  const auto committed = simulate_survivors( // with all
+  const auto committed = simulate_survivors( // with all ranks
       {.world = how.world, .options = how.options, .steps = 6}, run.batches, 0.3);
   std::string error;
   try {

@@ -27,8 +27,8 @@ void expect_simulation(int64_t batch_count, int64_t k, int64_t h, int epochs,
   accelerator.end_training();
 }
 
-// Even and uneven numbers of batches, with ranks that have none in some or in all
-// windows; accumulation; H that divides an epoch and H that does not.
+// Even and uneven numbers of batches. Some ranks have none in some or in all windows. Also
+// accumulation, an H that divides an epoch and an H that does not.
 TEST(LocalSGD, RanksEqualTheAlgorithmInTorchsOperators) {
   const auto sgd = torch::optim::SGDOptions(0.3).momentum(0.9);
   const auto adamw = torch::optim::AdamWOptions(0.02);
@@ -217,7 +217,7 @@ TEST(LocalSGD, PlainTrainingGoesOnBehindIt) {
     }
     local_sgd.finish();
     expect_equal_on_ranks(accelerator,
-                          net); // also the moments; otherwise the ranks would differ later in DDP
+                          net); // if the moments differed, DDP would diverge
   }
   accelerator.end_training();
 }
@@ -248,7 +248,7 @@ TEST(LocalSGD, ReportsItsRounds) {
     EXPECT_LT(report.communication_share, 1);
   }
   local_sgd.finish();
-  local_sgd.finish(); // does nothing
+  local_sgd.finish(); // the second call does nothing
   accelerator.end_training();
 }
 
@@ -286,7 +286,7 @@ TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
     const size_t first = lines.find(text);
     EXPECT_EQ(first != std::string::npos, growth > 1 && world > 1 && accelerator.is_main_process())
         << lines;
-    if (first != std::string::npos) { // once
+    if (first != std::string::npos) { // the warning comes once
       EXPECT_EQ(lines.find(text, first + 1), std::string::npos);
       EXPECT_NE(lines.find("(local_sgd_steps=2 now)"), std::string::npos);
     }
@@ -295,9 +295,8 @@ TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
 }
 
 // Notes: V_K = a^2 s^2 / M (1 - q^K) / (1 - q) / (1 - q^K / M - (1 - 1 / M)
-// (1 - a)^(2K)), q = (1 - a)^2 + a^2 b^2: the mean square of the average, at
-// rest. A wrong divisor or a period off by one is far outside of the sampling
-// error of 20000 independent problems.
+// (1 - a)^(2K)), q = (1 - a)^2 + a^2 b^2. V_K is the stationary mean square of the average. A wrong
+// divisor or period is far outside of the sampling error of 20000 independent problems.
 TEST(LocalSGD, StationaryVarianceIsTheClosedForm) {
   const double a = 0.2;
   const double beta = 0.8;

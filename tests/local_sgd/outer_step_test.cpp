@@ -1,4 +1,4 @@
-// Outer steps against their algorithms written in torch's operators.
+// Outer steps compared with their algorithms in torch's operators.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -98,7 +98,7 @@ TEST(OuterStep, AnyOptimizerStepsOnTheChange) {
   expect_near(ours.parameter, parameter);
 }
 
-// The driver computes the same.
+// SyncStrategy::driver gives the parameters of an all-reduce.
 TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
   const auto communicator = fresh_communicator();
   for (const bool outer : {false, true}) {
@@ -126,7 +126,7 @@ TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
   }
 }
 
-// Identities, equal bit for bit.
+// Special cases that are equal bit for bit.
 TEST(OuterStep, DiLoCoWithRateOneAndNoMomentumIsPlainAveraging) {
   const auto communicator = fresh_communicator();
   Rounds outer(communicator, std::make_shared<DiLoCo>(DiLoCoOptions{.lr = 1, .momentum = 0}));

@@ -44,7 +44,7 @@ TEST(Sharded, SoItIsWithAccumulationCheckpointingAndDropout) {
   }
 }
 
-// AdamW in fp32 by loss: 1e-5. 16-bit products of the same fp32 weights.
+// AdamW in fp32 compares losses, to 1e-5. In 16 bits, products have the same fp32 weights.
 TEST(Sharded, SoItIsWithAdamWAndInSixteenBits) {
   for (const Precision precision : {Precision::no, Precision::bf16, Precision::fp16}) {
     SCOPED_TRACE(precision_name(precision));
@@ -128,7 +128,7 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
     const auto rows = batches(6);
     const auto steps = [&](auto& optimizer, size_t from, size_t to) {
       for (size_t i = from; i < to; ++i) {
-        if (from == 0) { // before it is prepared
+        if (from == 0) { // the optimizer steps before prepare()
           loss_of(stack, rows[i]).backward();
           optimizer.step();
           optimizer.zero_grad();
@@ -155,8 +155,8 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
   }
 }
 
-// 1.2 MB of parameters are 4.7 MB with gradients and moments. With two ranks each has half of them
-// and the blocks that are gathered at the moment. Their number depends on when Gloo frees the
+// 1.2 MB of parameters are 4.7 MB with gradients and moments. With two ranks each rank has half of
+// them, and the blocks that are gathered at the moment. Their number depends on when Gloo frees the
 // buffers that it has sent.
 TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   install_memory_meter();

@@ -1,4 +1,4 @@
-// Uses a part with LibTorch and one without, as a stranger's program would.
+// A user's program. It uses a part with LibTorch and a part without.
 // [program]
 #include <ATen/ATen.h>
 #include <hasten/base/error.h>
