@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the lower layers with sanitizers and runs their tests: base, launch, core, comm,
-# io and data with those of addresses and undefined behaviour, the threads of comm and of
-# the loader with that of data races. Ends with 0 if nothing was found.
+# Builds the lower layers (`lower` below) with sanitizers and runs their tests. asan finds wrong
+# addresses and undefined behaviour. tsan finds data races in the threads of comm and of the
+# data. Ends with 0 if nothing was found.
 #
 #   scripts/sanitize.sh                      both, if these parts changed since the commit
 #                                            that .sanitized names; nothing otherwise
@@ -12,11 +12,11 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-lower=(base launch core comm io data)
+lower=(base config launch core comm io data text)
 # What --all builds: the lower layers and those above them.
 parts=$(IFS=';' && echo "${lower[*]}")
-parts+=';flat;metrics;optim;models;parallel;amp'
-parts+=';activation_checkpoint;accumulation;accelerator;trainer'
+parts+=';flat;metrics;state;optim;models;loader;parallel;amp'
+parts+=';activation_checkpoint;accumulation;accelerator;local_sgd;trainer'
 # The tests that kill ranks hold them to seconds, which ranks do not keep here.
 threads='Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'
 
