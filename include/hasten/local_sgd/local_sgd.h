@@ -94,11 +94,10 @@ struct LocalSGDOptions {
   MomentPolicy moments = MomentPolicy::keep;
   /// survivors: if a peer is lost, this rank continues without it in step(), synchronize(),
   /// finish() and at the end of a training loader. The remaining ranks meet by
-  /// Communicator::shrink, within the
-  /// accelerator's timeout; rank 0 must be among them. If one of them had completed the interrupted
+  /// Communicator::shrink, within the accelerator's timeout; rank 0 must be among them. If one of them had completed the interrupted
   /// synchronisation, it counts for all. Otherwise it is repeated with the remaining ranks'
   /// parameters, and the lost rank's steps since the last average are lost. An open delayed average
-  /// all parameters are averaged without delay. An average within groups that some ranks have
+  /// or fragment is dropped, and all parameters are averaged without delay. An average within groups that some ranks have
   /// completed is skipped by the others. Outer step and anchor are those of the last average.
   /// Errors that a hook kept and a driver's momentum start anew. A trial of delays ends without
   /// delay.
