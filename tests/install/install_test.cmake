@@ -1,6 +1,6 @@
 # cmake -DSOURCE=… -DBUILD=… -DWORK=… -DGENERATOR=… -DTORCH=… -P install_test.cmake
-# Installs the build tree into an empty folder, moves it, and builds a stranger's program
-# against it; then configures the same program with the sources as a subfolder.
+# Installs the build tree into an empty folder, moves it, and builds a user's program
+# against it. Then configures the same program with the sources as a subfolder.
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE output
     ERROR_VARIABLE output)
@@ -20,10 +20,10 @@ function(refused pattern)
 endfunction()
 
 file(REMOVE_RECURSE "${WORK}")
-# What is compiled here is not measured: quickly, then.
+# Nothing that is compiled here is measured, so it is compiled without optimisation.
 set(common -G "${GENERATOR}" -DCMAKE_BUILD_TYPE=Debug "-DHASTEN_TORCH=${TORCH}")
 
-# The build tree is no package: with its programs on PATH it is not taken for one.
+# The build tree is not a package: find_package() does not find it through PATH.
 refused("provided[ \n]+by[ \n]+\"hasten\"" ${CMAKE_COMMAND} -E env "PATH=${BUILD}/bin:$ENV{PATH}"
   ${CMAKE_COMMAND} ${common} -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF
   -S "${SOURCE}/tests/install/consumer" -B "${WORK}/nothing")
@@ -33,7 +33,7 @@ file(RENAME "${WORK}/first" "${WORK}/prefix")
 foreach(program hasten hasten-worker)
   file(STRINGS "${WORK}/prefix/bin/${program}" found REGEX "ORIGIN/\\.\\./" LIMIT_COUNT 1)
   if(NOT found)
-    message(FATAL_ERROR "${program} does not look for LibTorch beside itself")
+    message(FATAL_ERROR "${program} does not look for LibTorch in ../lib")
   endif()
 endforeach()
 run("run of a program that was moved" "${WORK}/prefix/bin/hasten" env)
@@ -46,7 +46,7 @@ if(NOT output STREQUAL "[consumer::main] size=0. Expected 1 or more.\nsum 2\n")
   message(FATAL_ERROR "the program printed:\n${output}")
 endif()
 
-# No LibTorch is promised that nothing compiles: the release before is refused.
+# The release of LibTorch before the tested one is refused.
 file(READ "${TORCH}/include/torch/headeronly/version.h" version)
 string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${version}")
 math(EXPR before "${CMAKE_MATCH_1} - 1")
@@ -67,7 +67,7 @@ run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
   "-DHASTEN_SOURCE=${SOURCE}")
 run("build of one part" ${CMAKE_COMMAND} --build "${WORK}/subfolder" --target hasten_base -j 2)
 
-# The project of the adopted program, as somebody finds it in our sources.
+# The project of the adopted program in the sources, as a user builds it.
 run("configure examples/adopt" ${CMAKE_COMMAND} ${common}
   -S "${SOURCE}/examples/adopt" -B "${WORK}/adopt")
 run("compile the adopted program" ${CMAKE_COMMAND} --build "${WORK}/adopt" -j 2
