@@ -23,7 +23,8 @@ PLAIN = re.compile(
 # Not words: names in backquotes in public text. Of the sources, only literals are public text.
 NAME = re.compile(r"`[^`]*`")
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
-PUBLIC = ("include/", "docs/", "examples/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PUBLIC = ("include/", "docs/", "examples/", *PAGES)
 TEXT = (".h", ".cpp", ".py", ".sh", ".md", ".txt", ".cmake", ".json", ".in", "")
 # Texts to tokenize are of any script and quote.
 SKIP = ("tools/golden/", "tests/data/", "LICENSE")
