@@ -39,7 +39,7 @@ HASTEN_RANK_FUNCTION(TrainsByLocalSGD) {
   accelerator.communicator()->close();
 }
 
-// Two hosts with two ranks each, if this process may set a host name of its own.
+// Two hosts with two ranks each, if this process may set its host name.
 HASTEN_RANK_FUNCTION(AveragesInHosts) {
   const int own = rank.world().rank;
   const std::string name = "host" + std::to_string(own / 2);

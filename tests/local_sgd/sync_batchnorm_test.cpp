@@ -112,7 +112,7 @@ TEST(SyncBatchNormRuns, AreThoseOfOneProcessWithoutWindowsToo) {
   expect_one_process(NormedLoop::outside, 1);
 }
 
-// Each forward uses the statistics of its own turn.
+// Each forward uses the statistics of its turn.
 TEST(SyncBatchNormRuns, JoinRanksAndNotTheBatchesOfAWindow) {
   expect_one_process(NormedLoop::windows, 4);
 }
