@@ -30,8 +30,8 @@ Work GlooGroup::submit(std::string operation, const std::string& tensors, const 
                        std::function<void()> finish) {
   const uint64_t sequence = core_->enter_equal(operation, tensors);
   const c10::intrusive_ptr<c10d::Backend> gloo = core_->connections();
-  auto state =
-      std::make_shared<StartedOperation>(core_, std::move(operation), sequence, std::move(finish));
+  auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence,
+                                                    std::move(finish));
   try {
     // c10d's own timed wait throws whenever its time ends.
     start(*gloo)->getFuture()->addCallback([state](c10::ivalue::Future& f) {

@@ -398,8 +398,8 @@ void GroupCore::close(bool orderly) noexcept {
   }
 }
 
-StartedOperation::StartedOperation(std::shared_ptr<GroupCore> core, std::string operation,
-                                   uint64_t sequence, std::function<void()> finish)
+GroupCore::Started::Started(std::shared_ptr<GroupCore> core, std::string operation,
+                            uint64_t sequence, std::function<void()> finish)
     : core_(std::move(core)),
       operation_(std::move(operation)),
       sequence_(sequence),
@@ -408,7 +408,7 @@ StartedOperation::StartedOperation(std::shared_ptr<GroupCore> core, std::string 
   ++core_->in_flight_;
 }
 
-void StartedOperation::complete(std::optional<OperationFailure> failure) {
+void GroupCore::Started::complete(std::optional<OperationFailure> failure) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     completed_ = true;
@@ -423,17 +423,17 @@ void StartedOperation::complete(std::optional<OperationFailure> failure) {
   }
 }
 
-bool StartedOperation::done() const noexcept {
+bool GroupCore::Started::done() const noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   return completed_ || core_->link->liveness().failed();
 }
 
-CommClock::time_point StartedOperation::ended() const noexcept {
+CommClock::time_point GroupCore::Started::ended() const noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   return completed_at_;
 }
 
-void StartedOperation::wait() {
+void GroupCore::Started::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!changed_.wait_for(lock, milliseconds(50), [&] { return completed_; })) {
     lock.unlock();
@@ -454,7 +454,7 @@ void StartedOperation::wait() {
 }
 
 /// A back end checks the timeout itself. This is for the case that it does not.
-bool StartedOperation::overdue() const {
+bool GroupCore::Started::overdue() const {
   const std::lock_guard<std::mutex> lock(core_->mutex_);
   const auto since = std::max(submitted_, core_->last_completion_);
   return CommClock::now() - since > core_->options.timeout + milliseconds(2000);

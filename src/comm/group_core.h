@@ -87,9 +87,10 @@ class GroupCore {
   /// Communicator::close. Without `orderly` it does not communicate and takes bounded time.
   void close(bool orderly) noexcept;
 
- private:
-  friend class StartedOperation;
+  /// An operation that a back end has started.
+  class Started;
 
+ private:
   /// Like poll(), but also fails once a peer is known to be in another operation.
   void poll_together(const std::string& operation, uint64_t sequence);
   /// Throws the group's first error. If there is none, makes it from the world's cause.
@@ -118,12 +119,12 @@ class GroupCore {
   CommClock::time_point together_{}; // last time at which it was not
 };
 
-/// An operation that a back end has started. A thread of the back end completes it.
-class StartedOperation final : public Work::State {
+/// A thread of the back end completes it.
+class GroupCore::Started final : public Work::State {
  public:
   /// `sequence`: from enter(). `finish` runs once, in the first wait that completes the operation.
-  StartedOperation(std::shared_ptr<GroupCore> core, std::string operation, uint64_t sequence,
-                   std::function<void()> finish);
+  Started(std::shared_ptr<GroupCore> core, std::string operation, uint64_t sequence,
+          std::function<void()> finish);
   void complete(std::optional<OperationFailure> failure);
 
   void wait() override;
