@@ -1,7 +1,6 @@
 // Accelerator::load_state. It reads and compares everything first. Then objects that may throw
 // load, while their old state is kept. The rest cannot fail.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/core/device.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
@@ -162,24 +162,18 @@ void TrainingState::plan_random(StateLoad& load) {
     load.apply.push_back([fresh] { at::manual_seed(fresh); });
     return;
   }
-  const auto find = [&load](const char* name) {
+  for (const GeneratorState& now : generator_states({run_.device()})) {
+    const std::string name = "random." + now.device_name();
     const auto found = load.own_tensors.find(name);
     if (found == load.own_tensors.end()) {
-      refuse_state(load.rank_file, std::string(name) + " is missing");
+      refuse_state(load.rank_file, name + " is missing");
     }
-    return found->second.clone();
-  };
-  const at::Tensor cpu = find("random.cpu");
-  try {
-    at::make_generator<at::CPUGeneratorImpl>().set_state(cpu);
-  } catch (const c10::Error& error) {
-    refuse_state(load.rank_file, std::string("random.cpu: ") + error.what_without_backtrace());
-  }
-  load.apply.push_back([cpu] { set_random_state(cpu); });
-  if (run_.device().is_cuda()) {
-    const at::Tensor cuda = find("random.cuda");
-    load.apply.push_back(
-        [cpu, cuda, where = run_.device()] { set_random_states(where, {cpu, cuda}); });
+    try {
+      load.apply.push_back([state = GeneratorState(now.generator().device(),
+                                                   found->second.clone())] { state.restore(); });
+    } catch (const c10::Error& error) {
+      refuse_state(load.rank_file, name + ": " + error.what_without_backtrace());
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
+#include "hasten/core/device.h"
 #include "state/state_load.h"
 
 namespace hasten::detail {
@@ -89,7 +90,7 @@ bool LoaderSet::close_passes() {
 
 void LoaderSet::collect(StateParts& parts, const at::Device& device) const {
   auto& saved = parts.own_values["loaders"] = nlohmann::json::array();
-  std::vector<at::Tensor> random = random_states(device);
+  GeneratorStates random = generator_states({device});
   for (size_t i = 0; i < loaders_.size(); ++i) {
     const std::string prefix = "loader." + std::to_string(i) + ".";
     const auto position = loaders_[i]->position.lock();
@@ -102,9 +103,8 @@ void LoaderSet::collect(StateParts& parts, const at::Device& device) const {
       random = loaders_[i]->random; // random values of a stand-in are undone
     }
   }
-  parts.own["random.cpu"] = random[0];
-  if (device.is_cuda()) {
-    parts.own["random.cuda"] = random[1];
+  for (const GeneratorState& state : random) {
+    parts.own["random." + state.device_name()] = state.tensor();
   }
 }
 

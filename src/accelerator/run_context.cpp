@@ -1,27 +1,19 @@
 #include "run_context.h"
 
 #include <ATen/Parallel.h>
-#include <torch/cuda.h>
 
 #include <cstdlib>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/store_channel.h"
+#include "hasten/core/device.h"
 
 namespace hasten::detail {
 
 bool debugs(const AcceleratorOptions& options) {
   const char* text = std::getenv("HASTEN_DEBUG");
   return options.debug || (text != nullptr && std::string_view(text) == "1");
-}
-
-at::Device accelerator_device(const AcceleratorOptions& options, int rank) {
-  if (options.cpu || !torch::cuda::is_available()) {
-    return at::kCPU;
-  }
-  const auto count = static_cast<int>(torch::cuda::device_count());
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(rank % count)};
 }
 
 const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
@@ -70,7 +62,8 @@ static std::shared_ptr<Communicator> context_group(const AcceleratorOptions& opt
   comm.heartbeat_timeout = options.heartbeat_timeout;
   comm.backend = options.backend;
   comm.check_shapes = debugs(options) ? ShapeCheck::always : ShapeCheck::first;
-  comm.device_kind = accelerator_device(options, world.local_rank).is_cpu() ? "cpu" : "cuda";
+  comm.device_kind =
+      c10::DeviceTypeName(device_of_rank(world.local_rank, options.cpu).type(), true);
   return Communicator::create(world, comm);
 }
 
@@ -79,7 +72,7 @@ RunContext::RunContext(AcceleratorOptions options, std::shared_ptr<Communicator>
       world_(context_world(communicator)),
       owns_group_(!communicator),
       communicator_(communicator ? std::move(communicator) : context_group(options_, world_)),
-      device_(accelerator_device(options_, world_.local_rank)) {
+      device_(device_of_rank(world_.local_rank, options_.cpu)) {
   if (debugs(options_)) {
     order_check_ = std::make_shared<OrderCheck>(communicator_);
     communicator_ = order_check_;

@@ -49,18 +49,21 @@ std::shared_ptr<BlockHandler> make_plan_handler(std::shared_ptr<const Activation
 std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::Module>& model);
 
 /// While it lives, all gradients are zeros, so that a measurement neither counts nor changes the
-/// real ones. Its destructor restores gradients, buffers and random state.
+/// real ones. Its destructor restores gradients, buffers and random states.
 class Untouched {
  public:
-  explicit Untouched(const torch::nn::Module& model);
+  explicit Untouched(const torch::nn::Module& model, const at::Device& device = at::kCPU);
   Untouched(const Untouched&) = delete;
   Untouched& operator=(const Untouched&) = delete;
   ~Untouched();
 
  private:
+  // Delegating to it makes the destructor run if the public constructor throws.
+  explicit Untouched(const at::Device& device) : random_(generator_states({device})) {}
+
+  GeneratorScope random_; // restored last
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_{};
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_{};
-  RandomState random_{};
 };
 
 /// Attaches a handler to every module of the model and replaces an earlier one. The modules that

@@ -100,7 +100,7 @@ class OpStopwatch final : public OpObserver {
 
 std::vector<OpCost> measure_ops(const std::function<void()>& forward) {
   const at::NoGradGuard no_grad;
-  const detail::StateScope<detail::RandomState> random(detail::RandomState::now({}));
+  const detail::GeneratorScope random(detail::generator_states({}));
   detail::OpStopwatch stopwatch;
   const detail::OpScope scope(&stopwatch);
   forward();

@@ -142,7 +142,7 @@ void OpRecorder::keep(const OpPassing& passing, const OpInfo& info, OpStore::Cal
     }
   }
   if (info.random) {
-    kept.random_after = CpuRandomState::now();
+    kept.random_after = GeneratorState();
   }
   held_.push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(result.storage().getWeakStorageImpl()),
                    &calls, index, result.numel()});

@@ -51,7 +51,7 @@ struct KeptCall {
   std::vector<c10::IValue> results{};
   std::vector<std::unique_ptr<torch::autograd::SavedVariableHooks>> saved{};
   c10::VariableVersion counter{}; // of the first result
-  std::optional<CpuRandomState> random_after{};
+  std::optional<GeneratorState> random_after{};
   // In-place operators that the value includes, and the version after them.
   int absorbed = 0;
   uint32_t version = 0;

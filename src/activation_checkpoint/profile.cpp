@@ -62,7 +62,7 @@ class Probe {
   std::chrono::steady_clock::time_point start_;
 };
 
-Untouched::Untouched(const torch::nn::Module& model) : random_(RandomState::now({})) {
+Untouched::Untouched(const torch::nn::Module& model, const at::Device& device) : Untouched(device) {
   for (const at::Tensor& buffer : model.buffers()) {
     buffers_.emplace_back(buffer, buffer.detach().clone());
   }
@@ -83,7 +83,6 @@ Untouched::~Untouched() {
   for (auto& [buffer, value] : buffers_) {
     buffer.copy_(value);
   }
-  random_.restore();
 }
 
 static int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
@@ -218,7 +217,7 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
   BlockRun plain;
   BlockRun dropped;
   BlockRun ops;
-  const CpuRandomState before = CpuRandomState::now();
+  const GeneratorState before;
   {
     run_block_once(dropping, inputs); // warm-up of memory and caches
     const Probe all;
@@ -252,7 +251,7 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
     const OpScope scope(&observer);
     forward(inputs);
   }
-  profile.random = !CpuRandomState::now().same_as(before);
+  profile.random = !before.again().same_as(before);
   before.restore();
   return profile;
 }

@@ -1,6 +1,5 @@
 #include "hasten/core/deferred_init.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <xxhash.h>
@@ -49,25 +48,16 @@ static bool covers_storage(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes();
 }
 
-static std::vector<GeneratorState> generator_states(const OpPassing& passing) {
-  std::vector<GeneratorState> states = {state_now(at::detail::getDefaultCPUGenerator())};
+// The states of torch's CPU generator and of those that the operator was given.
+static GeneratorStates states_before(const OpPassing& passing) {
+  GeneratorStates states(1);
   for (const c10::IValue& argument : passing.arguments()) {
     if (argument.isGenerator() && argument.toGenerator().device().is_cpu() &&
-        argument.toGenerator() != states[0].generator) {
-      states.push_back(state_now(argument.toGenerator()));
+        argument.toGenerator() != states[0].generator()) {
+      states.emplace_back(argument.toGenerator());
     }
   }
   return states;
-}
-
-// Those whose state has changed since.
-static std::vector<GeneratorState> used_generators(std::vector<GeneratorState> before) {
-  std::erase_if(before, [](const GeneratorState& then) {
-    const at::Tensor now = state_now(then.generator).state;
-    return now.nbytes() == then.state.nbytes() &&
-           std::memcmp(now.const_data_ptr(), then.state.const_data_ptr(), now.nbytes()) == 0;
-  });
-  return before;
 }
 
 // Operators of the scope run and are recorded. Storages that they created lose their memory when
@@ -287,11 +277,12 @@ void DeferredRecorder::pass(const OpPassing& passing) {
   Passing described = describe(passing);
   bring(described);
   make_room();
-  std::vector<GeneratorState> before = generator_states(passing);
+  GeneratorStates before = states_before(passing);
   passing.run();
   note_results(passing, described);
   if (!described.op.writes.empty() || !described.op.creates.empty()) {
-    described.op.generators = used_generators(std::move(before));
+    std::erase_if(before, [](const GeneratorState& then) { return then.same_as(then.again()); });
+    described.op.generators = std::move(before);
     log_->append(std::move(described.op));
   }
   make_room();

@@ -35,11 +35,6 @@ const DeferredPlace* deferred_place(const at::Tensor& tensor) {
              : nullptr;
 }
 
-GeneratorState state_now(at::Generator generator) {
-  const std::scoped_lock lock(generator.mutex());
-  return {generator, generator.get_state()};
-}
-
 at::Tensor without_graph(const at::Tensor& tensor) {
   const at::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const auto version = tensor.is_inference() ? c10::VariableVersion() : impl->version_counter();
@@ -151,12 +146,6 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
   return steps;
 }
 
-static void put_state(const GeneratorState& then) {
-  at::Generator generator = then.generator;
-  const std::scoped_lock lock(generator.mutex());
-  generator.set_state(then.state);
-}
-
 // Operators in kernels see the default dtype and random states of that time and no autograd,
 // autocast or observer.
 void DeferredLog::replay(const std::vector<Step>& steps,
@@ -164,18 +153,20 @@ void DeferredLog::replay(const std::vector<Step>& steps,
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const UnseenOps unseen;
-  std::vector<GeneratorState> before;
+  GeneratorStates before;
   const auto put_back = c10::make_scope_exit([&before, dtype = c10::get_default_dtype()] {
-    std::for_each(before.begin(), before.end(), &put_state);
+    set_generator_states(before);
     c10::set_default_dtype(dtype);
   });
   for (const Step& step : steps) {
     for (const GeneratorState& then : ops_[step.op].generators) {
-      const auto is_same = [&](const GeneratorState& s) { return s.generator == then.generator; };
+      const auto is_same = [&](const GeneratorState& s) {
+        return s.generator() == then.generator();
+      };
       if (std::none_of(before.begin(), before.end(), is_same)) {
-        before.push_back(state_now(then.generator));
+        before.push_back(then.again());
       }
-      put_state(then);
+      then.restore();
     }
     run(ops_[step.op]);
     for (const size_t s : step.done) {

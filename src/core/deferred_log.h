@@ -11,7 +11,6 @@
 // storage is destroyed or gets memory.
 #pragma once
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StorageImpl.h>
@@ -23,15 +22,10 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/core/device.h"
 #include "hasten/core/op_scope.h"
 
 namespace hasten::detail {
-
-struct GeneratorState {
-  at::Generator generator;
-  at::Tensor state;
-};
-GeneratorState state_now(at::Generator generator);
 
 /// A tensor's bytes [begin, end) in its storage.
 struct DeferredRange {
@@ -51,7 +45,7 @@ struct DeferredOp {
   std::vector<std::pair<size_t, size_t>> creates{}; // index of the result, storage
   std::optional<size_t> overwrites{}; // the storage that it overwrites as a whole
   size_t overwritten_bytes = 0;
-  std::vector<GeneratorState> generators{};
+  GeneratorStates generators{}; // those from which it drew, as they were before
   caffe2::TypeMeta default_dtype{};
   at::Tensor contents{}; // bytes
 };

@@ -37,16 +37,6 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
   return sum;
 }
 
-at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device) {
-  // The caching allocator keeps pinned memory until its copy is complete.
-  const bool waits_not = device.is_cuda() && tensor.device().is_cpu() && tensor.is_pinned();
-  return tensor.to(device, tensor.scalar_type(), waits_not);
-}
-
-at::Tensor pinned(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() ? tensor.pin_memory() : tensor;
-}
-
 [[noreturn]] void throw_not_rows(const PackedBatch& batch, size_t index,
                                  const std::string& expected) {
   std::ostringstream what;

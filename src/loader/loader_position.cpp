@@ -1,9 +1,7 @@
 // The position of a prepared loader, and the states of other types.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
-#include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
@@ -19,38 +17,17 @@ std::string range_name(const std::type_info& type, uint64_t index) {
 }
 
 at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch) {
-  return at::make_generator<at::CPUGeneratorImpl>(stream_seed("loader", seed, index, epoch))
-      .get_state();
+  return seeded_generator(stream_seed("loader", seed, index, epoch)).get_state();
 }
 
-at::Tensor random_state() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
-}
+RangeRandom::RangeRandom(at::Tensor& state)
+    : state_(state),
+      scope_(state.defined() ? GeneratorStates{GeneratorState(at::kCPU, state)}
+                             : GeneratorStates()) {}
 
-void set_random_state(const at::Tensor& state) {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.set_state(state);
-}
-
-std::vector<at::Tensor> random_states(const at::Device& device) {
-  std::vector<at::Tensor> states{random_state()};
-  if (!device.is_cpu()) {
-    at::Generator generator = at::globalContext().defaultGenerator(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    states.push_back(generator.get_state());
-  }
-  return states;
-}
-
-void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states) {
-  set_random_state(states.at(0));
-  if (!device.is_cpu()) {
-    at::Generator generator = at::globalContext().defaultGenerator(device);
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    generator.set_state(states.at(1));
+RangeRandom::~RangeRandom() {
+  if (state_.defined()) {
+    state_ = GeneratorState().tensor();
   }
 }
 

@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +8,7 @@
 #include <sstream>
 
 #include "hasten/base/error.h"
+#include "hasten/core/device.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/core/random.h"
 #include "hasten/parallel/comm_hook.h"
@@ -195,8 +195,7 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   } else {
     const uint64_t seed = stream_seed("powerSGD " + entry.name, options_.random_seed,
                                       static_cast<uint64_t>(iteration_));
-    matrix.q = at::randn({columns, rank}, at::make_generator<at::CPUGeneratorImpl>(seed),
-                         matrix.m.options());
+    matrix.q = at::randn({columns, rank}, detail::seeded_generator(seed), matrix.m.options());
   }
   detail::orthonormalize_(matrix.q);
   return matrix;

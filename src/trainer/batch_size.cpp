@@ -1,10 +1,12 @@
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "activation_checkpoint/block_regions.h"
 #include "hasten/accelerator/find_batch_size.h"
 #include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
@@ -12,58 +14,9 @@
 #include "hasten/base/world.h"
 #include "hasten/config/checkpoint_spec.h"
 #include "hasten/core/memory.h"
-#include "hasten/loader/loader_state.h"
 #include "training_run.h"
 
 namespace hasten::detail {
-
-/// Puts a model into training mode with zero gradients, as after the first window. The destructor
-/// restores mode, buffers, gradients and random states.
-class TrialState {
- public:
-  // Delegates, so that the destructor runs if an allocation fails here.
-  TrialState(torch::nn::Module& model, const at::Device& device)
-      : TrialState(model, device, random_states(device)) {
-    model.train();
-    for (const at::Tensor& buffer : model.buffers()) {
-      buffers_.emplace_back(buffer, buffer.detach().clone());
-    }
-    for (const at::Tensor& parameter : model.parameters()) {
-      if (parameter.requires_grad()) {
-        at::Tensor zeros = at::zeros_like(parameter);
-        gradients_.emplace_back(parameter, parameter.grad());
-        at::Tensor(parameter).mutable_grad() = std::move(zeros);
-      }
-    }
-  }
-  TrialState(const TrialState&) = delete;
-  TrialState& operator=(const TrialState&) = delete;
-  ~TrialState() {
-    for (auto entry = gradients_.rbegin(); entry != gradients_.rend(); ++entry) {
-      entry->first.mutable_grad() = entry->second; // of a tied parameter the first entry counts
-    }
-    const at::NoGradGuard no_grad;
-    for (auto& [buffer, value] : buffers_) {
-      buffer.copy_(value);
-    }
-    set_random_states(device_, random_);
-    model_.train(training_);
-  }
-
- private:
-  TrialState(torch::nn::Module& model, const at::Device& device, std::vector<at::Tensor> random)
-      : model_(model),
-        training_(model.is_training()),
-        device_(device),
-        random_(std::move(random)) {}
-
-  torch::nn::Module& model_;
-  bool training_;
-  at::Device device_;
-  std::vector<at::Tensor> random_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_{};
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_{};
-};
 
 /// Bytes that training keeps in addition to parameters, gradients and activations.
 int64_t kept_bytes(const TrainerParts& parts) {
@@ -112,7 +65,10 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
   const int64_t kept = kept_bytes(parts);
   const int64_t size = find_executable_batch_size(
       [&](int64_t batch_size) {
-        const TrialState state(*parts.model, device);
+        const auto put_back = c10::make_scope_exit(
+            [&, training = parts.model->is_training()] { parts.model->train(training); });
+        parts.model->train();
+        const Untouched untouched(*parts.model, device);
         const at::Tensor reserved = at::empty({kept}, at::TensorOptions(device).dtype(at::kByte));
         const Batch batch = parts.train->collate(longest_rows(*parts.train, batch_size)).to(device);
         for (int i = 0; i < 2; ++i) { // the first step fills caches

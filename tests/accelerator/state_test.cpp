@@ -10,6 +10,7 @@
 #include "accelerator/state_rig.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/core/device.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
 
@@ -234,7 +235,7 @@ TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
   const auto lose = [](std::string& bytes) { bytes.clear(); };
   Session then(communicator, 2, 20, 99);
   then.prepared();
-  const at::Tensor random = detail::random_state();
+  const detail::GeneratorState random;
   const auto before = then.everything();
   int number = 0;
   for (const auto& [file, change] :
@@ -248,10 +249,10 @@ TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
     const auto path = damage(std::to_string(number++), file, change);
     const auto text = input_error([&] { then.accelerator.load_state(path); });
     EXPECT_NE(text.find((path / file).string()), text.npos) << text;
-    detail::set_random_state(random);
+    random.restore();
     expect_equal_bits(then.everything(), before);
   }
-  detail::set_random_state(random);
+  random.restore();
   then.accelerator.load_state(folder / "good");
   then.train();
   expect_equal_bits(then.everything(), expected);
@@ -339,12 +340,12 @@ TEST(AcceleratorState, ObjectThatRefusesUndoesTheOthersOnEveryRank) {
   loaded.refuses = communicator->rank() == last;
   then.accelerator.register_for_checkpointing("mine", loaded, StateScope::per_rank);
   then.prepared();
-  const at::Tensor random = detail::random_state();
+  const detail::GeneratorState random;
   const auto before = then.everything();
   const auto text = input_error([&] { then.accelerator.load_state(folder / "a"); });
   EXPECT_NE(text.find("I will not"), text.npos) << text;
   EXPECT_EQ(loaded.rank, -1);
-  detail::set_random_state(random);
+  random.restore();
   expect_equal_bits(then.everything(), before);
 
   loaded.refuses = false;

@@ -7,8 +7,8 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
+#include "hasten/core/device.h"
 #include "hasten/core/memory.h"
-#include "hasten/loader/loader_state.h"
 #include "hasten/trainer/trainer.h"
 #include "support/communicator.h"
 #include "support/temporary_folder.h"
@@ -120,11 +120,11 @@ TEST(AutoFindBatchSize, WhereNotOneRowFitsTheModelIsAsItWas) {
   a.memory_limit = bytes_beside_what_lives(kRowBytes / 2);
   SizedRun run(a);
   const toy::Classifier fresh;
-  const at::Tensor random = detail::random_state();
+  const detail::GeneratorState random;
   const int64_t before = memory_stats().live_bytes;
   EXPECT_THROW(run.trainer->train(), InputError);
   EXPECT_EQ(memory_stats().live_bytes, before);
-  EXPECT_TRUE(torch::equal(detail::random_state(), random));
+  EXPECT_TRUE(random.again().same_as(random));
   EXPECT_EQ(toy::largest_difference(*run.model, fresh), 0);
   for (const at::Tensor& parameter : run.model->parameters()) {
     EXPECT_FALSE(parameter.grad().defined());

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "hasten/core/block_call.h"
+#include "hasten/core/device.h"
 #include "hasten/data/dataset.h"
 
 namespace hasten::detail {
@@ -188,11 +189,6 @@ uint64_t batch_checksum(uint64_t sum, const Value& batch) {
   });
   return sum;
 }
-
-// Does not wait for the copy if the tensor is in pinned memory.
-at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device);
-// A copy in pinned memory, from which a GPU reads without the CPU.
-at::Tensor pinned(const at::Tensor& tensor);
 
 template <typename Value>
 Value batch_to_device(Value batch, const at::Device& device) {

@@ -11,6 +11,7 @@
 #include <typeinfo>
 #include <vector>
 
+#include "hasten/core/device.h"
 #include "hasten/core/stateful.h"
 
 namespace hasten {
@@ -57,7 +58,7 @@ struct LoaderState {
   bool even = false; // the last batches repeat samples of the first
   int64_t repeated = 0; // repeated samples at the end of the current batch
   bool stand_in = false; // the current batch is a stand-in of weight 0
-  std::vector<at::Tensor> random{}; // torch's generators before a stand-in
+  GeneratorStates random{}; // torch's generators before a stand-in
   bool handed_out = false; // there is a current batch
   std::string range{}; // its name in messages
   // Checksums of this pass: the first round, all so far, and what was compared last. 0: none.
@@ -89,35 +90,19 @@ void load_position(LoaderPosition& position, Stateful* range, const NamedTensors
 std::string range_name(const std::type_info& type, uint64_t index);
 // The generator from which a range draws in an epoch; equal on every rank.
 at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch);
-// Torch's default generator of the CPU.
-at::Tensor random_state();
-void set_random_state(const at::Tensor& state);
 // While it lives, torch's default CPU generator draws from `state`, which advances. Afterwards the
 // generator is as before. No effect if `state` is undefined.
 class RangeRandom {
  public:
-  explicit RangeRandom(at::Tensor& state) : state_(state) {
-    if (state_.defined()) {
-      before_ = random_state();
-      set_random_state(state_);
-    }
-  }
-  ~RangeRandom() {
-    if (state_.defined()) {
-      state_ = random_state();
-      set_random_state(before_);
-    }
-  }
+  explicit RangeRandom(at::Tensor& state);
+  ~RangeRandom();
   RangeRandom(const RangeRandom&) = delete;
   RangeRandom& operator=(const RangeRandom&) = delete;
 
  private:
   at::Tensor& state_;
-  at::Tensor before_{};
+  GeneratorScope scope_;
 };
-// The CPU's generator and, if `device` is another, that of `device`.
-std::vector<at::Tensor> random_states(const at::Device& device);
-void set_random_states(const at::Device& device, const std::vector<at::Tensor>& states);
 
 struct DispatchedRound;
 

@@ -152,7 +152,7 @@ class PreparedLoader {
       options.deal.rank = link->rank();
       options.deal.world_size = link->world_size();
       options.dispatch = state->config.dispatch_batches && options.deal.world_size > 1;
-      options.pin = state->config.non_blocking && link->device().is_cuda();
+      options.pin = state->config.non_blocking && !link->device().is_cpu();
       options.prefetch = state->config.prefetch;
       options.own = kShards ? 0 : options.deal.rank;
       options.compare = !kShards && options.deal.world_size > 1 && !options.dispatch &&
@@ -231,7 +231,8 @@ class PreparedLoader {
       if (!options.random.defined() && seed) {
         options.random = detail::order_state(*seed, state->index, position.epoch - 1);
       }
-      position.random = options.random.defined() ? options.random : detail::random_state();
+      position.random =
+          options.random.defined() ? options.random : detail::GeneratorState().tensor();
       position.read = options.skip = position.start + batches;
       pass.emplace(*range, link, options);
       if (!before && pass->left_out()) {
@@ -280,9 +281,7 @@ class PreparedLoader {
     }
 
     void advance() {
-      if (!state->random.empty()) {
-        detail::set_random_states(link->device(), std::exchange(state->random, {}));
-      }
+      detail::set_generator_states(std::exchange(state->random, {}));
       current.reset();
       position.cursor = position.read;
       if (!next) {
@@ -300,7 +299,7 @@ class PreparedLoader {
       if (state->stand_in) {
         state->repeated = state->rows.value_or(0);
         state->rows = 0;
-        state->random = detail::random_states(link->device());
+        state->random = detail::generator_states({link->device()});
       }
       state->handed_out = true;
     }
