@@ -1,6 +1,7 @@
 #include "hasten/core/memory.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
 
@@ -166,12 +167,22 @@ void install_memory_meter() {
   });
 }
 
-MemoryStats memory_stats() {
+MemoryStats memory_stats(const at::Device& device) {
+  if (!device.is_cpu()) {
+    const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak,
+            stats.allocation[kAll].allocated};
+  }
   const detail::MemoryCounters& counters = detail::current_counters();
   return {counters.live, counters.peak, counters.allocations};
 }
 
-void reset_peak_memory() {
+void reset_peak_memory(const at::Device& device) {
+  if (!device.is_cpu()) {
+    c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+    return;
+  }
   detail::MemoryCounters& counters = detail::current_counters();
   counters.peak = counters.live.load();
 }

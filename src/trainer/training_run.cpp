@@ -190,7 +190,7 @@ void TrainingRun::begin() {
   if (parts_.is_main() && !output_dir_.empty()) {
     open_output_dir();
   }
-  reset_peak_memory();
+  reset_peak_memory(parts_.accelerator->device());
   bytes_sent_before_ = tcp_bytes_sent();
   parts_.saves_when_terminated = !output_dir_.empty();
   control_.compare_callbacks();
@@ -381,10 +381,11 @@ void TrainingRun::end_epoch() {
   progress_.epoch_ended = false;
   collect_tokens();
   collect_losses();
-  at::Tensor peaks = at::tensor(
-      {memory_stats().peak_bytes, peak_resident_bytes(), tcp_bytes_sent() - bytes_sent_before_},
-      at::kDouble);
-  peaks = parts_.accelerator->reduce(peaks.to(parts_.accelerator->device()), ReduceOp::MAX);
+  const at::Device& device = parts_.accelerator->device();
+  at::Tensor peaks = at::tensor({memory_stats(device).peak_bytes, peak_resident_bytes(),
+                                 tcp_bytes_sent() - bytes_sent_before_},
+                                at::kDouble);
+  peaks = parts_.accelerator->reduce(peaks.to(device), ReduceOp::MAX);
   peaks = peaks.cpu();
 
   EpochReport report;

@@ -1,6 +1,8 @@
 // Counts what LibTorch allocates on the CPU, exactly and in every thread, and can limit it. Also
-// reads the process's resident memory from the kernel.
+// reads the counters of other devices, and the process's resident memory from the kernel.
 #pragma once
+
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <exception>
@@ -10,11 +12,11 @@
 namespace hasten {
 
 struct MemoryStats {
-  /// Bytes of CPU tensors alive now. 0 if no meter is installed.
+  /// Bytes of tensors alive now. For the CPU 0 if no meter is installed.
   int64_t live_bytes = 0;
   /// Maximum of live_bytes since the last reset.
   int64_t peak_bytes = 0;
-  /// Number of allocations since the meter was installed.
+  /// Number of allocations since the meter was installed, or since the process began.
   int64_t allocations = 0;
 };
 
@@ -23,8 +25,9 @@ struct MemoryStats {
 /// bytes per storage and two atomic additions. Call it at the start, before other threads
 /// allocate.
 void install_memory_meter();
-MemoryStats memory_stats();
-void reset_peak_memory();
+/// What the meter counts, or, for another device than the CPU, what the device's allocator counts.
+MemoryStats memory_stats(const c10::Device& device = c10::kCPU);
+void reset_peak_memory(const c10::Device& device = c10::kCPU);
 
 /// While an object lives, an allocation for a CPU tensor that would bring live_bytes above
 /// `bytes` throws c10::OutOfMemoryError, in every thread. Without it Linux, which promises more

@@ -101,8 +101,8 @@ struct EpochReport {
   double padded_tokens_per_second = 0;
   /// Fraction of computed tokens that were padding, 0 to 1.
   double padding_waste = 0;
-  /// Maximum over ranks since the run began: bytes in CPU tensors (0 without
-  /// install_memory_meter()) and resident bytes (VmHWM) of the process.
+  /// Maximum over ranks since the run began: bytes in tensors on the device (on the CPU 0
+  /// without install_memory_meter()) and resident bytes (VmHWM) of the process.
   int64_t peak_tensor_bytes = 0;
   int64_t peak_resident_bytes = 0;
   /// Maximum over ranks since this process began the run: bytes that it has sent over the TCP
