@@ -237,6 +237,17 @@ TEST(Batch, AMissingTensorIsAnErrorThatListsThoseThereAre) {
   }
 }
 
+TEST(DataLoader, TheCursorOfAResumedEpochCountsFromTheEpochsBeginning) {
+  const auto dataset = std::make_shared<LengthsDataset>(lognormal_lengths(19));
+  DataLoader loader(dataset, {.batch_size = 4});
+  loader.set_cursor(8);
+  std::vector<int64_t> cursors;
+  for (auto batch = loader.begin(); batch != loader.end(); ++batch) {
+    cursors.push_back(loader.cursor());
+  }
+  EXPECT_EQ(cursors, (std::vector<int64_t>{12, 16, 19}));
+}
+
 TEST(DataLoader, WorkersGiveTheSameBatchesInTheSameOrderAndPlaces) {
   const auto dataset = std::make_shared<LengthsDataset>(lognormal_lengths(103));
   using Place = std::pair<std::vector<int64_t>, int64_t>;
