@@ -252,6 +252,19 @@ TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
   }
 }
 
+TEST(Averager, ADelayedAverageCountsEachRanksWeight) {
+  const auto communicator = fresh_communicator();
+  std::vector<double> weights;
+  for (int rank = 0; rank < communicator->world_size(); ++rank) {
+    weights.push_back(1.5 * rank + 2);
+  }
+  List list = rank_list(communicator->rank());
+  Averager averager(communicator, list, {.slice_mb = 0.1});
+  averager.start(weights[static_cast<size_t>(communicator->rank())]);
+  averager.finish();
+  expect_mean(list, weights);
+}
+
 // Values near 1000 that have changed by about 1. The change is sent in 16 bits, so the error is
 // 2^-9 of the change, not of the value.
 TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
