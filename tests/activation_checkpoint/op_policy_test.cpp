@@ -151,8 +151,11 @@ TEST(OpPolicy, FastLinearIsAnExpensiveOperator) {
 
 TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
   const Tensor x = torch::randn({64}).requires_grad_();
+  // In statements: the order of drawing within one expression is the compiler's choice.
   const auto fn = [](const Tensor& in) {
-    return (in.exp() * at::bernoulli(torch::full({64}, 0.5))).sin() * at::rand({64});
+    const Tensor kept = at::bernoulli(torch::full({64}, 0.5));
+    const Tensor drawn_after = at::rand({64});
+    return (in.exp() * kept).sin() * drawn_after;
   };
   expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
                      return activation_checkpoint(
