@@ -68,7 +68,7 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
       "--eval-split 0.25 --nproc 3 --epochs 1.5 --max-steps -1 --lr 1e-4 "
       "--batch-size 16 --eval-strategy steps --save-strategy no "
       "--train_sampling_strategy random --data-seed 7 --greater-is-better true "
-      "--overwrite_output_dir --max-train-rows 10 --optim lion "
+      "--overwrite_output_dir --max-train-rows 10 --max-eval-rows 20 --optim lion "
       "--optim-args beta1=0.8 --lr-scheduler-type cosine_with_restarts "
       "--lr-scheduler-kwargs {\"num_cycles\":2} --max-grad-value 0.5 "
       "--grad-norm-type inf --log-gradient-norms layer --auto-find-batch-size "
@@ -86,6 +86,7 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
   EXPECT_EQ(detail::parsed<TrainCommand>(detail::kTrain + " --nproc-per-node cpu").nproc,
             allowed_cores());
   EXPECT_EQ(command.max_train_rows, 10);
+  EXPECT_EQ(command.max_eval_rows, 20);
   const TrainingArguments& arguments = command.arguments;
   EXPECT_EQ(arguments.output_dir, "o");
   EXPECT_TRUE(arguments.overwrite_output_dir);
