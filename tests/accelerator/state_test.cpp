@@ -258,6 +258,25 @@ TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
   expect_equal_bits(then.everything(), expected);
 }
 
+TEST(AcceleratorState, AModelFileOfTheUsersWithOtherValuesDoesNotReplaceTheModels) {
+  const auto communicator = testing_support::fresh_communicator();
+  const auto folder = common_folder();
+  Session saving(communicator, 2, 20);
+  saving.train();
+  const auto write_zeros = [&](const files::path& place) {
+    NamedTensors zeros;
+    for (const auto& item : saving.net->named_parameters()) {
+      zeros.emplace(item.key(), torch::zeros_like(item.value()));
+    }
+    write_safetensors(place / "model.safetensors", zeros);
+  };
+  saving.accelerator.save_state(folder / "state", {.also_write = write_zeros});
+  Session then(communicator, 2, 20, /*weights=*/99);
+  then.prepared();
+  then.accelerator.load_state(folder / "state");
+  expect_equal_bits(then.net->parameters(), saving.net->parameters());
+}
+
 TEST(AcceleratorState, StateOfAnotherModelOrOtherObjectsIsRefused) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = common_folder();
