@@ -194,6 +194,8 @@ TEST(LaunchSignals, RanksDieWithAKilledLauncher) {
     EXPECT_EQ(::waitpid(pid, &status, 0), pid);
     EXPECT_EQ(process_end(status).signal, SIGKILL);
   }
+  while (::waitpid(-1, nullptr, 0) > 0) { // what else the launcher had started ends, too
+  }
   ::prctl(PR_SET_CHILD_SUBREAPER, 0);
 }
 
