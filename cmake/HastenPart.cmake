@@ -48,16 +48,14 @@ function(hasten_library name)
   endforeach()
   foreach(kind SHARED STATIC)
     set(suffix "")
-    set(export ${name})
     if(kind STREQUAL "STATIC")
       set(suffix _static)
-      set(export ${name}_static)
     endif()
     set(target lib${name}${suffix})
     add_library(${target} ${kind} ${objects})
-    add_library(hasten::${export} ALIAS ${target})
+    add_library(hasten::${name}${suffix} ALIAS ${target})
     set_target_properties(${target} PROPERTIES
-      OUTPUT_NAME ${name} EXPORT_NAME ${export} LINKER_LANGUAGE CXX
+      OUTPUT_NAME ${name} EXPORT_NAME ${name}${suffix} LINKER_LANGUAGE CXX
       VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
     target_include_directories(${target} PUBLIC
       $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
