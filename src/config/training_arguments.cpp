@@ -7,11 +7,44 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
-#include "objective_arguments.h"
+#include "hasten/base/text.h"
+#include "hasten/base/world.h"
+#include "hasten/config/training_plan.h"
 
 namespace hasten {
 
 namespace detail {
+
+constexpr const char* kArgumentsPlace = "trainer::training_arguments";
+
+/// Ends included. Batch size * accumulation * processes (kMaxWorldSize) stays below 2^63.
+constexpr struct {
+  const char* name;
+  int64_t least, most;
+} kArgumentRanges[] = {{"num_train_epochs", 0, 1'000'000},
+                       {"max_steps", -1, kMaxSteps},
+                       {"per_device_train_batch_size", 1, 16'777'216},
+                       {"per_device_eval_batch_size", 1, 16'777'216},
+                       {"gradient_accumulation_steps", 1, 1'048'576},
+                       {"shard_size", 0, kMaxWorldSize},
+                       {"local_sgd_steps", 0, kMaxSteps},
+                       {"warmup_steps", 0, kMaxSteps},
+                       {"logging_steps", 0, kMaxSteps},
+                       {"eval_steps", 0, kMaxSteps},
+                       {"save_steps", 0, kMaxSteps},
+                       {"save_total_limit", 0, kMaxSteps},
+                       {"early_stopping_patience", 0, kMaxSteps},
+                       {"dataloader_num_workers", 0, 1024},
+                       {"dataloader_prefetch_factor", 1, 1024},
+                       {"max_length", 1, 1'048'576}};
+
+/// Throws InputError unless `good`: "name=value. Expected expected. Fix: fix."
+void require_argument(bool good, const char* name, const nlohmann::json& value,
+                      const std::string& expected, const std::string& fix = {}) {
+  if (!good) {
+    throw InputError(kArgumentsPlace, std::string(name) + "=" + value.dump(), expected, fix);
+  }
+}
 
 /// Calls visit("name", field) for each field. This is the only list of the fields.
 template <typename Arguments, typename Visit>
@@ -217,6 +250,20 @@ void validate_memory(const TrainingArguments& a) {
       "set gradient_checkpointing to full, every:K or ops");
 }
 
+void validate_objective(const TrainingArguments& a) {
+  require_argument(a.label_smoothing_factor >= 0 && a.label_smoothing_factor < 1,
+                   "label_smoothing_factor", a.label_smoothing_factor, "0 or more and below 1");
+  class_weight_numbers(a.class_weights);
+  require_argument(a.early_stopping_threshold >= 0 && std::isfinite(a.early_stopping_threshold),
+                   "early_stopping_threshold", a.early_stopping_threshold, "0 or more");
+  require_argument(a.early_stopping_threshold == 0 || a.early_stopping_patience > 0,
+                   "early_stopping_threshold", a.early_stopping_threshold,
+                   "0 without early_stopping_patience", "set early_stopping_patience");
+  require_argument(a.early_stopping_patience == 0 || a.eval_strategy != IntervalStrategy::no,
+                   "early_stopping_patience", a.early_stopping_patience, "0 with eval_strategy=no",
+                   "set eval_strategy to epoch or steps");
+}
+
 void validate_best_model(const TrainingArguments& a) {
   const auto require = [](bool good, const std::string& what, const char* fix) {
     require_consistent(good, "load_best_model_at_end=true " + what, {}, fix);
@@ -248,7 +295,12 @@ void TrainingArguments::validate() const {
                    "num_train_epochs", num_train_epochs, "a number above 0");
   require_argument(max_steps > 0 || max_steps == -1, "max_steps", max_steps,
                    "1 or more, or -1 to count epochs");
-  detail::validate_ranges(*this);
+  for (const nlohmann::json json = *this;
+       const auto& [name, least, most] : detail::kArgumentRanges) {
+    const auto number = json.at(name).get<double>();
+    require_argument(number >= static_cast<double>(least) && number <= static_cast<double>(most),
+                     name, json.at(name), std::to_string(least) + " to " + std::to_string(most));
+  }
   check_timeout(detail::kArgumentsPlace, "ddp_timeout", ddp_timeout);
   check_timeout(detail::kArgumentsPlace, "heartbeat_timeout", heartbeat_timeout);
   not_negative("learning_rate", learning_rate);
@@ -284,6 +336,20 @@ void TrainingArguments::validate() const {
   if (load_best_model_at_end) {
     detail::validate_best_model(*this);
   }
+}
+
+std::vector<double> class_weight_numbers(const std::string& class_weights) {
+  std::vector<double> numbers;
+  if (class_weights.empty() || class_weights == "balanced") {
+    return numbers;
+  }
+  for (const std::string& item : split(class_weights)) {
+    const double number = parse_number<double>(item).value_or(0);
+    detail::require_argument(number > 0 && std::isfinite(number), "class_weights", class_weights,
+                             "one number above 0 per label, e.g. 0.5,2, or balanced");
+    numbers.push_back(number);
+  }
+  return numbers;
 }
 
 Precision TrainingArguments::effective_precision() const {
