@@ -83,12 +83,12 @@ RankGroup::RankGroup(const LaunchOptions& options, RankOutput& output) {
   standard.sa_handler = SIG_DFL;
   ::sigaction(SIGCHLD, &standard, &old_child_action_);
   try {
-    epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
-    signal_fd_ = ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
-    if (epoll_fd_ < 0 || signal_fd_ < 0) {
+    epoll_fd_ = FileDescriptor(::epoll_create1(EPOLL_CLOEXEC));
+    signal_fd_ = FileDescriptor(::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
+    if (!epoll_fd_ || !signal_fd_) {
       throw_launch_error("no descriptor to wait on");
     }
-    watch(signal_fd_, kLaunchSignalTag);
+    watch(signal_fd_.get(), kLaunchSignalTag);
     start(options, output);
     output.start();
   } catch (...) {
@@ -106,12 +106,7 @@ void RankGroup::close_all() noexcept {
     for (int i = 0; !reap(member) && i < 500; ++i) {
       ::usleep(10'000);
     }
-    if (member.pid_fd >= 0) {
-      ::close(member.pid_fd);
-    }
   }
-  ::close(signal_fd_);
-  ::close(epoll_fd_);
   ::sigaction(SIGCHLD, &old_child_action_, nullptr);
   ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
 }
@@ -119,47 +114,39 @@ void RankGroup::close_all() noexcept {
 void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
   // A free port, for programs that serve their own c10d store.
   const auto [free_fd, port] = listen_on_loopback();
-  ::close(free_fd);
+  FileDescriptor(free_fd).close();
   StoreAddress address; // empty if there is only one rank
   if (options.nproc > 1) {
     address.socket = unique_socket_name(launcher_socket_start(port));
     store_ = std::make_unique<StoreServer>(address);
   }
-  const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  const FileDescriptor nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   // A rank that reads the terminal from its own process group would be stopped.
   const bool has_input = ::isatty(STDIN_FILENO) == 0;
-  try {
-    for (int rank = 0; rank < options.nproc; ++rank) {
-      SpawnOptions spawn;
-      spawn.environment =
-          rank_environment(options, rank, port, address.socket, output.error_file(rank).string());
-      spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing;
-      spawn.stdout_fd = output.descriptor(rank, 1);
-      spawn.stderr_fd = output.descriptor(rank, 2);
-      Member member;
-      member.pid = spawn_process(options.argv, spawn);
-      ranks_.push_back(member);
-      ++living_;
-      // Reports the ends of ranks in their order, which waitpid does not. Old kernels and some
-      // containers have no pidfd.
-      ranks_.back().pid_fd = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
-      if (ranks_.back().pid_fd >= 0) {
-        ::fcntl(ranks_.back().pid_fd, F_SETFD, FD_CLOEXEC);
-        watch(ranks_.back().pid_fd, static_cast<unsigned long>(rank));
-      }
+  for (int rank = 0; rank < options.nproc; ++rank) {
+    SpawnOptions spawn;
+    spawn.environment =
+        rank_environment(options, rank, port, address.socket, output.error_file(rank).string());
+    spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing.get();
+    spawn.stdout_fd = output.descriptor(rank, 1);
+    spawn.stderr_fd = output.descriptor(rank, 2);
+    Member& member = ranks_.emplace_back(spawn_process(options.argv, spawn));
+    ++living_;
+    // Reports the ends of ranks in their order, which waitpid does not. Old kernels and some
+    // containers have no pidfd.
+    member.pid_fd = FileDescriptor(static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0)));
+    if (member.pid_fd) {
+      ::fcntl(member.pid_fd.get(), F_SETFD, FD_CLOEXEC);
+      watch(member.pid_fd.get(), static_cast<unsigned long>(rank));
     }
-  } catch (...) {
-    ::close(nothing);
-    throw;
   }
-  ::close(nothing);
 }
 
 void RankGroup::watch(int fd, unsigned long tag) {
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.u64 = tag;
-  if (::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+  if (::epoll_ctl(epoll_fd_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
     throw_launch_error("a descriptor cannot be waited for");
   }
 }
@@ -181,29 +168,28 @@ bool RankGroup::reap(Member& member) {
   member.end = process_end(status);
   member.ended = true;
   --living_;
-  if (member.pid_fd >= 0) {
+  if (member.pid_fd) {
     // Closing it is not enough: a rank that was forked later and has not reached exec holds a copy,
     // and the event would be reported again.
-    ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, member.pid_fd, nullptr);
-    ::close(member.pid_fd);
-    member.pid_fd = -1;
+    ::epoll_ctl(epoll_fd_.get(), EPOLL_CTL_DEL, member.pid_fd.get(), nullptr);
+    member.pid_fd.close();
   }
   return true;
 }
 
 std::vector<RankEvent> RankGroup::wait(std::chrono::milliseconds timeout) {
   const bool must_ask = std::any_of(ranks_.begin(), ranks_.end(), [](const Member& member) {
-    return !member.ended && member.pid_fd < 0;
+    return !member.ended && !member.pid_fd;
   });
   int milliseconds = static_cast<int>(std::clamp<long long>(timeout.count(), 0, 3'600'000));
   milliseconds = must_ask ? std::min(milliseconds, kLaunchPollMs) : milliseconds;
   epoll_event ready[16];
-  const int count = ::epoll_wait(epoll_fd_, ready, 16, milliseconds);
+  const int count = ::epoll_wait(epoll_fd_.get(), ready, 16, milliseconds);
   std::vector<RankEvent> events;
   for (int i = 0; i < count; ++i) { // in the order in which they became ready
     if (ready[i].data.u64 == kLaunchSignalTag) {
       signalfd_siginfo info{};
-      while (::read(signal_fd_, &info, sizeof info) == sizeof info) {
+      while (::read(signal_fd_.get(), &info, sizeof info) == sizeof info) {
         events.push_back({.signal = static_cast<int>(info.ssi_signo)});
       }
     } else if (reap(ranks_[ready[i].data.u64])) {
@@ -212,7 +198,7 @@ std::vector<RankEvent> RankGroup::wait(std::chrono::milliseconds timeout) {
   }
   for (int rank = 0; must_ask && rank < size(); ++rank) {
     Member& member = ranks_[static_cast<size_t>(rank)];
-    if (!member.ended && member.pid_fd < 0 && reap(member)) {
+    if (!member.ended && !member.pid_fd && reap(member)) {
       events.push_back({.rank = rank});
     }
   }

@@ -45,7 +45,7 @@ class RankGroup {
  private:
   struct Member {
     pid_t pid = -1;
-    int pid_fd = -1; // -1: the kernel has none; poll with waitpid
+    FileDescriptor pid_fd{}; // none: the kernel has none; poll with waitpid
     bool ended = false;
     ProcessEnd end{};
   };
@@ -59,8 +59,8 @@ class RankGroup {
   std::unique_ptr<StoreServer> store_; // where the ranks meet
   std::vector<Member> ranks_;
   int living_ = 0;
-  int epoll_fd_ = -1;
-  int signal_fd_ = -1;
+  FileDescriptor epoll_fd_{};
+  FileDescriptor signal_fd_{};
   sigset_t old_mask_{};
   struct sigaction old_child_action_ {};
 };

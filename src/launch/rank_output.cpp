@@ -15,7 +15,6 @@
 #include <regex>
 #include <system_error>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -90,8 +89,8 @@ std::string log_line_prefix(const std::string& text, int rank) {
 
 /// A stream that this process copies.
 struct TeedStream {
-  int pipe = -1; // the reading end; -1: closed
-  int file = -1; // -1: none
+  FileDescriptor pipe{}; // the reading end; none: closed
+  FileDescriptor file{};
   int console = -1; // this process's 1 or 2; -1: it cannot be written to any more
   std::string path{}; // of the file
   std::string prefix{};
@@ -100,22 +99,9 @@ struct TeedStream {
 
 struct RankOutput::Shared {
   std::vector<TeedStream> streams{};
-  int wake = -1; // eventfd: set once all ranks have ended
+  FileDescriptor wake{}; // eventfd: set once all ranks have ended
   std::promise<void> copied{}; // everything is written
   std::future<void> done = copied.get_future();
-
-  ~Shared() {
-    for (const TeedStream& stream : streams) {
-      for (const int fd : {stream.pipe, stream.file}) {
-        if (fd >= 0) {
-          ::close(fd);
-        }
-      }
-    }
-    if (wake >= 0) {
-      ::close(wake);
-    }
-  }
 };
 
 /// 0, or errno.
@@ -153,30 +139,29 @@ void write_lines(TeedStream& stream, bool all) {
   }
 }
 
-/// Copies what can be read. False at the end of the stream.
-bool copy_some(TeedStream& stream) {
+/// Copies what can be read, and closes the pipe at the end of the stream.
+void copy_some(TeedStream& stream) {
   char block[16 * 1024];
-  const ssize_t got = ::read(stream.pipe, block, sizeof block);
+  const ssize_t got = ::read(stream.pipe.get(), block, sizeof block);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
-    return true;
+    return;
   }
   if (got > 0) {
     const std::string_view bytes(block, static_cast<size_t>(got));
-    const int error = stream.file >= 0 ? write_everything(stream.file, bytes) : 0;
+    const int error = stream.file ? write_everything(stream.file.get(), bytes) : 0;
     if (error != 0) {
       log_warning(stream.path + " ends here: " + std::generic_category().message(error));
-      ::close(std::exchange(stream.file, -1));
+      stream.file.close();
     }
     stream.line += bytes;
     write_lines(stream, false);
     // If there is nowhere left to write, closing the pipe tells the rank so.
-    if (stream.console >= 0 || stream.file >= 0) {
-      return true;
+    if (stream.console >= 0 || stream.file) {
+      return;
     }
   }
   write_lines(stream, true);
-  ::close(std::exchange(stream.pipe, -1));
-  return false;
+  stream.pipe.close();
 }
 
 /// Copies until every pipe has ended, or all ranks have ended and nothing is left to read. A
@@ -187,8 +172,8 @@ void copy_streams(std::vector<TeedStream>& streams, int wake) {
     std::vector<pollfd> ready;
     std::vector<TeedStream*> of;
     for (TeedStream& stream : streams) {
-      if (stream.pipe >= 0) {
-        ready.push_back({stream.pipe, POLLIN, 0});
+      if (stream.pipe) {
+        ready.push_back({stream.pipe.get(), POLLIN, 0});
         of.push_back(&stream);
       }
     }
@@ -215,9 +200,9 @@ void copy_streams(std::vector<TeedStream>& streams, int wake) {
 }
 
 /// Opens the file, or /dev/null, for appending. Throws InputError.
-int open_log(const std::filesystem::path& path) {
-  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  if (fd < 0) {
+FileDescriptor open_log(const std::filesystem::path& path) {
+  FileDescriptor fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!fd) {
     throw InputError("launch::launch",
                      "log_dir: " + path.string() + ": " + std::generic_category().message(errno),
                      "a folder that may be written");
@@ -244,16 +229,14 @@ void check_logs(const LogsSpecs& logs, int nproc) {
   check_rank("local_ranks_filter has rank ", filter.empty() ? -1 : *filter.rbegin());
 }
 
-/// Opens and locks a launcher's folder of this user. -1 if it cannot.
-int open_locked(const std::filesystem::path& folder, int wait) {
-  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+/// Opens and locks a launcher's folder of this user; none if it cannot.
+FileDescriptor open_locked(const std::filesystem::path& folder, int wait) {
+  FileDescriptor fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat status {};
-  if (fd >= 0 && ::flock(fd, LOCK_EX | wait) == 0 && ::fstat(fd, &status) == 0 &&
-      status.st_uid == ::geteuid() && status.st_nlink > 0) {
-    return fd;
-  }
-  ::close(fd);
-  return -1;
+  const bool locked = fd && ::flock(fd.get(), LOCK_EX | wait) == 0 &&
+                      ::fstat(fd.get(), &status) == 0 && status.st_uid == ::geteuid() &&
+                      status.st_nlink > 0;
+  return locked ? std::move(fd) : FileDescriptor();
 }
 
 /// The folder in which launchers create their folders.
@@ -263,23 +246,27 @@ std::filesystem::path launch_folders() {
   return error ? "/tmp" : base;
 }
 
-/// Creates a folder whose name begins with kLaunchFolder. The descriptor locks it while this
-/// process lives. Returns an empty path and -1 if it cannot; then only the order in which ranks end
-/// shows the first failure.
-std::pair<std::filesystem::path, int> make_temporary_folder() {
+void LaunchFolder::create() {
   std::error_code error;
   for (int i = 0; i < 100; ++i) { // another launcher may have removed it before it was locked
     std::string pattern = (launch_folders() / kLaunchFolder).string() + "XXXXXX";
     if (::mkdtemp(pattern.data()) == nullptr) {
-      break;
+      return;
     }
     // On a file system without locks no launcher removes it.
-    const int fd = open_locked(pattern, 0);
-    if (fd >= 0 || std::filesystem::exists(pattern, error)) {
-      return {pattern, fd};
+    lock = open_locked(pattern, 0);
+    if (lock || std::filesystem::exists(pattern, error)) {
+      path = pattern;
+      return;
     }
   }
-  return {{}, -1};
+}
+
+LaunchFolder::~LaunchFolder() {
+  std::error_code ignored;
+  if (!path.empty()) {
+    std::filesystem::remove_all(path, ignored);
+  }
 }
 
 RankOutput::RankOutput(const LaunchOptions& options)
@@ -290,16 +277,11 @@ RankOutput::RankOutput(const LaunchOptions& options)
   }
   if (logs_.log_dir.empty()) {
     remove_folders_of_killed_launchers();
-    std::tie(temporary_, temporary_lock_) = make_temporary_folder();
+    temporary_.create();
   }
-  descriptors_.assign(static_cast<size_t>(options.nproc), {-1, -1});
-  try {
-    for (int rank = 0; rank < options.nproc; ++rank) {
-      open_rank(rank);
-    }
-  } catch (...) {
-    close_all();
-    throw;
+  descriptors_.resize(static_cast<size_t>(options.nproc));
+  for (int rank = 0; rank < options.nproc; ++rank) {
+    open_rank(rank);
   }
 }
 
@@ -318,60 +300,38 @@ void RankOutput::open_rank(int rank) {
     const Std bit = stream == 1 ? Std::out : Std::err;
     const bool teed = logs_.tee.has(rank, bit);
     const bool on_console = logs_.on_console(rank, bit);
-    int& descriptor = descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)];
-    int file = -1;
+    auto& descriptor = descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)];
+    FileDescriptor file;
     const auto path = log_file(rank, stream);
     if (!logs_.log_dir.empty() && (teed || logs_.redirects.has(rank, bit))) {
       file = open_log(path);
     }
     if (!teed || !on_console) {
-      descriptor = file >= 0 || on_console ? file : open_log("/dev/null");
+      descriptor = file || on_console ? std::move(file) : open_log("/dev/null");
       continue;
     }
-    shared_->streams.push_back({-1,
-                                file,
-                                stream,
-                                path.string(),
-                                log_line_prefix(logs_.log_line_prefix_template, rank),
-                                {}});
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) {
       throw Error("launch::launch", "no pipe for rank " + std::to_string(rank) + ": " +
                                         std::generic_category().message(errno));
     }
-    shared_->streams.back().pipe = ends[0];
+    descriptor = FileDescriptor(ends[1]);
     ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
-    descriptor = ends[1];
-  }
-}
-
-RankOutput::~RankOutput() { close_all(); }
-
-void RankOutput::close_descriptors() noexcept {
-  for (auto& both : descriptors_) {
-    for (int& descriptor : both) {
-      if (descriptor >= 0) {
-        ::close(std::exchange(descriptor, -1));
-      }
-    }
-  }
-}
-
-void RankOutput::close_all() noexcept {
-  close_descriptors();
-  std::error_code ignored;
-  if (!temporary_.empty()) {
-    std::filesystem::remove_all(temporary_, ignored);
-    ::close(std::exchange(temporary_lock_, -1));
+    shared_->streams.push_back({FileDescriptor(ends[0]),
+                                std::move(file),
+                                stream,
+                                path.string(),
+                                log_line_prefix(logs_.log_line_prefix_template, rank),
+                                {}});
   }
 }
 
 int RankOutput::descriptor(int rank, int stream) const {
-  return descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)];
+  return descriptors_[static_cast<size_t>(rank)][static_cast<size_t>(stream - 1)].get();
 }
 
 std::filesystem::path RankOutput::folder(int rank) const {
-  return (logs_.log_dir.empty() ? temporary_ : std::filesystem::absolute(logs_.log_dir)) /
+  return (logs_.log_dir.empty() ? temporary_.path : std::filesystem::absolute(logs_.log_dir)) /
          std::to_string(rank);
 }
 
@@ -383,31 +343,31 @@ std::filesystem::path RankOutput::error_file(int rank) const {
   if (!logs_.log_dir.empty()) {
     return folder(rank) / "error.json";
   }
-  return temporary_.empty() ? std::filesystem::path()
-                            : temporary_ / (std::to_string(rank) + ".json");
+  return temporary_.path.empty() ? std::filesystem::path()
+                                 : temporary_.path / (std::to_string(rank) + ".json");
 }
 
 void RankOutput::start() {
-  close_descriptors();
+  descriptors_.clear();
   if (shared_->streams.empty()) {
     shared_->copied.set_value();
     return;
   }
-  shared_->wake = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  shared_->wake = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   std::thread([shared = shared_] {
     // If the console is gone, writing must return an error and not end the launcher.
     sigset_t pipe;
     sigemptyset(&pipe);
     sigaddset(&pipe, SIGPIPE);
     ::pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
-    copy_streams(shared->streams, shared->wake);
+    copy_streams(shared->streams, shared->wake.get());
     shared->copied.set_value();
   }).detach();
 }
 
 void RankOutput::drain() {
   const uint64_t one = 1;
-  if (shared_->wake >= 0 && ::write(shared_->wake, &one, sizeof one) < 0) {
+  if (shared_->wake && ::write(shared_->wake.get(), &one, sizeof one) < 0) {
     log_warning("output of the ranks may be incomplete");
   }
 }
@@ -444,9 +404,8 @@ void remove_folders_of_killed_launchers() {
   std::filesystem::directory_iterator entry(detail::launch_folders(), error);
   for (; entry != std::filesystem::directory_iterator(); entry.increment(error)) {
     if (entry->path().filename().string().starts_with(detail::kLaunchFolder)) {
-      if (const int fd = detail::open_locked(entry->path(), LOCK_NB); fd >= 0) {
+      if (const auto lock = detail::open_locked(entry->path(), LOCK_NB)) {
         std::filesystem::remove_all(entry->path(), error);
-        ::close(fd);
       }
     }
   }

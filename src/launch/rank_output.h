@@ -8,19 +8,28 @@
 #include <string>
 #include <vector>
 
+#include "hasten/base/files.h"
 #include "hasten/launch/launch.h"
 
 namespace hasten::detail {
+
+/// A temporary folder of this launcher, which the destructor removes. Without one, only the order in
+/// which ranks end shows the first failure.
+struct LaunchFolder {
+  LaunchFolder() = default;
+  LaunchFolder(LaunchFolder&&) = delete;
+  ~LaunchFolder();
+  void create();
+
+  std::filesystem::path path{}; // empty: it could not be created
+  FileDescriptor lock{}; // while this process lives
+};
 
 /// Threading: its own thread copies teed streams. One thread calls the functions.
 class RankOutput {
  public:
   /// Creates folders, files and pipes. Throws InputError that names the path.
   explicit RankOutput(const LaunchOptions& options);
-  /// Removes the error files that are in no log_dir.
-  ~RankOutput();
-  RankOutput(const RankOutput&) = delete;
-  RankOutput& operator=(const RankOutput&) = delete;
 
   /// Descriptor for the rank's stdout (1) or stderr (2). -1: it inherits this process's.
   int descriptor(int rank, int stream) const;
@@ -39,15 +48,12 @@ class RankOutput {
  private:
   struct Shared;
   void open_rank(int rank);
-  void close_descriptors() noexcept;
-  void close_all() noexcept;
   std::filesystem::path folder(int rank) const;
   std::filesystem::path log_file(int rank, int stream) const;
 
   LogsSpecs logs_;
-  std::filesystem::path temporary_{}; // folder of error files if there is no log_dir
-  int temporary_lock_ = -1;
-  std::vector<std::array<int, 2>> descriptors_{}; // [rank][stream - 1]
+  LaunchFolder temporary_{}; // of error files if there is no log_dir
+  std::vector<std::array<FileDescriptor, 2>> descriptors_{}; // [rank][stream - 1]
   std::shared_ptr<Shared> shared_; // outlives this object if a console is stuck
 };
 

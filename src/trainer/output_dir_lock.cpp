@@ -44,34 +44,25 @@ std::string lock_holder(int fd) {
 }
 
 /// Returns an open descriptor that holds the lock, or one without a lock if the file system has no
-/// locks; -1 if the folder cannot be opened. `kind`: LOCK_EX, or LOCK_SH to check whether another
+/// locks, or none if the folder cannot be opened. `kind`: LOCK_EX, or LOCK_SH to check whether another
 /// process holds that one. Waits up to 0.6 s, because ranks of a killed run may still be ending.
-int lock_folder(const std::filesystem::path& folder, int kind) {
-  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) {
-    return -1;
-  }
-  int error = 0;
-  for (int attempt = 0; attempt < 60; ++attempt) {
-    if (::flock(fd, kind | LOCK_NB) == 0) {
+FileDescriptor lock_folder(const std::filesystem::path& folder, int kind) {
+  FileDescriptor fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  for (int attempt = 0; fd && attempt < 60; ++attempt) {
+    if (::flock(fd.get(), kind | LOCK_NB) == 0 || errno != EWOULDBLOCK) {
       return fd;
-    }
-    error = errno;
-    if (error != EWOULDBLOCK) {
-      break;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  const std::string holder = error == EWOULDBLOCK ? lock_holder(fd) : "";
-  if (error != EWOULDBLOCK) {
-    return fd;
+  if (fd) {
+    const std::string holder = lock_holder(fd.get());
+    throw InputError("trainer::output_folder",
+                     "output_dir=" + folder.string() + " is in use by another run" +
+                         (holder.empty() ? "" : " (" + holder + ")"),
+                     "a folder that no other run uses",
+                     "choose another folder, or wait for that run to end");
   }
-  ::close(fd);
-  throw InputError("trainer::output_folder",
-                   "output_dir=" + folder.string() + " is in use by another run" +
-                       (holder.empty() ? "" : " (" + holder + ")"),
-                   "a folder that no other run uses",
-                   "choose another folder, or wait for that run to end");
+  return fd;
 }
 
 } // namespace detail
@@ -89,15 +80,12 @@ OutputDirLock::~OutputDirLock() {
   if (made_) {
     ::rmdir(folder_.c_str()); // removes only an empty folder
   }
-  if (fd_ >= 0) {
-    ::close(fd_);
-  }
 }
 
 void OutputDirLock::require_in_place() const {
   struct stat held {
   }, there{};
-  if (fd_ < 0 || ::fstat(fd_, &held) != 0) {
+  if (!fd_ || ::fstat(fd_.get(), &held) != 0) {
     return;
   }
   const bool found = ::stat(folder_.c_str(), &there) == 0;
@@ -106,7 +94,7 @@ void OutputDirLock::require_in_place() const {
   }
   std::error_code error;
   const std::string now =
-      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd_), error).string();
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd_.get()), error).string();
   const bool removed = held.st_nlink == 0 || now.empty();
   throw Error("trainer::output_folder",
               "output_dir=" + folder_.string() + " was " +
@@ -119,10 +107,7 @@ void OutputDirLock::require_in_place() const {
 
 void require_unlocked_output_dir(const std::filesystem::path& folder) {
   if (!folder.empty()) {
-    const int fd = detail::lock_folder(folder, LOCK_SH);
-    if (fd >= 0) {
-      ::close(fd);
-    }
+    detail::lock_folder(folder, LOCK_SH);
   }
 }
 

@@ -37,14 +37,18 @@ int write_all(int fd, std::string_view bytes) noexcept;
 /// The folder of a file; "." for a bare name.
 std::filesystem::path folder_of(const std::filesystem::path& path);
 
-/// Owns a descriptor.
+/// Owns a descriptor; -1: none.
 class FileDescriptor {
  public:
-  explicit FileDescriptor(int fd) : fd_(fd) {}
+  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
   ~FileDescriptor() { close(); }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
   int release() { return std::exchange(fd_, -1); }
   /// 0, or errno. Network file systems report a full disk only here.
   int close();

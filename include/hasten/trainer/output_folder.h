@@ -18,6 +18,7 @@
 #include <optional>
 #include <vector>
 
+#include "hasten/base/files.h"
 #include "hasten/config/training_arguments.h"
 
 namespace hasten {
@@ -60,7 +61,7 @@ class OutputDirLock {
  private:
   std::filesystem::path folder_;
   bool made_ = false;
-  int fd_ = -1;
+  detail::FileDescriptor fd_{};
 };
 
 /// Throws what OutputDirLock would throw if the folder exists. Takes no lock and makes nothing.
