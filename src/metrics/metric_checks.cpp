@@ -2,20 +2,13 @@
 
 #include <ATen/ATen.h>
 
-#include <sstream>
-
 #include "hasten/base/error.h"
 #include "hasten/metrics/metric.h"
 
 namespace hasten::detail {
 
 std::string form_text(const at::Tensor& tensor) {
-  if (!tensor.defined()) {
-    return "undefined";
-  }
-  std::ostringstream text;
-  text << tensor.scalar_type() << ' ' << tensor.sizes();
-  return text.str();
+  return tensor.defined() ? c10::str(tensor.scalar_type(), " ", tensor.sizes()) : "undefined";
 }
 
 int64_t at_least(const char* where, const char* name, int64_t value, int64_t least) {

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -17,22 +18,6 @@
 namespace hasten {
 
 namespace detail {
-
-/// Sets evaluation mode; the destructor restores the previous mode.
-class EvaluationMode {
- public:
-  explicit EvaluationMode(torch::nn::Module& model)
-      : model_(model), was_training_(model.is_training()) {
-    model_.eval();
-  }
-  ~EvaluationMode() { model_.train(was_training_); }
-  EvaluationMode(const EvaluationMode&) = delete;
-  EvaluationMode& operator=(const EvaluationMode&) = delete;
-
- private:
-  torch::nn::Module& model_;
-  bool was_training_;
-};
 
 /// This rank's outputs with the indices of their samples.
 struct RankOutputs {
@@ -138,7 +123,9 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   settle_precision(parts);
   const Stopwatch time;
   const at::NoGradGuard no_grad;
-  const EvaluationMode evaluation_mode(*parts.model);
+  const auto put_back = c10::make_scope_exit(
+      [&, training = parts.model->is_training()] { parts.model->train(training); });
+  parts.model->eval();
   const auto metrics = parts.compute_metrics ? parts.compute_metrics() : nullptr;
   parts.accelerator->sync_buffers();
   RankOutputs mine;

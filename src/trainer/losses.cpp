@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "metrics/metric_checks.h"
 #include "trainer_parts.h"
 
 namespace hasten {
@@ -16,14 +17,10 @@ namespace detail {
 
 constexpr const char* kLossesWhere = "trainer::losses";
 
-std::string tensor_form(const at::Tensor& tensor) {
-  return tensor.defined() ? c10::str(tensor.scalar_type(), " ", tensor.sizes()) : "undefined";
-}
-
 [[noreturn]] void refuse_loss_inputs(const at::Tensor& logits, const at::Tensor& labels,
                                      const char* expected) {
-  throw InputError(kLossesWhere,
-                   "outputs=" + tensor_form(logits) + ", labels=" + tensor_form(labels), expected);
+  throw InputError(kLossesWhere, "outputs=" + form_text(logits) + ", labels=" + form_text(labels),
+                   expected);
 }
 
 /// Losses of 16-bit outputs are computed in fp32.
@@ -148,9 +145,8 @@ std::vector<double> resolve_class_weights(const std::string& class_weights, cons
     std::iota(rows.begin(), rows.end(), row);
     const Batch batch = train->collate(rows);
     if (!batch.has(labels_name) || batch[labels_name].scalar_type() != at::kLong) {
-      refuse(batch.has(labels_name)
-                 ? "with labels of type " + detail::tensor_form(batch[labels_name])
-                 : "with batches that lack " + labels_name);
+      refuse(batch.has(labels_name) ? "with labels of type " + detail::form_text(batch[labels_name])
+                                    : "with batches that lack " + labels_name);
     }
     const at::Tensor labels = batch[labels_name].reshape({-1}).contiguous();
     const auto* label = labels.const_data_ptr<int64_t>();

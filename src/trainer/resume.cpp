@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <sstream>
 #include <system_error>
 
@@ -157,7 +158,7 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
                                               int64_t total_batch) {
   // Arguments that change neither the trajectory of the parameters nor the choice of the best
   // model.
-  static const std::vector<std::string> harmless = {
+  static const std::set<std::string> harmless = {
       "per_device_train_batch_size", // compared as total_batch
       "gradient_accumulation_steps",
       "auto_find_batch_size",
@@ -178,14 +179,11 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "save_total_limit",
       "save_only_model",
       "load_best_model_at_end"};
-  static const std::vector<std::string> left_out = {
+  // bf16 and fp16 are compared as precision.
+  static const std::set<std::string> left_out = {
       "output_dir",   "overwrite_output_dir", "resume_from_checkpoint", "allow_changed_arguments",
-      "disable_tqdm", "ddp_timeout",          "heartbeat_timeout",
-      "bf16", // compared as precision
+      "disable_tqdm", "ddp_timeout",          "heartbeat_timeout",      "bf16",
       "fp16"};
-  const auto among = [](const std::vector<std::string>& names, const std::string& name) {
-    return std::find(names.begin(), names.end(), name) != names.end();
-  };
   std::vector<ArgumentChange> changes;
   const auto compare = [&](const std::string& name, const nlohmann::json& before,
                            const nlohmann::json& value, bool alters) {
@@ -200,8 +198,8 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
   }
   for (const auto& [name, value] : json_now.items()) {
     const auto before = saved.arguments.find(name);
-    if (before != saved.arguments.end() && !among(left_out, name)) {
-      compare(name, *before, value, !among(harmless, name));
+    if (before != saved.arguments.end() && !left_out.contains(name)) {
+      compare(name, *before, value, !harmless.contains(name));
     }
   }
   compare("total_batch", saved.run.at("total_batch"), total_batch, true);

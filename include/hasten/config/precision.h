@@ -1,6 +1,11 @@
 // The dtype in which a run computes. Does not use LibTorch.
 #pragma once
 
+#include <array>
+#include <cstddef>
+
+#include "hasten/config/spelling.h"
+
 namespace hasten {
 
 /// In all of them parameters, gradients, moments, normalisations and losses are fp32. The 16-bit
@@ -19,19 +24,11 @@ enum class Precision {
   automatic,
 };
 
-/// "fp32", "bf16", "fp16", "auto".
+template <>
+inline constexpr auto kSpellings<Precision> = std::array{"fp32", "bf16", "fp16", "auto"};
+
 constexpr const char* precision_name(Precision precision) {
-  switch (precision) {
-    case Precision::no:
-      return "fp32";
-    case Precision::bf16:
-      return "bf16";
-    case Precision::fp16:
-      return "fp16";
-    case Precision::automatic:
-      break;
-  }
-  return "auto";
+  return kSpellings<Precision>.at(static_cast<size_t>(precision));
 }
 
 } // namespace hasten

@@ -1,6 +1,12 @@
 // Which part of a model's training state each rank holds. Without LibTorch.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <utility>
+
+#include "hasten/config/spelling.h"
+
 namespace hasten {
 
 /// The figures are bytes per parameter and rank in fp32 training with Adam on N ranks, and the
@@ -20,21 +26,16 @@ enum class Strategy {
   hsdp,
 };
 
-/// "ddp", "zero1", "zero2", "fsdp", "hsdp".
+template <>
+inline constexpr auto kSpellings<Strategy> = std::array{"ddp", "zero1", "zero2", "fsdp", "hsdp"};
+/// The names of torch's ShardingStrategy, which transformers' --fsdp accepts.
+template <>
+inline constexpr auto kOtherSpellings<Strategy> =
+    std::array{std::pair{"no_shard", Strategy::ddp}, std::pair{"shard_grad_op", Strategy::zero2},
+               std::pair{"full_shard", Strategy::fsdp}, std::pair{"hybrid_shard", Strategy::hsdp}};
+
 constexpr const char* strategy_name(Strategy strategy) {
-  switch (strategy) {
-    case Strategy::ddp:
-      break;
-    case Strategy::zero1:
-      return "zero1";
-    case Strategy::zero2:
-      return "zero2";
-    case Strategy::fsdp:
-      return "fsdp";
-    case Strategy::hsdp:
-      return "hsdp";
-  }
-  return "ddp";
+  return kSpellings<Strategy>.at(static_cast<size_t>(strategy));
 }
 
 } // namespace hasten

@@ -83,19 +83,6 @@ inline constexpr auto kSpellings<GradNormType> = std::array{"1", "2", "inf"};
 template <>
 inline constexpr auto kSpellings<LogGradientNorms> =
     std::array{"no", "layer", "module", "parameter"};
-template <>
-inline constexpr auto kSpellings<Precision> =
-    std::array{precision_name(Precision::no), precision_name(Precision::bf16),
-               precision_name(Precision::fp16), precision_name(Precision::automatic)};
-template <>
-inline constexpr auto kSpellings<Strategy> = std::array{
-    strategy_name(Strategy::ddp), strategy_name(Strategy::zero1), strategy_name(Strategy::zero2),
-    strategy_name(Strategy::fsdp), strategy_name(Strategy::hsdp)};
-/// The names of torch's ShardingStrategy, which transformers' --fsdp accepts.
-template <>
-inline constexpr auto kOtherSpellings<Strategy> =
-    std::array{std::pair{"no_shard", Strategy::ddp}, std::pair{"shard_grad_op", Strategy::zero2},
-               std::pair{"full_shard", Strategy::fsdp}, std::pair{"hybrid_shard", Strategy::hsdp}};
 
 struct TrainingArguments {
   // Files.
