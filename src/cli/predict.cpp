@@ -1,12 +1,13 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/softmax.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <numeric>
+#include <sstream>
 
-#include "checks.h"
 #include "classifier.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
@@ -159,45 +160,37 @@ std::string one_line(const std::string& text, size_t width) {
 std::string predictions_table(const Predictions& all) {
   constexpr int64_t kMostColumns = 6; // with more labels only one probability is shown
   constexpr size_t kTextWidth = 72;
-  const int64_t labels = all.logits.size(1);
-  const auto pad = [](std::string text, size_t width, bool left) {
-    const std::string gap(width > text.size() ? width - text.size() : 0, ' ');
-    return left ? text + gap : gap + text;
-  };
+  const bool regression = all.head == Head::regression;
+  const bool all_columns = all.logits.size(1) <= kMostColumns || all.head == Head::multi_label;
+  const std::vector<std::string> titles = regression    ? std::vector<std::string>()
+                                          : all_columns ? all.labels
+                                                        : std::vector<std::string>{"probability"};
   size_t label_width = 5;
   for (int64_t row = 0; row < all.size(); ++row) {
     label_width = std::max(label_width, all.label(row).size());
   }
-  const bool regression = all.head == Head::regression;
-  std::string text = pad(regression ? "value" : "label", label_width, true);
-  const bool all_columns = labels <= kMostColumns || all.head == Head::multi_label;
-  if (regression) {
-    // has only the value
-  } else if (all_columns) {
-    for (const std::string& label : all.labels) {
-      text += "  " + pad(label, 6, false);
-    }
-  } else {
-    text += "  probability";
+  std::ostringstream text;
+  const auto begin_row = [&](const std::string& label) {
+    text << std::left << std::setw(static_cast<int>(label_width)) << label << std::right;
+  };
+  const auto cell = [&](const std::string& value, size_t width) {
+    text << "  " << std::setw(static_cast<int>(std::max<size_t>(6, width))) << value;
+  };
+  begin_row(regression ? "value" : "label");
+  for (const std::string& title : titles) {
+    cell(title, title.size());
   }
-  text += "  text\n";
+  text << "  text\n";
   for (int64_t row = 0; row < all.size(); ++row) {
-    text += pad(all.label(row), label_width, true);
-    const auto add = [&](int64_t label, size_t width) {
-      text += "  " + pad(format_fixed(all.probability(row, label), 4), width, false);
-    };
-    if (regression) {
-      // as above
-    } else if (all_columns) {
-      for (int64_t label = 0; label < labels; ++label) {
-        add(label, std::max<size_t>(6, all.labels[static_cast<size_t>(label)].size()));
-      }
-    } else {
-      add(all.best.const_data_ptr<int64_t>()[row], 11);
+    begin_row(all.label(row));
+    for (size_t i = 0; i < titles.size(); ++i) {
+      const int64_t label =
+          all_columns ? static_cast<int64_t>(i) : all.best.const_data_ptr<int64_t>()[row];
+      cell(format_fixed(all.probability(row, label), 4), titles[i].size());
     }
-    text += "  " + one_line(all.texts[static_cast<size_t>(row)], kTextWidth) + "\n";
+    text << "  " << one_line(all.texts[static_cast<size_t>(row)], kTextWidth) << "\n";
   }
-  return text;
+  return text.str();
 }
 
 void write_predictions(const PredictCommand& command, const Predictions& predictions) {
@@ -220,7 +213,6 @@ void write_predictions(const PredictCommand& command, const Predictions& predict
 } // namespace detail
 
 int run_command(const PredictCommand& command) {
-  check_inputs(command);
   const detail::TextClassifier classifier =
       detail::load_text_classifier(command.model, command.max_length);
   const auto texts = detail::prediction_texts(command);
