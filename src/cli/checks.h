@@ -1,6 +1,6 @@
 // Checks that need no LibTorch: missing files and folders, an output folder that holds another
 // run, a world inside another launcher's world. `hasten` calls them before it starts
-// `hasten-worker`, which calls them again, because torchrun may start it directly.
+// `hasten-worker`. The worker repeats those of train, because torchrun may start it directly.
 // Local; read-only. Threading: free functions.
 #pragma once
 

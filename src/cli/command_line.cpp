@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <filesystem>
 
 #include "commands.h"
 #include "flags.h"
@@ -143,6 +144,7 @@ Command parse_launch(const CommandEntry& entry, std::vector<std::string> argumen
   return command;
 }
 
+/// --model of the commands that take a folder or a shape; required.
 void declare_folder_or_shape(FlagTable& flags, std::string& model) {
   flags.value("--model", model, "FOLDER|SHAPE",
               "Hugging Face folder, or a shape: " + model_shapes_text());
@@ -253,6 +255,178 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
                "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   command.strategy = strategy ? spelling(*strategy) : command.strategy;
   require_shard_size(flags, training.shard_size, command.strategy == "hsdp", command.nproc);
+  return command;
+}
+
+/// A comma-separated list of any spellings of --strategy.
+std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string& text) {
+  std::vector<Strategy> found;
+  for (const std::string& name : split(text)) {
+    Strategy strategy{};
+    require_flag(flags, read_flag(name, strategy),
+                 "--strategies=" + text + ": \"" + name + "\" is not a strategy",
+                 flag_expectation<Strategy>(), flag_fix<Strategy>(name));
+    require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
+                 "--strategies=" + text + ": " + name + " twice", "each strategy once");
+    found.push_back(strategy);
+  }
+  return found;
+}
+
+void check_compared(const FlagTable& flags, const CompareCommand& command) {
+  const auto& strategies = command.strategies;
+  const TrainingArguments& arguments = command.arguments;
+  require_flag(
+      flags, command.nproc >= 2,
+      "--nproc=" + std::to_string(command.nproc) + ": strategies differ only on several processes",
+      "2 or more");
+  require_shard_size(
+      flags, arguments.shard_size,
+      std::find(strategies.begin(), strategies.end(), Strategy::hsdp) != strategies.end(),
+      command.nproc);
+  require_flag(flags,
+               arguments.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
+               "--gradient-checkpointing=" + arguments.gradient_checkpointing.text() +
+                   ": a budget needs a known batch size",
+               "none, full, every:K or ops");
+}
+
+int64_t read_memory_limit(const FlagTable& flags, const std::string& text) {
+  try {
+    return text.empty() ? 0 : parse_bytes(text);
+  } catch (const InputError&) {
+    throw InputError(flags.where(), "--memory-limit=" + text,
+                     "bytes above 0, e.g. 2G, 2GB or 512MiB");
+  }
+}
+
+Command parse_compare(const CommandEntry& entry, std::vector<std::string> arguments) {
+  complete_checkpointing(arguments);
+  CompareCommand command;
+  TrainingArguments& training = command.arguments;
+  training.save_strategy = IntervalStrategy::no;
+  std::string strategies = "ddp,zero2,fsdp";
+  std::string memory_limit;
+  FlagTable flags(entry,
+                  {.usage = "--model MODEL [flags]",
+                   .examples = {"hasten compare --model bert-mini --nproc 2 \\\n"
+                                "    --strategies ddp,zero2,fsdp --memory-limit 2G"},
+                   .notes = "Trains a classifier on synthetic samples on the CPU, with each "
+                            "strategy in a separate world under the memory limit. Finds the "
+                            "largest batch that fits, times it, and recommends a strategy."});
+  flags.group("Model and batches");
+  declare_folder_or_shape(flags, command.model);
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
+              NumberRange{2, kPieces.most});
+  flags.value("--max-length", training.max_length, "TOKENS",
+              "tokens of every sample; at most the model's limit");
+  flags.value("--gradient-accumulation-steps", training.gradient_accumulation_steps, "N",
+              "micro-batches per step");
+  flags.value("--max-batch-size", command.max_batch_size, "SAMPLES",
+              "largest micro-batch to try on a process", kBatchRows);
+  flags.group("Processes");
+  declare_processes(flags, command.nproc, command.oversubscribe);
+  flags.value("--strategies", strategies, "NAME,...",
+              "strategies to compare, as in hasten train --strategy");
+  declare_shard_size(flags, training.shard_size);
+  declare_backend(flags, training);
+  flags.group("Training");
+  flags.value("--memory-limit", memory_limit, "BYTES",
+              "limit of tensor memory per process, e.g. 2G (default: 90 % of the free "
+              "memory, divided by the processes)");
+  declare_precision(flags, training);
+  declare_checkpointing(flags, training);
+  flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
+  flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
+  flags.value("--steps", command.steps, "STEPS", "steps to time for each strategy",
+              NumberRange{1, 1'000'000});
+  flags.group("Output");
+  flags.value("--json", command.json, "FILE", "write the results to FILE");
+  flags.parse(std::move(arguments));
+  command.strategies = read_strategies(flags, strategies);
+  command.memory_limit_bytes = read_memory_limit(flags, memory_limit);
+  check_compared(flags, command);
+  check_backend(flags, training);
+  if (training.shard_size > 0) {
+    training.strategy = Strategy::hsdp; // shard_size is valid with hsdp only
+  }
+  validate_arguments(flags, training);
+  return command;
+}
+
+Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments) {
+  TokenizerCommand command;
+  FlagTable flags(entry,
+                  {.summary = "learn a WordPiece vocabulary, or print texts as ids",
+                   .usage = "train|encode FILE... [flags]",
+                   .examples = {"hasten tokenizer train reviews.csv more.txt --output vocabulary",
+                                "hasten tokenizer encode reviews.csv --tokenizer vocabulary",
+                                "hasten train --model bert-mini --tokenizer vocabulary \\\n"
+                                "    --train-file reviews.csv --output-dir out"},
+                   .notes = "A FILE that ends in .csv, .tsv or .jsonl has a column with texts; "
+                            "any other has one text per line. train writes vocab.txt, "
+                            "tokenizer.json and tokenizer_config.json, which Python's "
+                            "transformers reads, too. Equal texts give equal files. encode "
+                            "prints one JSON object per text."});
+  flags.group("Texts");
+  flags.value("--text-column", command.text_column, "NAME", "column with the text");
+  flags.group("Flags of train");
+  flags.value("--output", command.output, "FOLDER", "folder to write the tokenizer to (required)");
+  flags.value("--vocab-size", command.vocab_size, "PIECES", "maximum size of the vocabulary",
+              kPieces);
+  flags.value("--min-frequency", command.min_frequency, "N",
+              "merge only pairs of pieces that occur at least N times",
+              NumberRange{1, kAnyRows.most});
+  flags.value("--limit-alphabet", command.limit_alphabet, "N",
+              "keep only the N most frequent characters", NumberRange{1, 1'114'112});
+  flags.flag("--cased", command.cased, "keep upper case and accents");
+  flags.group("Flags of encode");
+  flags.value("--tokenizer", command.tokenizer, "FOLDER",
+              "folder with vocab.txt or tokenizer.json (required)");
+  flags.value("--max-length", command.max_length, "TOKENS",
+              "truncate longer texts; 0: truncate none", kTokens);
+  auto words = flags.parse_words(std::move(arguments));
+  require_flag(flags, !words.empty() && (words.front() == "train" || words.front() == "encode"),
+               words.empty() ? "the action is missing" : "action=" + words.front(),
+               "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
+  command.action = words.front();
+  command.files.assign(words.begin() + 1, words.end());
+  require_flag(flags, !command.files.empty(), "a file is missing", "FILE...");
+  const bool train = command.action == "train";
+  require_flag(
+      flags,
+      train ? !command.output.empty() && command.tokenizer.empty()
+            : command.output.empty() && !command.tokenizer.empty(),
+      command.action + " with --output=" + command.output + " and --tokenizer=" + command.tokenizer,
+      train ? "--output FOLDER alone" : "--tokenizer FOLDER alone");
+  require_flag(flags, command.max_length == 0 || command.max_length >= 2,
+               "--max-length=" + std::to_string(command.max_length), "at least 2, or 0");
+  return command;
+}
+
+Command parse_synth(const CommandEntry& entry, std::vector<std::string> arguments) {
+  SynthCommand command;
+  FlagTable flags(
+      entry, {.usage = "reviews [flags]",
+              .examples = {"hasten synth reviews --rows 4000 --output reviews.csv"},
+              .notes = "Columns: text, label (negative, positive) and product. A review's "
+                       "label depends on negations and on which half of a sentence counts, "
+                       "so counting words is not enough. A seed gives the same reviews on "
+                       "every machine. A larger number of reviews begins with the same ones."});
+  flags.group("Reviews");
+  flags.value("--rows", command.rows, "N", "number of reviews", NumberRange{1, 10'000'000});
+  flags.value("--seed", command.seed, "N", "random seed");
+  flags.group("Output");
+  flags.value("--output", command.output, "FILE", ".csv, .tsv or .jsonl (default: CSV on stdout)");
+  auto words = flags.parse_words(std::move(arguments));
+  require_flag(flags, words.size() == 1 && words.front() == "reviews",
+               words.empty() ? "the kind of data is missing" : "kind of data: " + words.back(),
+               "reviews, and nothing else");
+  const std::string extension = std::filesystem::path(command.output).extension();
+  require_flag(
+      flags,
+      command.output.empty() || extension == ".csv" || extension == ".tsv" || extension == ".jsonl",
+      "--output=" + command.output, "a file name that ends in .csv, .tsv or .jsonl");
   return command;
 }
 

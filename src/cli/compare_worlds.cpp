@@ -1,9 +1,7 @@
 // hasten compare in `hasten`: runs a world for each strategy, one after the other.
 #include <algorithm>
-#include <cstdlib>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <system_error>
 
 #include "compare.h"
 #include "hasten/base/error.h"
@@ -11,35 +9,24 @@
 #include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
+#include "launch/rank_output.h"
 
 namespace hasten {
 
 namespace detail {
 
-/// A temporary folder for the state's file; the destructor removes it.
-struct StateFolder {
-  StateFolder() {
-    path = (std::filesystem::temp_directory_path() / "hasten-compare-XXXXXX").string();
-    if (::mkdtemp(path.data()) == nullptr) {
-      throw Error("cli::compare", "cannot make a folder: " + path, {},
-                  "set TMPDIR to a writable folder");
-    }
-  }
-  ~StateFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path, ignored);
-  }
-  StateFolder(const StateFolder&) = delete;
-  StateFolder& operator=(const StateFolder&) = delete;
-
-  std::string path{};
-};
-
 /// A world that ends without a result has lowered the search's upper limit.
 BatchTiming measure_strategy(Strategy strategy, BatchSearch search,
                              const std::function<void(const std::string&)>& run_world) {
-  const StateFolder folder;
-  const std::string file = folder.path + "/state.json";
+  LaunchFolder folder;
+  folder.create();
+  if (folder.path.empty()) {
+    std::error_code ignored;
+    throw Error("cli::compare",
+                "cannot make a folder in " + std::filesystem::temp_directory_path(ignored).string(),
+                {}, "set TMPDIR to a writable folder");
+  }
+  const std::string file = folder.path / "state.json";
   CompareState state{.strategy = strategy, .search = std::move(search)};
   do {
     write_compare_state(file, state);

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"
@@ -209,7 +208,6 @@ int64_t estimated_peak_bytes(const EstimateMemoryCommand& command) {
 }
 
 int run_command(const EstimateMemoryCommand& command) {
-  check_inputs(command);
   const detail::MemoryEstimate estimate = detail::estimate_of(command);
   if (command.json) {
     std::cout << detail::estimate_json(command, estimate).dump(2) << std::endl;

@@ -4,7 +4,6 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
-#include "checks.h"
 #include "classifier.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
@@ -54,7 +53,6 @@ std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
 } // namespace detail
 
 int run_command(const EvalCommand& command) {
-  check_inputs(command);
   const detail::TextClassifier classifier =
       detail::load_text_classifier(command.model, command.max_length);
   const auto rows = detail::read_eval_rows(command, classifier);

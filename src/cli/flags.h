@@ -349,8 +349,6 @@ void check_launch(const FlagTable& flags, const ProcessFlags& processes);
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);
 /// Throws InputError for a label column that is named twice or is the text column.
 void check_columns(const FlagTable& flags, const TableFlags& table);
-/// --model of the commands that take a folder or a shape; required.
-void declare_folder_or_shape(FlagTable& flags, std::string& model);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
@@ -361,11 +359,7 @@ void check_backend(const FlagTable& flags, const TrainingArguments& arguments);
 void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, with names of flags in the messages.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
-// Commands that other files declare.
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
-Command parse_compare(const CommandEntry& entry, std::vector<std::string> arguments);
-Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments);
-Command parse_synth(const CommandEntry& entry, std::vector<std::string> arguments);
 
 /// `text` as lines of at most `width` characters, each after `indent` spaces.
 std::string wrap_text(const std::string& text, size_t indent, size_t width);

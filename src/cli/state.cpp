@@ -7,7 +7,6 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "checks.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "run.h"
@@ -43,7 +42,6 @@ void print_state(const nlohmann::json& state) {
 } // namespace detail
 
 int run_command(const StateCommand& command) {
-  check_inputs(command);
   if (command.action == "consolidate") {
     consolidate_state(command.folder, command.output, command.model);
     log_info("wrote " + command.output);

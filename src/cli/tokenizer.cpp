@@ -8,7 +8,6 @@
 #include <set>
 #include <utility>
 
-#include "checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
@@ -123,7 +122,6 @@ int learn_tokenizer(const TokenizerCommand& command) {
 
 int run_command(const TokenizerCommand& command) {
   install_interrupt_handlers();
-  check_inputs(command);
   return command.action == "encode" ? detail::encode_texts(command)
                                     : detail::learn_tokenizer(command);
 }

@@ -13,8 +13,8 @@
 
 namespace hasten::detail {
 
-/// A temporary folder of this launcher, which the destructor removes. Without one, only the order in
-/// which ranks end shows the first failure.
+/// A temporary folder of this launcher, which the destructor removes. If this process is killed, the
+/// next launcher removes it.
 struct LaunchFolder {
   LaunchFolder() = default;
   LaunchFolder(LaunchFolder&&) = delete;
@@ -52,7 +52,9 @@ class RankOutput {
   std::filesystem::path log_file(int rank, int stream) const;
 
   LogsSpecs logs_;
-  LaunchFolder temporary_{}; // of error files if there is no log_dir
+  // Of error files if there is no log_dir. Without it only the order in which ranks end shows the
+  // first failure.
+  LaunchFolder temporary_{};
   std::vector<std::array<FileDescriptor, 2>> descriptors_{}; // [rank][stream - 1]
   std::shared_ptr<Shared> shared_; // outlives this object if a console is stuck
 };
