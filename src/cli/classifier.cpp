@@ -124,10 +124,10 @@ LossFunction head_loss(BertForSequenceClassification model, Head head) {
   };
 }
 
-ComputeMetrics head_metrics(Head head, int64_t num_labels) {
+ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels) {
   return head == Head::regression    ? regression_metrics()
-         : head == Head::multi_label ? multi_label_metrics(num_labels)
-                                     : classification_metrics(num_labels);
+         : head == Head::multi_label ? multi_label_metrics(std::ssize(labels), "labels", labels)
+                                     : classification_metrics(std::ssize(labels), "labels", labels);
 }
 
 Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
@@ -205,9 +205,9 @@ std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_
   arguments.label_smoothing_factor = classifier.label_smoothing_factor;
   arguments.class_weights = classifier.class_weights;
   const Head head = head_of(classifier.bert.config);
-  return std::make_unique<Trainer>(
-      classifier.bert.model.ptr(), head_loss(classifier.bert.model, head), arguments, nullptr,
-      nullptr, head_metrics(head, classifier.bert.config.num_labels()));
+  return std::make_unique<Trainer>(classifier.bert.model.ptr(),
+                                   head_loss(classifier.bert.model, head), arguments, nullptr,
+                                   nullptr, head_metrics(head, classifier.labels()));
 }
 
 void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,

@@ -46,7 +46,7 @@ Head head_of(const BertConfig& config);
 
 /// The loss of this head. Batches without labels give only outputs: logits, for a regression [B].
 LossFunction head_loss(BertForSequenceClassification model, Head head);
-ComputeMetrics head_metrics(Head head, int64_t num_labels);
+ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels);
 
 /// A batch of random samples of length `tokens`. The last sample has padding, so that blocks get
 /// a mask as in training.

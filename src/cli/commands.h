@@ -75,7 +75,7 @@ struct TrainCommand : ProcessFlags {
 
   /// JSON file with values of flags that the command line does not set; empty: none.
   std::string config{};
-  /// All values, as a file that --config reads: the run's run_config.json.
+  /// All values, as a file that --config reads: part of the run's training_args.json.
   std::string run_config{};
   /// Prints what the run would do, without training.
   bool dry_run = false;

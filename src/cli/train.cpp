@@ -13,6 +13,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
@@ -253,7 +254,12 @@ ModelFiles run_files(const TrainCommand& command, const TrainInputs& in) {
   files.save = [save = std::move(files.save),
                 config = command.run_config](const std::filesystem::path& folder) {
     save(folder);
-    write_file_atomically(folder / "run_config.json", config);
+    // With the flags of data and model, so that --config with this file repeats the run.
+    const auto file = folder / "training_args.json";
+    nlohmann::json all = parse_json("cli::train", "the flags", config);
+    all.update(read_json_file("cli::train", file));
+    all.erase("resume_from_checkpoint");
+    write_file_atomically(file, all.dump(2) + "\n");
   };
   return files;
 }
@@ -282,7 +288,7 @@ bool train(const TrainCommand& command, const TrainInputs& in,
   TrainingArguments arguments = command.arguments;
   arguments.max_length = in.max_length; // predict and eval truncate to this, too
   Trainer trainer(in.bert.model.ptr(), head_loss(in.bert.model, in.head), arguments, in.train,
-                  in.eval, head_metrics(in.head, in.bert.config.num_labels()), accelerator);
+                  in.eval, head_metrics(in.head, in.bert.config.id2label), accelerator);
   trainer.set_model_files(run_files(command, in));
   if (accelerator->is_main_process()) {
     trainer.set_run_facts(described_inputs(command),
@@ -296,7 +302,11 @@ bool train(const TrainCommand& command, const TrainInputs& in,
           banner_facts(command, in)));
     }
   }
-  return !trainer.train().already_finished;
+  const TrainOutput output = trainer.train();
+  if (!output.already_finished) {
+    leave_results(trainer, command, in, output);
+  }
+  return !output.already_finished;
 }
 
 } // namespace detail

@@ -80,7 +80,7 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
               "secret with which processes on several hosts join this run; mode 0600");
   flags.value("--config", command.config, "FILE",
               "JSON object of flags by name (learning_rate); flags on the command line "
-              "override it; a run's run_config.json is such a file");
+              "override it; a run's training_args.json is such a file");
   flags.flag("--dry-run", command.dry_run, "print what the run would do, without training");
   flags.value("--output-dir", arguments.output_dir, "FOLDER",
               "folder for the model, checkpoint-N folders, metrics.jsonl and records");

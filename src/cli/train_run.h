@@ -33,6 +33,12 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in);
 /// Maximum size of the output folder for this model, in bytes.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model);
 
+/// Writes train_results.json, eval_results.json, all_results.json and the model card README.md into
+/// the output folder, and prints the scores of each label. A README.md of the user stays.
+/// Collective: it evaluates the final model if the last evaluation was of another one.
+void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInputs& in,
+                   const TrainOutput& output);
+
 /// Prints the plan to stdout (--dry-run). Throws InputError, as the run would, if the arguments
 /// contradict the number of steps.
 void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world_size);

@@ -49,29 +49,36 @@ double MultiLabelMetrics::accuracy() const {
   return detail::ratio_or_zero(static_cast<double>(right), static_cast<double>(rows()));
 }
 
-double MultiLabelMetrics::f1(Average average) const {
+std::vector<ClassScores> MultiLabelMetrics::per_class() const {
   const auto* counts = sums_.const_data_ptr<int64_t>();
-  int64_t hits = 0, predicted = 0, truth = 0;
-  double sum = 0, weighted = 0;
+  std::vector<ClassScores> scores(static_cast<size_t>(num_labels_));
   for (int64_t label = 0; label < num_labels_; ++label) {
-    const int64_t h = counts[label];
-    const int64_t p = counts[num_labels_ + label];
-    const int64_t t = counts[2 * num_labels_ + label];
-    hits += h;
-    predicted += p;
-    truth += t;
-    sum += detail::f1_of(h, p, t);
-    weighted += detail::f1_of(h, p, t) * static_cast<double>(t);
+    const int64_t hits = counts[label];
+    const int64_t predicted = counts[num_labels_ + label];
+    const int64_t truth = counts[2 * num_labels_ + label];
+    const auto right = static_cast<double>(hits);
+    scores[static_cast<size_t>(label)] = {
+        .precision = detail::ratio_or_zero(right, static_cast<double>(predicted)),
+        .recall = detail::ratio_or_zero(right, static_cast<double>(truth)),
+        .f1 = detail::f1_of(hits, predicted, truth),
+        .support = truth};
   }
-  switch (average) {
-    case Average::micro:
-      return detail::f1_of(hits, predicted, truth);
-    case Average::macro:
-      return sum / static_cast<double>(num_labels_);
-    case Average::weighted:
-      break;
+  return scores;
+}
+
+double MultiLabelMetrics::f1(Average average) const {
+  if (average == Average::micro) {
+    const at::Tensor totals = sums_.narrow(0, 0, 3 * num_labels_).view({3, -1}).sum(1);
+    const auto* total = totals.const_data_ptr<int64_t>();
+    return detail::f1_of(total[0], total[1], total[2]);
   }
-  return detail::ratio_or_zero(weighted, static_cast<double>(truth));
+  double sum = 0, weights = 0;
+  for (const ClassScores& label : per_class()) {
+    const double weight = average == Average::weighted ? static_cast<double>(label.support) : 1;
+    sum += weight * label.f1;
+    weights += weight;
+  }
+  return detail::ratio_or_zero(sum, weights);
 }
 
 std::map<std::string, double> MultiLabelMetrics::compute() const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/data/loader.h"
 #include "hasten/metrics/classification.h"
 #include "hasten/metrics/multi_label.h"
@@ -145,6 +146,7 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   if (outputs != nullptr) {
     *outputs = outputs_in_order(parts, std::move(mine), dataset.size());
   }
+  parts.evaluation_report = metrics ? metrics->report() : nlohmann::json::object();
   const double weight = sums[1].item<double>();
   const auto rows = static_cast<int64_t>(sums[2].item<double>());
   const double seconds =
@@ -165,12 +167,46 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   return record;
 }
 
+constexpr int64_t kMostMatrixLabels = 256;
+
+nlohmann::json per_class_json(const std::vector<ClassScores>& scores,
+                              const std::vector<std::string>& names) {
+  nlohmann::json all = nlohmann::json::object();
+  for (size_t i = 0; i < scores.size(); ++i) {
+    all[names[i]] = {{"precision", scores[i].precision},
+                     {"recall", scores[i].recall},
+                     {"f1", scores[i].f1},
+                     {"support", scores[i].support}};
+  }
+  return all;
+}
+
+nlohmann::json report_of(const MultiLabelMetrics& metrics, const std::vector<std::string>& names) {
+  return {{"per_class", per_class_json(metrics.per_class(), names)}};
+}
+
+nlohmann::json report_of(const ClassificationMetrics& metrics,
+                         const std::vector<std::string>& names) {
+  nlohmann::json report = {{"per_class", per_class_json(metrics.per_class(), names)}};
+  if (std::ssize(names) <= kMostMatrixLabels) {
+    nlohmann::json counts;
+    for (const at::Tensor& row : metrics.confusion_matrix().unbind()) {
+      const auto* cells = row.const_data_ptr<int64_t>();
+      counts.push_back(std::vector<int64_t>(cells, cells + row.numel()));
+    }
+    report["confusion_matrix"] = {{"labels", names}, {"counts", std::move(counts)}};
+  }
+  return report;
+}
+
 /// M: metrics with several values.
 template <typename M>
 class CountedEvaluation final : public EvaluationMetrics {
  public:
-  CountedEvaluation(int64_t num_labels, std::string labels_name)
-      : metrics_(num_labels), labels_name_(std::move(labels_name)) {}
+  CountedEvaluation(std::string labels_name, std::vector<std::string> names)
+      : metrics_(std::ssize(names)),
+        labels_name_(std::move(labels_name)),
+        names_(std::move(names)) {}
 
   void update(const at::Tensor& outputs, const Batch& batch) override {
     if (batch.has(labels_name_)) {
@@ -181,28 +217,52 @@ class CountedEvaluation final : public EvaluationMetrics {
   std::map<std::string, double> compute() const override {
     return metrics_.rows() > 0 ? metrics_.compute() : std::map<std::string, double>{};
   }
+  nlohmann::json report() const override {
+    return metrics_.rows() > 0 ? report_of(metrics_, names_) : nlohmann::json::object();
+  }
 
  private:
   M metrics_;
   std::string labels_name_;
+  std::vector<std::string> names_; // [label]
 };
+
+template <typename M>
+ComputeMetrics counted_metrics(std::vector<std::string> values, int64_t num_labels,
+                               std::string labels_name, std::vector<std::string> names) {
+  if (!names.empty() && std::ssize(names) != num_labels) {
+    throw InputError("trainer::EvaluationMetrics",
+                     "label_names has " + std::to_string(names.size()) + " names",
+                     "num_labels=" + std::to_string(num_labels) + " names, or none");
+  }
+  for (int64_t label = std::ssize(names); label < num_labels; ++label) {
+    names.push_back(std::to_string(label));
+  }
+  return NamedFactory{std::move(values),
+                      [labels_name = std::move(labels_name), names = std::move(names)] {
+                        return std::make_unique<CountedEvaluation<M>>(labels_name, names);
+                      }};
+}
+
+std::string padded(const std::string& text, size_t width) {
+  return std::string(width - std::min(width, text.size()), ' ') + text;
+}
 
 } // namespace detail
 
-ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name) {
-  return detail::NamedFactory{
-      {"accuracy", "f1"}, [num_labels, labels_name = std::move(labels_name)] {
-        return std::make_unique<detail::CountedEvaluation<ClassificationMetrics>>(num_labels,
-                                                                                  labels_name);
-      }};
+nlohmann::json EvaluationMetrics::report() const { return nlohmann::json::object(); }
+
+ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name,
+                                      std::vector<std::string> label_names) {
+  return detail::counted_metrics<ClassificationMetrics>(
+      {"accuracy", "f1"}, num_labels, std::move(labels_name), std::move(label_names));
 }
 
-ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name) {
-  return detail::NamedFactory{
-      {"f1_micro", "f1_macro", "accuracy"}, [num_labels, labels_name = std::move(labels_name)] {
-        return std::make_unique<detail::CountedEvaluation<MultiLabelMetrics>>(num_labels,
-                                                                              labels_name);
-      }};
+ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name,
+                                   std::vector<std::string> label_names) {
+  return detail::counted_metrics<MultiLabelMetrics>({"f1_micro", "f1_macro", "accuracy"},
+                                                    num_labels, std::move(labels_name),
+                                                    std::move(label_names));
 }
 
 ComputeMetrics regression_metrics(std::string labels_name) {
@@ -210,6 +270,47 @@ ComputeMetrics regression_metrics(std::string labels_name) {
                        std::pair("mae", MeanAbsoluteError()),
                        std::pair("pearson", PearsonCorrCoef()),
                        std::pair("spearman", SpearmanCorrCoef()));
+}
+
+std::string report_text(const nlohmann::json& report) {
+  constexpr size_t kMostColumns = 10;
+  if (!report.contains("per_class")) {
+    return {};
+  }
+  const auto& scores = report.at("per_class");
+  size_t width = 5;
+  for (const auto& label : scores.items()) {
+    width = std::max(width, label.key().size());
+  }
+  const auto left = [&](const std::string& label) {
+    return label + std::string(width - label.size(), ' ');
+  };
+  std::string text = left("label") + "  precision    recall        f1   samples\n";
+  for (const auto& [label, values] : scores.items()) {
+    text += left(label);
+    for (const char* name : {"precision", "recall", "f1"}) {
+      text +=
+          detail::padded(format_fixed(values.at(name).get<double>(), 4), name[0] == 'p' ? 11 : 10);
+    }
+    text += detail::padded(format_count(values.at("support").get<int64_t>()), 10) + "\n";
+  }
+  const auto matrix = report.find("confusion_matrix");
+  if (matrix == report.end() || matrix->at("labels").size() > kMostColumns) {
+    return text;
+  }
+  const auto& labels = matrix->at("labels");
+  text += "\n" + left("true") + "  predicted as\n" + left("");
+  for (const auto& label : labels) {
+    text += "  " + detail::padded(label.get<std::string>(), 8);
+  }
+  for (size_t row = 0; row < labels.size(); ++row) {
+    text += "\n" + left(labels[row].get<std::string>());
+    for (size_t column = 0; column < labels.size(); ++column) {
+      text += "  " + detail::padded(format_count(matrix->at("counts")[row][column].get<int64_t>()),
+                                    std::max<size_t>(8, labels[column].get<std::string>().size()));
+    }
+  }
+  return text + "\n";
 }
 
 } // namespace hasten

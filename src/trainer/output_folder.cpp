@@ -1,6 +1,10 @@
 #include "hasten/trainer/output_folder.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -17,7 +21,9 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kCheckpointPrefix = "checkpoint-";
 /// Records of a run: removed by clear_output_dir.
-constexpr const char* kRunRecords[] = {"metrics.jsonl", "trainer_state.json", kRunFile};
+constexpr const char* kRunRecords[] = {
+    "metrics.jsonl",     "trainer_state.json", kRunFile,         "train_results.json",
+    "eval_results.json", "all_results.json",   "checkpoint-best"};
 /// Files of a model, which training would overwrite.
 constexpr const char* kModelTraces[] = {"model.safetensors", "training_args.json"};
 
@@ -120,6 +126,18 @@ void clear_output_dir(const std::filesystem::path& folder) {
     detail::remove_tree(folder / name);
   }
   remove_unfinished_saves(folder);
+}
+
+void link_best_checkpoint(const std::filesystem::path& folder, int64_t step) {
+  const std::string target = std::string(detail::kCheckpointPrefix) + std::to_string(step);
+  const std::filesystem::path link = folder / "checkpoint-best";
+  std::filesystem::path made;
+  const int failed = make_beside(link, ".tmp-", made, [&](const auto& name) {
+    return ::symlink(target.c_str(), name.c_str()) == 0 ? 0 : errno;
+  });
+  if (failed == 0 && ::rename(made.c_str(), link.c_str()) != 0) {
+    ::unlink(made.c_str());
+  }
 }
 
 void remove_unfinished_saves(const std::filesystem::path& folder) {

@@ -364,11 +364,11 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
 
 /// Writes the model's files and the records into the folder of an unfinished save.
 void TrainingRun::write_model_folder(const std::filesystem::path& folder, bool finished) const {
-  parts_.files.save(folder);
   write_file_atomically(folder / "trainer_state.json", trainer_state_json(state_));
   write_file_atomically(folder / kRunFile, finite_json(run_json(finished)).dump(2) + "\n");
   write_file_atomically(folder / "training_args.json",
                         nlohmann::json(parts_.arguments).dump(2) + "\n");
+  parts_.files.save(folder); // may add to these files
 }
 
 void TrainingRun::save_checkpoint() {
@@ -398,6 +398,9 @@ void TrainingRun::save_checkpoint() {
                                             .replace_any = true});
   }
   if (parts_.is_main()) { // after the new one is complete
+    if (state_.best_global_step == state_.global_step) {
+      link_best_checkpoint(output_dir_, state_.global_step);
+    }
     rotate_checkpoints(output_dir_, parts_.arguments.save_total_limit, state_.best_global_step);
   }
   parts_.accelerator->wait_for_everyone();

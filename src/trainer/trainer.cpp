@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
@@ -338,6 +340,34 @@ nlohmann::json Trainer::evaluate() {
     throw InputError("trainer::evaluate", "eval=null", "evaluation data");
   }
   return evaluate(*impl_->parts.eval);
+}
+
+const nlohmann::json& Trainer::evaluation_report() const { return impl_->parts.evaluation_report; }
+
+void Trainer::save_metrics(const std::string& split, const nlohmann::json& metrics, bool combined) {
+  const std::filesystem::path folder = impl_->parts.arguments.output_dir;
+  if (!impl_->parts.is_main() || folder.empty()) {
+    return;
+  }
+  const auto write = [&](const std::string& name, const nlohmann::json& values) {
+    write_file_atomically(folder / (name + "_results.json"),
+                          finite_json(values).dump(4) + "\n");
+  };
+  write(split, metrics);
+  if (!combined) {
+    return;
+  }
+  const std::filesystem::path file = folder / "all_results.json";
+  std::error_code error;
+  nlohmann::json all = std::filesystem::exists(file, error)
+                           ? read_json_file("trainer::save_metrics", file)
+                           : nlohmann::json::object();
+  for (const auto& [name, value] : metrics.items()) {
+    if (value.is_primitive()) {
+      all[name] = value;
+    }
+  }
+  write("all", all);
 }
 
 PredictionOutput Trainer::predict(const Dataset& dataset) {

@@ -31,6 +31,7 @@ struct TrainerParts {
   nlohmann::json altering_facts = nlohmann::json::object();
   TrainerState state{};
   std::vector<double> class_weights{}; // empty: none
+  nlohmann::json evaluation_report{}; // of the last evaluation; null before
   bool precision_settled = false;
   // The choice of enable_checkpointing(); empty: none, or the model had its own.
   std::optional<GradientCheckpointingOptions> checkpointing{};

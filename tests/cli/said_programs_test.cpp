@@ -45,7 +45,7 @@ TEST(SaidPrograms, ARunsOwnConfigurationRepeatsIt) {
   const ProgramRun first = run_reviews(folder, {"--seed", "7", "--learning-rate", "1e-3"});
   ASSERT_EQ(first.code, 0) << first.error;
   const ProgramRun again =
-      run_program({"hasten", "train", "--config", folder / "out" / "run_config.json",
+      run_program({"hasten", "train", "--config", folder / "out" / "training_args.json",
                    "--output-dir", folder / "again"});
   ASSERT_EQ(again.code, 0) << again.error;
   EXPECT_EQ(read_file(folder / "again" / "model.safetensors"),

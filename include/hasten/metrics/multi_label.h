@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "hasten/metrics/classification.h"
 #include "hasten/metrics/metric.h"
@@ -34,6 +35,8 @@ class MultiLabelMetrics : public detail::SumMetric {
   double f1(Average average) const;
   /// Share of samples whose labels are all correct; 0 without samples.
   double accuracy() const;
+  /// [label]
+  std::vector<ClassScores> per_class() const;
   /// "accuracy", "f1_micro", "f1_macro".
   std::map<std::string, double> compute() const;
 

@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -33,6 +34,8 @@ class EvaluationMetrics {
   virtual std::vector<Metric*> metrics() = 0;
   /// Values by name, without the "eval_" prefix: {"accuracy", 0.9}.
   virtual std::map<std::string, double> compute() const = 0;
+  /// Tables that explain the values, of names as in classification_metrics(). By default {}.
+  virtual nlohmann::json report() const;
 };
 
 /// Makes a new, empty instance for each evaluation. An empty function computes only the loss.
@@ -40,14 +43,24 @@ using ComputeMetrics = std::function<std::unique_ptr<EvaluationMetrics>()>;
 
 /// "accuracy" and "f1" (macro) of logits [B, num_labels] against the batch's
 /// `labels_name` [B]. Batches without that tensor are not counted.
-ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name = "labels");
+/// report(): {"per_class": {label: {"precision", "recall", "f1", "support"}},
+/// "confusion_matrix": {"labels": […], "counts": [[…]]}}, counts [true label][predicted label]. With
+/// more than 256 labels there is no matrix. `label_names`: [num_labels], or empty for "0", "1", ….
+/// Throws InputError for another number of names.
+ComputeMetrics classification_metrics(int64_t num_labels, std::string labels_name = "labels",
+                                      std::vector<std::string> label_names = {});
 
 /// "f1_micro", "f1_macro" and "accuracy" (all labels of a sample right) of logits [B, num_labels]
-/// against `labels_name` [B, num_labels] of zeros and ones.
-ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name = "labels");
+/// against `labels_name` [B, num_labels] of zeros and ones. report() has "per_class".
+ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name = "labels",
+                                   std::vector<std::string> label_names = {});
 
 /// "mse", "mae", "pearson" and "spearman" of outputs [B] against `labels_name` [B].
 ComputeMetrics regression_metrics(std::string labels_name = "labels");
+
+/// The tables of an EvaluationMetrics::report() as text: a line for each label, and the confusion
+/// matrix if it has at most 10 labels. Empty for {}.
+std::string report_text(const nlohmann::json& report);
 
 namespace detail {
 

@@ -7,8 +7,10 @@
 //                            Also a model folder: model, trainer_state.json,
 //                            training_args.json and hasten_state.json, in addition
 //                            to the files of hasten/state/saved_state.h
-//     run_config.json        (hasten train) all flags of the run: hasten train
-//                            --config run_config.json repeats it; in checkpoints, too
+//     checkpoint-best        a link to the best checkpoint-N so far
+//     *_results.json         what Trainer::save_metrics() wrote; hasten train writes
+//                            train, eval and all
+//     README.md              (hasten train) a model card
 //     …                      the final model's files, trainer_state.json,
 //                            training_args.json and hasten_state.json
 #pragma once
@@ -73,6 +75,10 @@ struct CheckpointFolder {
   std::filesystem::path path{};
 };
 std::vector<CheckpointFolder> checkpoint_folders(const std::filesystem::path& folder);
+
+/// Makes folder/checkpoint-best a link to checkpoint-`step`, or changes it. Does nothing on a file
+/// system without links.
+void link_best_checkpoint(const std::filesystem::path& folder, int64_t step);
 
 /// Removes what killed writers left in the folder and next to it: files and checkpoints that are
 /// incomplete or partly removed ("checkpoint-N.tmp-…"), and the unfinished final model

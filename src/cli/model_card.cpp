@@ -1,0 +1,149 @@
+// What hasten train leaves next to the final model: results as JSON and a model card.
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/log.h"
+#include "hasten/base/text.h"
+#include "hasten/config/spelling.h"
+#include "hasten/trainer/evaluation_metrics.h"
+#include "train_run.h"
+
+namespace hasten::detail {
+
+/// A file README.md without this line is the user's and stays.
+constexpr const char* kCardMark = "<!-- written by hasten train -->";
+
+/// A string of JSON is one of YAML, too.
+std::string quoted(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+/// The text in a cell of a table or in a heading.
+std::string markdown_text(const std::string& text) {
+  std::string plain;
+  for (const char c : text) {
+    plain += c == '|' || c == '<' || c == '`' || c == '*' || c == '_' || c == '\\'
+                 ? std::string{'\\', c}
+             : static_cast<unsigned char>(c) < ' ' ? " "
+                                                   : std::string(1, c);
+  }
+  return plain;
+}
+
+/// Hugging Face's front matter.
+std::string front_matter(const TrainCommand& command, const nlohmann::json& evaluation) {
+  const std::string name =
+      std::filesystem::absolute(command.arguments.output_dir).lexically_normal().filename();
+  std::string text = "---\nlibrary_name: transformers\npipeline_tag: text-classification\n";
+  if (!is_model_shape(command.model)) {
+    text += "base_model: " + quoted(std::filesystem::path(command.model).filename()) + "\n";
+  }
+  text += "tags:\n- text-classification\n- hasten\nmodel-index:\n- name: " + quoted(name) +
+          "\n  results:";
+  std::string metrics;
+  for (const auto& [key, value] : evaluation.items()) {
+    const std::string metric = key.starts_with("eval_") ? key.substr(5) : "";
+    if (metric.empty() || metric == "runtime" || metric.ends_with("_per_second") ||
+        metric == "samples" || !value.is_number()) {
+      continue;
+    }
+    metrics += "    - type: " + quoted(metric) + "\n      value: " + value.dump() + "\n";
+  }
+  if (metrics.empty()) {
+    return text + " []\n---\n";
+  }
+  const std::string data = command.eval_file.empty() ? command.train_file : command.eval_file;
+  return text + "\n  - task:\n      type: text-classification\n    dataset:\n      type: " +
+         quoted("csv") + "\n      name: " +
+         quoted(data.empty() ? "synthetic reviews" : std::filesystem::path(data).filename()) +
+         "\n    metrics:\n" + metrics + "---\n";
+}
+
+std::string model_card(const TrainCommand& command, const TrainInputs& in, Trainer& trainer,
+                       const nlohmann::json& train, const nlohmann::json& evaluation) {
+  const TrainingArguments& a = trainer.arguments();
+  const std::string data = command.train_file.empty()
+                               ? "synthetic reviews"
+                               : std::filesystem::path(command.train_file).filename().string();
+  std::vector<std::string> labels;
+  for (const std::string& label : in.bert.config.id2label) {
+    labels.push_back(markdown_text(label));
+  }
+  std::string text =
+      front_matter(command, evaluation) + kCardMark + "\n\n# " + markdown_text(command.model) +
+      " fine-tuned on " + markdown_text(data) + "\n\nA text classifier (" + spelling(in.head) +
+      ").\nLabels: " + joined(labels) + ".\n\n## Results\n\n| metric | value |\n|---|---|\n";
+  for (const nlohmann::json& values : {train, evaluation}) {
+    for (const auto& [name, value] : values.items()) {
+      if (value.is_number() || value.is_string()) {
+        text += "| " + markdown_text(name) + " | " +
+                (value.is_string() ? markdown_text(value.get<std::string>())
+                                   : format_digits(value.get<double>())) +
+                " |\n";
+      }
+    }
+  }
+  const std::string tables = report_text(evaluation);
+  text += tables.empty() ? "" : "\n```\n" + tables + "```\n";
+  text += "\n## Training\n\n| argument | value |\n|---|---|\n";
+  const nlohmann::json arguments = a;
+  for (const char* name :
+       {"learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "num_train_epochs", "max_steps", "lr_scheduler_type", "optim", "precision", "strategy",
+        "local_sgd_steps", "gradient_checkpointing", "max_length", "seed"}) {
+    text += "| " + markdown_text(name) + " | " + markdown_text(arguments.at(name).dump()) + " |\n";
+  }
+  return text + "\nProcesses: " + std::to_string(trainer.accelerator().num_processes()) +
+         ". training_args.json has all arguments. In the folder where the run was started, this "
+         "command repeats it:\n\n    hasten train --config " +
+         (std::filesystem::path(a.output_dir) / "training_args.json").string() +
+         " --output-dir again\n\n## Use\n\nIn this folder, with Python:\n\n"
+         "```python\nfrom transformers import pipeline\n\nclassify = "
+         "pipeline(\"text-classification\", model=\".\")\nprint(classify(\"some text\"))\n```\n\n"
+         "With hasten:\n\n    hasten predict --model . \"some text\"\n";
+}
+
+void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInputs& in,
+                   const TrainOutput& output) {
+  nlohmann::json train = output.metrics;
+  train["train_samples"] = in.train->size();
+  trainer.save_metrics("train", train);
+  nlohmann::json evaluation = nlohmann::json::object();
+  if (in.eval) {
+    const TrainerState& state = trainer.state();
+    const auto& history = state.log_history;
+    const auto last = std::find_if(history.rbegin(), history.rend(), [](const auto& record) {
+      return record.contains("eval_runtime");
+    });
+    const bool of_final_model =
+        !trainer.evaluation_report().is_null() && last != history.rend() &&
+        last->at("step") == state.global_step &&
+        (!trainer.arguments().load_best_model_at_end ||
+         state.best_global_step.value_or(state.global_step) == state.global_step);
+    evaluation = of_final_model ? *last : trainer.evaluate();
+    evaluation["eval_samples"] = in.eval->size();
+    evaluation.update(trainer.evaluation_report());
+    trainer.save_metrics("eval", evaluation);
+  }
+  if (!trainer.accelerator().is_main_process()) {
+    return;
+  }
+  if (const std::string tables = report_text(evaluation); !tables.empty()) {
+    std::cout << "\n" << tables << std::flush;
+  }
+  const auto card = std::filesystem::path(command.arguments.output_dir) / "README.md";
+  std::error_code error;
+  if (std::filesystem::exists(card, error) &&
+      read_file(card).find(kCardMark) == std::string::npos) {
+    log_warning(card.string() + " was there before and is kept; no model card is written");
+    return;
+  }
+  write_file_atomically(card, model_card(command, in, trainer, train, evaluation));
+}
+
+} // namespace hasten::detail
