@@ -196,7 +196,8 @@ void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int6
   }
 }
 
-std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size) {
+std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size,
+                                        std::shared_ptr<Accelerator> accelerator) {
   TrainingArguments arguments;
   arguments.save_strategy = IntervalStrategy::no;
   arguments.disable_tqdm = true; // the command decides about a bar
@@ -205,9 +206,9 @@ std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_
   arguments.label_smoothing_factor = classifier.label_smoothing_factor;
   arguments.class_weights = classifier.class_weights;
   const Head head = head_of(classifier.bert.config);
-  return std::make_unique<Trainer>(classifier.bert.model.ptr(),
-                                   head_loss(classifier.bert.model, head), arguments, nullptr,
-                                   nullptr, head_metrics(head, classifier.labels()));
+  return std::make_unique<Trainer>(
+      classifier.bert.model.ptr(), head_loss(classifier.bert.model, head), arguments, nullptr,
+      nullptr, head_metrics(head, classifier.labels()), std::move(accelerator));
 }
 
 void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,

@@ -77,7 +77,8 @@ void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int6
 void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
                            const std::string& where, const std::string& source);
 
-/// A Trainer that only evaluates and predicts, in a world of one rank.
-std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size);
+/// A Trainer that only evaluates and predicts. Without an accelerator it makes its own.
+std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size,
+                                        std::shared_ptr<Accelerator> accelerator = nullptr);
 
 } // namespace hasten::detail

@@ -31,6 +31,13 @@ void declare_batches(FlagTable& flags, ModelFlags& command) {
               "truncate longer texts; 0: as in training, or the model's limit", kTokens);
 }
 
+/// `path`: of a file of predictions; empty: none.
+void require_table_name(const FlagTable& flags, const std::string& flag, const std::string& path) {
+  const std::string end = std::filesystem::path(path).extension().string();
+  require_flag(flags, path.empty() || end == ".csv" || end == ".jsonl", flag + "=" + path,
+               "a file name that ends in .csv or .jsonl");
+}
+
 Command parse_predict(const CommandEntry& entry, std::vector<std::string> arguments) {
   PredictCommand command;
   FlagTable flags(entry,
@@ -52,27 +59,37 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
                                     : "--file=" + command.file + " together with a text",
                "texts, or --file FILE, or - for stdin");
   const std::string& output = command.output;
-  const auto ends_with = [&](const std::string& end) {
-    return output.size() > end.size() && output.ends_with(end);
-  };
-  require_flag(flags, output.empty() || ends_with(".csv") || ends_with(".jsonl"),
-               "--output=" + output, "a file name that ends in .csv or .jsonl");
-  require_flag(flags, !command.with_logits || (output.empty() ? command.json : ends_with(".jsonl")),
+  require_table_name(flags, "--output", output);
+  require_flag(flags,
+               !command.with_logits || (output.empty() ? command.json : output.ends_with(".jsonl")),
                "--with-logits without JSON", "--json, or --output with a name that ends in .jsonl");
   return command;
 }
 
 Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments) {
   EvalCommand command;
+  Precision precision = Precision::no;
   FlagTable flags(entry, {.usage = "--model FOLDER --file FILE [flags]",
-                          .examples = {"hasten eval --model out --file test.csv --json"}});
+                          .examples = {"hasten eval --model out --file test.csv --json",
+                                       "hasten eval --model out --file test.csv --nproc 2 \\\n"
+                                       "    --predictions wrong.csv"}});
   declare_model(flags, command, "Model and data");
   flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
   flags.required();
   declare_rows(flags, command, true);
   flags.flag("--json", command.json, "print one JSON object");
+  flags.value("--predictions", command.predictions, "FILE",
+              "write each sample's text, label, prediction and probabilities, .csv or .jsonl");
   declare_batches(flags, command);
+  flags.value("--precision,--mixed-precision", precision, "NAME",
+              "fp32, bf16, fp16 or auto (default: as in training)");
+  flags.group("Processes");
+  declare_processes(flags, command.nproc, command.oversubscribe);
   flags.parse(std::move(arguments));
+  if (flags.given("--precision")) {
+    command.precision = precision;
+  }
+  require_table_name(flags, "--predictions", command.predictions);
   check_columns(flags, command.table);
   return command;
 }
@@ -451,7 +468,7 @@ std::string with_dashes(std::string argument) {
 constexpr CommandEntry kCommands[] = {
     {"train", "fine-tune a BERT-family classifier on CSV, TSV, JSON lines", parse_train},
     {"predict", "label texts with a trained model", parse_predict},
-    {"eval", "loss, accuracy and F1 of a model on a labelled file", parse_eval},
+    {"eval", "loss, metrics and scores of each label on a labelled file", parse_eval},
     {"plan", "choose which activations to recompute under a memory budget", parse_plan},
     {"estimate-memory", "estimate the memory of training a model, without a run",
      parse_estimate_memory},

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -104,8 +105,13 @@ struct PredictCommand : ModelFlags {
   bool with_logits = false;
 };
 
-/// hasten eval: loss, accuracy and F1 on a labelled file.
-struct EvalCommand : ModelFlags {};
+/// hasten eval: loss, metrics and the scores of each label on a labelled file.
+struct EvalCommand : ModelFlags, ProcessFlags {
+  /// .csv or .jsonl with the prediction for each sample; empty writes none.
+  std::string predictions{};
+  /// Of the matrix products; empty: as in training.
+  std::optional<Precision> precision{};
+};
 
 /// hasten plan: chooses activations to recompute under a memory budget.
 struct PlanCommand {

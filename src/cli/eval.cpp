@@ -3,14 +3,18 @@
 #include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 
+#include "agreement.h"
 #include "classifier.h"
+#include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/text/token_cache.h"
 #include "hasten/trainer/progress_callback.h"
+#include "predictions.h"
 #include "run.h"
 
 namespace hasten {
@@ -37,43 +41,70 @@ TextClassificationOptions eval_options(const EvalCommand& command,
 }
 
 std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
-                                              const TextClassifier& classifier) {
+                                              const TextClassifier& classifier, bool is_main) {
   const auto rows = tokenize_text_classification(TextFile::open(command.file, "cli::eval"), nullptr,
                                                  {.texts = eval_options(command, classifier),
                                                   .tokenizer = classifier.tokenizer,
                                                   .max_length = classifier.max_length,
                                                   .threads = tokenizer_threads()});
-  tell_of_cut_texts(classifier, rows.truncated, std::ssize(rows.train.rows));
-  if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
-    log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
+  if (is_main) {
+    tell_of_cut_texts(classifier, rows.truncated, std::ssize(rows.train.rows));
+    if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
+      log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
+    }
   }
   return make_dataset(rows.train, classifier.tokenizer);
 }
 
-} // namespace detail
-
-int run_command(const EvalCommand& command) {
-  const detail::TextClassifier classifier =
-      detail::load_text_classifier(command.model, command.max_length);
-  const auto rows = detail::read_eval_rows(command, classifier);
-  const auto trainer = detail::make_evaluator(classifier, command.batch_size);
-  trainer->add_callback(std::make_shared<ProgressCallback>());
-  const nlohmann::json metrics = trainer->evaluate(*rows);
-  if (!std::isfinite(metrics.value("eval_loss", 0.0))) { // names the sample and the reason
-    detail::require_finite_logits(classifier, trainer->predict(*rows).outputs, "cli::eval",
-                                  command.file);
+/// The label of sample `row`, in the form of Predictions::label().
+std::string true_label(const Dataset& rows, int64_t row, const TextClassifier& classifier,
+                       Head head) {
+  const at::Tensor label = rows.collate({row})["labels"][0];
+  if (head == Head::regression) {
+    return format_digits(label.item<double>());
   }
-
-  nlohmann::ordered_json result;
-  result["rows"] = rows->size();
-  for (const auto& [name, value] : metrics.items()) {
-    if (name.rfind("eval_", 0) == 0) {
-      result[name] = value;
+  if (head == Head::single_label) {
+    return classifier.labels()[label.item<int64_t>()];
+  }
+  std::vector<std::string> names;
+  for (int64_t i = 0; i < label.size(0); ++i) {
+    if (label[i].item<float>() > 0) {
+      names.push_back(classifier.labels()[i]);
     }
   }
-  if (command.json) {
-    std::cout << result.dump() << std::endl;
-    return kExitOk;
+  return joined(names, "|");
+}
+
+/// Reads the texts once more, because the data set has only their tokens.
+void write_eval_predictions(const EvalCommand& command, const TextClassifier& classifier,
+                            const Dataset& rows, const at::Tensor& logits) {
+  TextTableOptions options = eval_options(command, classifier).table;
+  options.max_rows = command.max_rows;
+  std::vector<std::string> texts;
+  for (TextRowReader reader(TextFile::open(command.file, "cli::eval"), options); reader.next();) {
+    texts.emplace_back(reader.text());
+  }
+  if (std::ssize(texts) != rows.size()) {
+    throw InputError("cli::eval",
+                     "--file=" + command.file + " has " + std::to_string(texts.size()) +
+                         " samples, and had " + std::to_string(rows.size()),
+                     "a file that nobody changes during the run");
+  }
+  const Head head = head_of(classifier.bert.config);
+  const std::vector<std::vector<int64_t>> no_ids;
+  Predictions predictions = make_predictions(texts, no_ids, classifier.labels(), logits, head);
+  for (int64_t row = 0; row < rows.size(); ++row) {
+    predictions.truth.push_back(true_label(rows, row, classifier, head));
+  }
+  write_predictions_file(command.predictions, predictions, false);
+}
+
+void print_eval(const nlohmann::ordered_json& result, const nlohmann::json& report, bool json) {
+  if (json) {
+    nlohmann::ordered_json all = result;
+    all.update(report);
+    std::cout << all.dump() << std::endl;
+    return;
   }
   for (const auto& [name, value] : result.items()) {
     std::cout << std::left << std::setw(24) << name << " "
@@ -82,7 +113,59 @@ int run_command(const EvalCommand& command) {
                       : format_digits(value.is_number() ? value.get<double>() : NAN))
               << "\n";
   }
-  std::cout.flush();
+  const std::string tables = report_text(report);
+  std::cout << (tables.empty() ? "" : "\n") << tables << std::flush;
+}
+
+} // namespace detail
+
+int run_command(const EvalCommand& command) {
+  const auto accelerator = std::make_shared<Accelerator>();
+  Communicator& communicator = *accelerator->communicator();
+  const bool is_main = accelerator->is_main_process();
+  std::optional<detail::TextClassifier> classifier;
+  std::shared_ptr<const Dataset> rows;
+  detail::agree_on(communicator, "cli: read the input", [&] {
+    classifier = detail::load_text_classifier(command.model, command.max_length);
+    classifier->precision = command.precision.value_or(classifier->precision);
+    rows = detail::read_eval_rows(command, *classifier, is_main);
+  });
+  const auto trainer = detail::make_evaluator(*classifier, command.batch_size, accelerator);
+  trainer->add_callback(std::make_shared<ProgressCallback>());
+  nlohmann::json metrics;
+  at::Tensor logits;
+  if (command.predictions.empty()) {
+    metrics = trainer->evaluate(*rows);
+  } else {
+    const PredictionOutput predicted = trainer->predict(*rows);
+    logits = predicted.outputs;
+    for (const auto& [name, value] : predicted.metrics.items()) {
+      metrics["eval" + name.substr(name.find('_'))] = value;
+    }
+  }
+  if (!std::isfinite(metrics.value("eval_loss", 0.0))) { // names the sample and the reason
+    logits = logits.defined() ? logits : trainer->predict(*rows).outputs;
+    detail::agree_on(communicator, "cli: look at the logits", [&] {
+      detail::require_finite_logits(*classifier, logits, "cli::eval", command.file);
+    });
+  }
+  detail::agree_on(communicator, "cli: write the results", [&] {
+    if (!is_main) {
+      return;
+    }
+    nlohmann::ordered_json result;
+    result["rows"] = rows->size();
+    for (const auto& [name, value] : metrics.items()) {
+      if (name.rfind("eval_", 0) == 0) {
+        result[name] = value;
+      }
+    }
+    if (!command.predictions.empty()) {
+      detail::write_eval_predictions(command, *classifier, *rows, logits);
+    }
+    detail::print_eval(result, trainer->evaluation_report(), command.json);
+  });
+  accelerator->end_training();
   return kExitOk;
 }
 

@@ -135,6 +135,17 @@ class Hasten {
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
     return report(launch_workers(std::move(options)), command.logs, true);
   }
+  int operator()(const EvalCommand& command) {
+    const World world = world_from_environment();
+    if (world.world_size == 1) {
+      check_nproc("eval", command.nproc, command.oversubscribe, world);
+    }
+    check_inputs(command);
+    if (command.nproc == 1 || world.world_size > 1) {
+      become_worker(arguments_);
+    }
+    return report(launch_workers(with_prefix(command)), command.logs, true);
+  }
   int operator()(const CompareCommand& command) {
     check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
     check_inputs(command);

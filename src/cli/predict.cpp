@@ -16,48 +16,12 @@
 #include "hasten/base/text.h"
 #include "hasten/text/csv.h"
 #include "hasten/trainer/progress_callback.h"
+#include "predictions.h"
 #include "run.h"
 
 namespace hasten {
 
 namespace detail {
-
-/// The predictions of all samples, in the order of the input.
-struct Predictions {
-  const std::vector<std::string>& texts; // [row]
-  const std::vector<std::vector<int64_t>>& ids; // [row][token]
-  const std::vector<std::string>& labels; // [label]
-  at::Tensor logits; // [row, label] float
-  at::Tensor probabilities; // [row, label] float
-  at::Tensor best; // [row] int64
-  Head head = Head::single_label;
-
-  int64_t size() const { return static_cast<int64_t>(texts.size()); }
-  /// Single label: the most probable one. Several labels: those above 0.5, "a|b". Regression: the
-  /// value.
-  std::string label(int64_t row) const {
-    if (head == Head::regression) {
-      return format_digits(value(row));
-    }
-    if (head == Head::single_label) {
-      return labels[static_cast<size_t>(best.const_data_ptr<int64_t>()[row])];
-    }
-    return joined(labels_of(row), "|");
-  }
-  std::vector<std::string> labels_of(int64_t row) const {
-    std::vector<std::string> names;
-    for (size_t i = 0; i < labels.size(); ++i) {
-      if (probability(row, static_cast<int64_t>(i)) > 0.5f) {
-        names.push_back(labels[i]);
-      }
-    }
-    return names;
-  }
-  float value(int64_t row) const { return logits.const_data_ptr<float>()[row]; }
-  float probability(int64_t row, int64_t label) const {
-    return probabilities.const_data_ptr<float>()[row * probabilities.size(1) + label];
-  }
-};
 
 std::vector<std::string> read_lines(std::istream& stream) {
   std::vector<std::string> lines;
@@ -100,6 +64,9 @@ std::string predictions_jsonl(const Predictions& all, bool with_logits) {
   for (int64_t row = 0; row < all.size(); ++row) {
     nlohmann::ordered_json json;
     json["text"] = all.texts[static_cast<size_t>(row)];
+    if (!all.truth.empty()) {
+      json["true_label"] = all.truth[static_cast<size_t>(row)];
+    }
     if (all.head == Head::regression) {
       json["value"] = all.value(row);
     } else if (all.head == Head::multi_label) {
@@ -125,13 +92,16 @@ std::string predictions_jsonl(const Predictions& all, bool with_logits) {
 
 std::string predictions_csv(const Predictions& all) {
   const bool probabilities = all.head != Head::regression;
-  std::string text = probabilities ? "text,label" : "text,value";
+  std::string text = all.truth.empty() ? "text," : "text,true_label,";
+  text += probabilities ? "label" : "value";
   for (const std::string& label : all.labels) {
     text += probabilities ? "," + csv_field("probability_" + label) : "";
   }
   text += "\n";
   for (int64_t row = 0; row < all.size(); ++row) {
-    text += csv_field(all.texts[static_cast<size_t>(row)]) + "," + csv_field(all.label(row));
+    text += csv_field(all.texts[static_cast<size_t>(row)]) + ",";
+    text += all.truth.empty() ? "" : csv_field(all.truth[static_cast<size_t>(row)]) + ",";
+    text += csv_field(all.label(row));
     for (int64_t label = 0; probabilities && label < all.logits.size(1); ++label) {
       text += "," + format_digits(all.probability(row, label));
     }
@@ -193,6 +163,28 @@ std::string predictions_table(const Predictions& all) {
   return text.str();
 }
 
+Predictions make_predictions(const std::vector<std::string>& texts,
+                             const std::vector<std::vector<int64_t>>& ids,
+                             const std::vector<std::string>& labels, const at::Tensor& logits,
+                             Head head) {
+  const at::Tensor table =
+      logits.to(at::kFloat).contiguous().view({static_cast<int64_t>(texts.size()), -1});
+  return {texts,
+          ids,
+          labels,
+          table,
+          (head == Head::multi_label ? table.sigmoid() : at::softmax(table, 1)).contiguous(),
+          table.argmax(1).contiguous(),
+          head};
+}
+
+void write_predictions_file(const std::string& path, const Predictions& predictions,
+                            bool with_logits) {
+  write_file_atomically(path, path.ends_with(".csv") ? predictions_csv(predictions)
+                                                     : predictions_jsonl(predictions, with_logits));
+  log_info("wrote " + format_count(predictions.size()) + " predictions to " + path);
+}
+
 void write_predictions(const PredictCommand& command, const Predictions& predictions) {
   const std::string& output = command.output;
   if (output.empty()) {
@@ -204,10 +196,7 @@ void write_predictions(const PredictCommand& command, const Predictions& predict
     }
     return;
   }
-  const bool csv = output.ends_with(".csv");
-  write_file_atomically(output, csv ? predictions_csv(predictions)
-                                    : predictions_jsonl(predictions, command.with_logits));
-  log_info("wrote " + format_count(predictions.size()) + " predictions to " + output);
+  write_predictions_file(output, predictions, command.with_logits);
 }
 
 } // namespace detail
@@ -224,16 +213,12 @@ int run_command(const PredictCommand& command) {
     trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
   }
   const TokenizedDataset dataset(tokens.ids, {}, {.pad_id = classifier.tokenizer.pad_id()});
-  at::Tensor logits = trainer->predict(dataset).outputs.to(at::kFloat).contiguous();
+  const at::Tensor logits = trainer->predict(dataset).outputs;
   detail::require_finite_logits(classifier, logits, "cli::predict",
                                 command.file.empty() ? "the texts" : command.file);
-  const Head head = detail::head_of(classifier.bert.config);
-  logits = logits.view({static_cast<int64_t>(texts.size()), -1}); // a regression's are [row]
-  at::Tensor probabilities =
-      (head == Head::multi_label ? logits.sigmoid() : at::softmax(logits, 1)).contiguous();
-  at::Tensor best = logits.argmax(1).contiguous();
-  detail::write_predictions(
-      command, {texts, tokens.ids, classifier.labels(), logits, probabilities, best, head});
+  detail::write_predictions(command,
+                            detail::make_predictions(texts, tokens.ids, classifier.labels(), logits,
+                                                     detail::head_of(classifier.bert.config)));
   return kExitOk;
 }
 

@@ -12,9 +12,9 @@ namespace hasten {
 int run_command(const TrainCommand& command);
 /// Collective: the ranks of a world that `hasten` started for one strategy.
 int run_command(const CompareCommand& command);
+int run_command(const EvalCommand& command);
 /// Local: a world of one rank.
 int run_command(const PredictCommand& command);
-int run_command(const EvalCommand& command);
 int run_command(const PlanCommand& command);
 int run_command(const EstimateMemoryCommand& command);
 /// Peak bytes of one process.

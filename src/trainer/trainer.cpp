@@ -350,8 +350,7 @@ void Trainer::save_metrics(const std::string& split, const nlohmann::json& metri
     return;
   }
   const auto write = [&](const std::string& name, const nlohmann::json& values) {
-    write_file_atomically(folder / (name + "_results.json"),
-                          finite_json(values).dump(4) + "\n");
+    write_file_atomically(folder / (name + "_results.json"), finite_json(values).dump(4) + "\n");
   };
   write(split, metrics);
   if (!combined) {
