@@ -28,10 +28,6 @@ constexpr std::array<ByteUnit, 11> kByteUnits{{
     {"G", 1024.0 * 1024 * 1024},
 }};
 
-static bool ends_with_word(std::string_view text, std::string_view end) {
-  return text.size() > end.size() && text.substr(text.size() - end.size()) == end;
-}
-
 /// The number if the whole text is a number above 0, else 0.
 static double positive_number(std::string_view text) {
   const double value = parse_number<double>(text).value_or(0);
@@ -51,7 +47,7 @@ int64_t parse_bytes(std::string_view text) {
   double factor = 1;
   std::string_view number = text;
   for (const auto& unit : detail::kByteUnits) {
-    if (detail::ends_with_word(text, unit.name)) {
+    if (text.size() > unit.name.size() && text.ends_with(unit.name)) {
       factor = unit.bytes;
       number = text.substr(0, text.size() - unit.name.size());
       break;
@@ -75,16 +71,16 @@ GradientCheckpointing::GradientCheckpointing(std::string_view text) {
     mode_ = Mode::full;
   } else if (text == "ops") {
     mode_ = Mode::ops;
-  } else if (text.substr(0, kEvery.size()) == kEvery) {
+  } else if (text.starts_with(kEvery)) {
     mode_ = Mode::every;
     every_ = parse_number<decltype(every_)>(text.substr(kEvery.size())).value_or(0);
     if (every_ < 1) {
       detail::refuse_spec(text);
     }
-  } else if (text.substr(0, kBudget.size()) == kBudget) {
+  } else if (text.starts_with(kBudget)) {
     mode_ = Mode::budget;
     budget_ = text.substr(kBudget.size());
-    if (detail::ends_with_word(budget_, "%")) {
+    if (budget_.size() > 1 && budget_.ends_with('%')) {
       share_ =
           detail::positive_number(std::string_view(budget_).substr(0, budget_.size() - 1)) / 100;
       if (share_ <= 0 || share_ > 1) {
