@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/Synchronized.h>
 
+#include <array>
 #include <map>
 #include <mutex>
 
@@ -115,6 +116,16 @@ BackendFactory backend_factory(const std::string& name) {
                      write_nearest(name, names));
   }
   return found;
+}
+
+std::string_view Collective::kind_name() const {
+  constexpr std::array<std::string_view, 7> names{
+      "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all"};
+  return names[static_cast<size_t>(kind)];
+}
+
+const at::Tensor& Collective::shared() const {
+  return kind <= Kind::broadcast || kind == Kind::scatter ? output : input;
 }
 
 void Work::wait() {

@@ -21,13 +21,7 @@ class GlooGroup final : public Communicator {
   int rank() const override { return core_->rank; }
   int world_size() const override { return core_->world_size; }
   const CommunicatorOptions& options() const override { return core_->options; }
-  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override;
-  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) override;
-  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override;
-  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override;
-  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override;
-  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override;
-  Work scatter_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override;
+  Work start(const Collective& what) override;
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override;
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
                                                 std::string_view name) override;
@@ -52,9 +46,7 @@ class GlooGroup final : public Communicator {
   /// completes it.
   Work submit(std::string operation, const std::string& tensors, const Start& start,
               std::function<void()> finish = nullptr);
-  /// all_reduce, or reduce to `root`.
-  Work reduce_to(std::optional<int> root, std::string operation, const at::Tensor& tensor,
-                 ReduceOp op);
+  Work start_reduction(const Collective& what);
 
   std::shared_ptr<GroupCore> core_;
 };

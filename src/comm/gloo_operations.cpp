@@ -43,29 +43,39 @@ Work GlooGroup::submit(std::string operation, const std::string& tensors, const 
   return Work(std::move(state));
 }
 
-static std::string to_rank(int root) { return " to rank " + std::to_string(root); }
-static std::string from_rank(int root) { return " from rank " + std::to_string(root); }
+/// The operation's tensors in messages.
+static std::string text_of(const Collective& what) {
+  using Kind = Collective::Kind;
+  const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
+  const bool to = what.kind == Kind::reduce || what.kind == Kind::gather;
+  const bool from = what.kind == Kind::broadcast || what.kind == Kind::scatter;
+  return (reduces ? std::string(reduce_op_name(what.op)) + " of " : "") +
+         tensor_text(what.shared()) +
+         (to     ? " to rank "
+          : from ? " from rank "
+                 : "") +
+         (to || from ? std::to_string(what.root) : "");
+}
 
-Work GlooGroup::reduce_to(std::optional<int> root, std::string operation, const at::Tensor& tensor,
-                          ReduceOp op) {
-  const at::Tensor target = tensor.detach();
-  const bool keep = root.value_or(rank()) == rank();
-  const bool adds = op != ReduceOp::MAX && op != ReduceOp::MIN;
+Work GlooGroup::start_reduction(const Collective& what) {
+  const at::Tensor target = what.output.detach();
+  const bool to_all = what.kind == Collective::Kind::all_reduce;
+  const bool keep = to_all || what.root == rank();
+  const bool adds = what.op != ReduceOp::MAX && what.op != ReduceOp::MIN;
   const bool widen = adds && target.element_size() == 2;
   std::vector<at::Tensor> buffer{widen  ? target.to(at::kFloat)
                                  : keep ? target
                                         : target.clone()}; // Gloo's reduce writes to all ranks
-  const double divisor = op == ReduceOp::AVG ? world_size() : 1;
-  const c10d::ReduceOp gloo_op = op == ReduceOp::MAX       ? c10d::ReduceOp::MAX
-                                 : op == ReduceOp::MIN     ? c10d::ReduceOp::MIN
-                                 : op == ReduceOp::PRODUCT ? c10d::ReduceOp::PRODUCT
+  const double divisor = what.op == ReduceOp::AVG ? world_size() : 1;
+  const c10d::ReduceOp op = what.op == ReduceOp::MAX       ? c10d::ReduceOp::MAX
+                            : what.op == ReduceOp::MIN     ? c10d::ReduceOp::MIN
+                            : what.op == ReduceOp::PRODUCT ? c10d::ReduceOp::PRODUCT
                                                            : c10d::ReduceOp::SUM;
   return submit(
-      std::move(operation),
-      std::string(reduce_op_name(op)) + " of " + tensor_text(tensor) + (root ? to_rank(*root) : ""),
+      operation_label(what.kind_name(), what.name), text_of(what),
       [&](c10d::Backend& gloo) {
-        return root ? gloo.reduce(buffer, {.reduceOp = gloo_op, .rootRank = *root})
-                    : gloo.allreduce(buffer, {.reduceOp = gloo_op});
+        return to_all ? gloo.allreduce(buffer, {.reduceOp = op})
+                      : gloo.reduce(buffer, {.reduceOp = op, .rootRank = what.root});
       },
       [target, reduced = buffer[0], widen, divisor, keep] {
         if (keep && divisor != 1) {
@@ -77,64 +87,36 @@ Work GlooGroup::reduce_to(std::optional<int> root, std::string operation, const 
       });
 }
 
-Work GlooGroup::all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
-  check_reducible("all_reduce", tensor, op);
-  return reduce_to(std::nullopt, operation_label("all_reduce", name), tensor, op);
-}
-
-Work GlooGroup::reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
-  check_reducible("reduce", tensor, op);
-  check_root("reduce", root, world_size());
-  return reduce_to(root, operation_label("reduce", name), tensor, op);
-}
-
-Work GlooGroup::broadcast_async(at::Tensor tensor, int source, std::string_view name) {
-  check_tensor("broadcast", tensor);
-  check_root("broadcast", source, world_size());
-  std::vector<at::Tensor> bytes{bytes_of(tensor)};
-  return submit(operation_label("broadcast", name), tensor_text(tensor) + from_rank(source),
-                [&](c10d::Backend& gloo) { return gloo.broadcast(bytes, {.rootRank = source}); });
-}
-
-Work GlooGroup::all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) {
-  check_gathered("all_gather", output, input, world_size());
-  at::Tensor to = bytes_of(output);
-  at::Tensor from = bytes_of(input);
-  return submit(operation_label("all_gather", name), tensor_text(input),
-                [&](c10d::Backend& gloo) { return gloo._allgather_base(to, from, {}); });
-}
-
-Work GlooGroup::gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) {
-  check_rooted("gather", output, input, root, rank(), world_size());
-  std::vector<at::Tensor> from{bytes_of(input)};
-  std::vector<std::vector<at::Tensor>> to;
-  if (rank() == root) {
-    to.push_back(rows_of(output));
+Work GlooGroup::start(const Collective& what) {
+  using Kind = Collective::Kind;
+  check_collective(what, rank(), world_size());
+  if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
+    return start_reduction(what);
   }
-  // Gloo fills one flat buffer and copies from it when its work ends.
-  return submit(operation_label("gather", name), tensor_text(input) + to_rank(root),
-                [&](c10d::Backend& gloo) { return gloo.gather(to, from, {.rootRank = root}); });
-}
-
-Work GlooGroup::scatter_async(at::Tensor output, at::Tensor input, int root,
-                              std::string_view name) {
-  check_rooted("scatter", input, output, root, rank(), world_size());
-  std::vector<at::Tensor> to{bytes_of(output)};
-  std::vector<std::vector<at::Tensor>> from;
-  if (rank() == root) {
-    from.push_back(rows_of(input));
-  }
-  return submit(operation_label("scatter", name), tensor_text(output) + from_rank(root),
-                [&](c10d::Backend& gloo) { return gloo.scatter(to, from, {.rootRank = root}); });
-}
-
-Work GlooGroup::all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) {
-  check_exchanged(output, input, world_size());
-  at::Tensor to = bytes_of(output);
-  at::Tensor from = bytes_of(input);
-  std::vector<int64_t> even;
-  return submit(operation_label("all_to_all", name), tensor_text(input),
-                [&](c10d::Backend& gloo) { return gloo.alltoall_base(to, from, even, even, {}); });
+  const auto start = [&](c10d::Backend& gloo) {
+    std::vector<at::Tensor> own{bytes_of(what.shared())};
+    std::vector<std::vector<at::Tensor>> rows; // of the root
+    if (what.root == rank() && (what.kind == Kind::gather || what.kind == Kind::scatter)) {
+      rows.push_back(rows_of(what.kind == Kind::gather ? what.output : what.input));
+    }
+    at::Tensor to;
+    std::vector<int64_t> even;
+    switch (what.kind) {
+      case Kind::broadcast:
+        return gloo.broadcast(own, {.rootRank = what.root});
+      case Kind::gather: // Gloo fills one flat buffer and copies from it when its work ends
+        return gloo.gather(rows, own, {.rootRank = what.root});
+      case Kind::scatter:
+        return gloo.scatter(own, rows, {.rootRank = what.root});
+      case Kind::all_to_all:
+        to = bytes_of(what.output);
+        return gloo.alltoall_base(to, own[0], even, even, {});
+      default:
+        to = bytes_of(what.output);
+        return gloo._allgather_base(to, own[0], {});
+    }
+  };
+  return submit(operation_label(what.kind_name(), what.name), text_of(what), start);
 }
 
 void GlooGroup::barrier(std::string_view name) {

@@ -37,46 +37,12 @@ class LocalGroup final : public Communicator {
   int world_size() const override { return 1; }
   const CommunicatorOptions& options() const override { return options_; }
 
-  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
-    check_reducible("all_reduce", tensor, op);
-    check("all_reduce", name);
-    return Work(done_);
-  }
-  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
-    check_tensor("broadcast", tensor);
-    check_root("broadcast", source, 1);
-    check("broadcast", name);
-    return Work(done_);
-  }
-  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
-    check_gathered("all_gather", output, input, 1);
-    check("all_gather", name);
-    output.detach()[0].copy_(input.detach());
-    return Work(done_);
-  }
-  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override {
-    check_rooted("gather", output, input, root, 0, 1);
-    check("gather", name);
-    output.detach()[0].copy_(input.detach());
-    return Work(done_);
-  }
-  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
-    check_exchanged(output, input, 1);
-    check("all_to_all", name);
-    output.detach().copy_(input.detach());
-    return Work(done_);
-  }
-  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override {
-    check_reducible("reduce", tensor, op);
-    check_root("reduce", root, 1);
-    check("reduce", name);
-    return Work(done_);
-  }
-  Work scatter_async(at::Tensor output, at::Tensor input, int root,
-                     std::string_view name) override {
-    check_rooted("scatter", input, output, root, 0, 1);
-    check("scatter", name);
-    output.detach().copy_(input.detach()[0]);
+  Work start(const Collective& what) override {
+    check_collective(what, 0, 1);
+    check(what.kind_name(), what.name);
+    if (what.input.defined()) { // everything is this rank's row
+      what.output.detach().view_as(what.input).copy_(what.input.detach());
+    }
     return Work(done_);
   }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {

@@ -31,15 +31,8 @@ std::string tensor_text(const at::Tensor& tensor, size_t first) {
   return text.str();
 }
 
-void check_rows(const at::Tensor& rows) {
-  check_tensor("all_gather_rows", rows);
-  if (rows.dim() == 0) {
-    throw InputError("comm::all_gather_rows", "the tensor has no dimension",
-                     "a tensor with a dimension 0", "call .unsqueeze(0)");
-  }
-}
-
-void check_tensor(std::string_view operation, const at::Tensor& tensor) {
+/// Throws unless the tensor is defined, dense, contiguous and on the CPU.
+static void check_tensor(std::string_view operation, const at::Tensor& tensor) {
   const std::string where = "comm::" + std::string(operation);
   if (!tensor.defined()) {
     throw InputError(where, "the tensor is undefined", "a tensor with data");
@@ -59,7 +52,8 @@ void check_tensor(std::string_view operation, const at::Tensor& tensor) {
   }
 }
 
-void check_reducible(std::string_view operation, const at::Tensor& tensor, ReduceOp op) {
+/// Like check_tensor, and `op` must support the dtype.
+static void check_reducible(std::string_view operation, const at::Tensor& tensor, ReduceOp op) {
   check_tensor(operation, tensor);
   const at::ScalarType type = tensor.scalar_type();
   const bool floating =
@@ -75,8 +69,9 @@ void check_reducible(std::string_view operation, const at::Tensor& tensor, Reduc
   }
 }
 
-void check_gathered(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
-                    int world_size) {
+/// `all` must have the shape of `one` with a dimension 0 of world_size in front.
+static void check_gathered(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
+                           int world_size) {
   check_tensor(operation, one);
   check_tensor(operation, all);
   std::vector<int64_t> sizes = one.sizes().vec();
@@ -92,7 +87,7 @@ void check_gathered(std::string_view operation, const at::Tensor& all, const at:
   }
 }
 
-void check_exchanged(const at::Tensor& output, const at::Tensor& input, int world_size) {
+static void check_exchanged(const at::Tensor& output, const at::Tensor& input, int world_size) {
   check_tensor("all_to_all", input);
   check_tensor("all_to_all", output);
   if (input.dim() == 0 || input.size(0) != world_size || output.sizes() != input.sizes() ||
@@ -101,6 +96,14 @@ void check_exchanged(const at::Tensor& output, const at::Tensor& input, int worl
                      "output is " + tensor_text(output) + " for an input " + tensor_text(input),
                      "two tensors of the same shape and dtype, with one row for each of " +
                          std::to_string(world_size) + " ranks");
+  }
+}
+
+void check_rows(const at::Tensor& rows) {
+  check_tensor("all_gather_rows", rows);
+  if (rows.dim() == 0) {
+    throw InputError("comm::all_gather_rows", "the tensor has no dimension",
+                     "a tensor with a dimension 0", "call .unsqueeze(0)");
   }
 }
 
@@ -132,7 +135,7 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size) {
                        std::to_string(rank) + " among them");
 }
 
-void check_root(std::string_view operation, int root, int world_size) {
+static void check_root(std::string_view operation, int root, int world_size) {
   if (root < 0 || root >= world_size) {
     throw InputError(
         "comm::" + std::string(operation),
@@ -142,14 +145,33 @@ void check_root(std::string_view operation, int root, int world_size) {
   }
 }
 
-void check_rooted(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
-                  int root, int rank, int world_size) {
-  check_root(operation, root, world_size);
-  if (rank == root) {
-    check_gathered(operation, all, one, world_size);
-  } else {
-    check_tensor(operation, one);
+void check_collective(const Collective& what, int rank, int world_size) {
+  using Kind = Collective::Kind;
+  const std::string_view name = what.kind_name();
+  switch (what.kind) {
+    case Kind::all_reduce:
+    case Kind::reduce:
+      check_reducible(name, what.output, what.op);
+      break;
+    case Kind::broadcast:
+      check_tensor(name, what.output);
+      break;
+    case Kind::all_gather:
+      check_gathered(name, what.output, what.input, world_size);
+      break;
+    case Kind::all_to_all:
+      check_exchanged(what.output, what.input, world_size);
+      break;
+    case Kind::gather:
+    case Kind::scatter:
+      if (rank != what.root) {
+        check_tensor(name, what.shared());
+      } else {
+        const at::Tensor& all = what.kind == Kind::gather ? what.output : what.input;
+        check_gathered(name, all, what.shared(), world_size);
+      }
   }
+  check_root(name, what.root, world_size);
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {

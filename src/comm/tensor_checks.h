@@ -19,22 +19,12 @@ std::string operation_label(std::string_view operation, std::string_view name);
 /// "Float [3, 4]". `first`: the first dimension in the text.
 std::string tensor_text(const at::Tensor& tensor, size_t first = 0);
 
-/// Throws InputError unless the tensor is defined, dense, contiguous and on the CPU.
-void check_tensor(std::string_view operation, const at::Tensor& tensor);
-/// Like check_tensor, and `op` must support the dtype.
-void check_reducible(std::string_view operation, const at::Tensor& tensor, ReduceOp op);
-/// `all` must have the shape of `one` with a dimension 0 of world_size in front.
-void check_gathered(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
-                    int world_size);
+/// Throws InputError if a tensor or rank of `what` is not possible in a group of `world_size`.
+void check_collective(const Collective& what, int rank, int world_size);
 /// For all_gather_rows: at least one dimension.
 void check_rows(const at::Tensor& rows);
-void check_exchanged(const at::Tensor& output, const at::Tensor& input, int world_size);
 /// `output` must have as many elements as each rank's row of `input`.
 void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size);
-void check_root(std::string_view operation, int root, int world_size);
-/// For gather and scatter: check_root, and on rank `root` check_gathered, elsewhere check_tensor.
-void check_rooted(std::string_view operation, const at::Tensor& all, const at::Tensor& one,
-                  int root, int rank, int world_size);
 /// `ranks` must be ascending and include `rank`.
 void check_members(const std::vector<int>& ranks, int rank, int world_size);
 

@@ -70,6 +70,26 @@ struct CommunicatorOptions {
   std::string backend = "gloo";
 };
 
+/// An operation on tensors, as back ends get it from the functions of Communicator.
+struct Collective {
+  enum class Kind { all_reduce, reduce, broadcast, all_gather, gather, scatter, all_to_all };
+
+  Kind kind = Kind::all_reduce;
+  std::string_view name{};
+  /// The tensor of all_reduce, reduce and broadcast, which work in place.
+  at::Tensor output{};
+  at::Tensor input{};
+  /// Of all_reduce and reduce.
+  ReduceOp op = ReduceOp::SUM;
+  /// Of reduce, gather and scatter; for broadcast the source.
+  int root = 0;
+
+  /// "all_reduce".
+  std::string_view kind_name() const;
+  /// The tensor whose shape and dtype are equal on all ranks.
+  const at::Tensor& shared() const;
+};
+
 /// A collective that has started. Copyable. wait() may be called several times.
 class Work {
  public:
@@ -125,7 +145,9 @@ class Communicator {
   /// and bfloat16 are summed, multiplied and divided in an fp32 copy (memory: 2 x the tensor until
   /// the operation ends) and rounded once.
   /// `name` is for errors: "ddp bucket 3". Shapes must be equal on all ranks (see check_shapes).
-  virtual Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) = 0;
+  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
+    return start({Collective::Kind::all_reduce, name, std::move(tensor), {}, op});
+  }
   void all_reduce(at::Tensor tensor, ReduceOp op, std::string_view name) {
     all_reduce_async(std::move(tensor), op, name).wait();
   }
@@ -133,30 +155,40 @@ class Communicator {
   /// Like all_reduce_async, but only rank `root` gets the result. On other ranks `tensor` keeps
   /// its values and may be changed after the return. Half the traffic of an all_reduce.
   /// Memory: a copy of the tensor on the other ranks until the operation ends.
-  virtual Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) = 0;
+  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
+    return start({Collective::Kind::reduce, name, std::move(tensor), {}, op, root});
+  }
 
   /// Copies `tensor` of rank `source` to every rank's `tensor`, in-place. Any dtype.
-  virtual Work broadcast_async(at::Tensor tensor, int source, std::string_view name) = 0;
+  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) {
+    return start({Collective::Kind::broadcast, name, std::move(tensor), {}, {}, source});
+  }
   void broadcast(at::Tensor tensor, int source, std::string_view name) {
     broadcast_async(std::move(tensor), source, name).wait();
   }
 
   /// `output` is [world_size, …shape of input], contiguous. output[r] is rank r's input. Shapes
   /// and dtypes are equal on all ranks.
-  virtual Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) = 0;
+  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) {
+    return start({Collective::Kind::all_gather, name, std::move(output), std::move(input)});
+  }
 
   /// The same, but only on rank `root`. On other ranks `output` is not used and may be undefined.
-  virtual Work gather_async(at::Tensor output, at::Tensor input, int root,
-                            std::string_view name) = 0;
+  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) {
+    return start({Collective::Kind::gather, name, std::move(output), std::move(input), {}, root});
+  }
 
   /// Copies input[r] of rank `root` to rank r's `output`. `input` is [world_size, …shape of
   /// output], contiguous. On other ranks `input` is not used and may be undefined.
-  virtual Work scatter_async(at::Tensor output, at::Tensor input, int root,
-                             std::string_view name) = 0;
+  Work scatter_async(at::Tensor output, at::Tensor input, int root, std::string_view name) {
+    return start({Collective::Kind::scatter, name, std::move(output), std::move(input), {}, root});
+  }
 
   /// Sends input[r] to rank r and receives output[r] from rank r. Both are [world_size, …] and
   /// contiguous, with the same shape and dtype on all ranks.
-  virtual Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) = 0;
+  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) {
+    return start({Collective::Kind::all_to_all, name, std::move(output), std::move(input)});
+  }
 
   /// Sums input[r] of all ranks into rank r's `output`, in rank order. `input` is [world_size, …].
   /// `output` has as many elements as input[r], in any shape. The sum is computed in output's
@@ -166,6 +198,9 @@ class Communicator {
   /// sum. Half the traffic of an all_reduce.
   Work reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
                             at::Tensor scratch = {});
+
+  /// Starts an operation: what the functions above call, and what a back end implements.
+  virtual Work start(const Collective& what) = 0;
 
   /// Concatenates the ranks' tensors in rank order, on every rank. They have the same dtype and
   /// the same shape but for dimension 0, which may be 0. Blocking. The ranks compare shapes

@@ -18,34 +18,9 @@ class ForwardingCommunicator : public Communicator {
   int rank() const override { return inner_->rank(); }
   int world_size() const override { return inner_->world_size(); }
   const CommunicatorOptions& options() const override { return inner_->options(); }
-  Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) override {
-    entered("all_reduce", name, tensor);
-    return started(name, inner_->all_reduce_async(std::move(tensor), op, name));
-  }
-  Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) override {
-    entered("reduce", name, tensor);
-    return started(name, inner_->reduce_async(std::move(tensor), root, op, name));
-  }
-  Work broadcast_async(at::Tensor tensor, int source, std::string_view name) override {
-    entered("broadcast", name, tensor);
-    return started(name, inner_->broadcast_async(std::move(tensor), source, name));
-  }
-  Work all_gather_async(at::Tensor output, at::Tensor input, std::string_view name) override {
-    entered("all_gather", name, input);
-    return started(name, inner_->all_gather_async(std::move(output), std::move(input), name));
-  }
-  Work gather_async(at::Tensor output, at::Tensor input, int root, std::string_view name) override {
-    entered("gather", name, input);
-    return started(name, inner_->gather_async(std::move(output), std::move(input), root, name));
-  }
-  Work scatter_async(at::Tensor output, at::Tensor input, int root,
-                     std::string_view name) override {
-    entered("scatter", name, output);
-    return started(name, inner_->scatter_async(std::move(output), std::move(input), root, name));
-  }
-  Work all_to_all_async(at::Tensor output, at::Tensor input, std::string_view name) override {
-    entered("all_to_all", name, input);
-    return started(name, inner_->all_to_all_async(std::move(output), std::move(input), name));
+  Work start(const Collective& what) override {
+    entered(what.kind_name(), what.name, what.shared());
+    return started(what.name, inner_->start(what));
   }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     entered("all_gather_rows", name, {}); // dim 0 may differ
