@@ -342,7 +342,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   if (round.open) {
     impl_->await_data();
   }
-  values["rounds"] = impl_->rounds;
+  values["rounds"] = impl_->report.round;
   values["open"] = round.open;
   values["ranks"] = round.open ? round.ranks : 0;
   values["weight"] = round.weight;
@@ -359,20 +359,13 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
       tensors.emplace("snapshot." + number, group.snapshot);
     }
   }
-  const auto save = [&](const Stateful& part, const std::string& name) {
-    NamedTensors own;
-    nlohmann::json value = nlohmann::json::object();
-    part.save_state(own, value);
-    values[name] = std::move(value);
-    for (const auto& [key, tensor] : own) {
-      tensors.emplace(name + "." + key, tensor);
+  for (const auto& [name, part] : impl_->parts()) {
+    if (part != nullptr) {
+      NamedTensors own;
+      values[name] = nlohmann::json::object();
+      part->save_state(own, values[name]);
+      detail::put_below(tensors, std::string(name) + ".", own);
     }
-  };
-  if (impl_->options.outer) {
-    save(*impl_->options.outer, "outer");
-  }
-  if (impl_->options.comm_hook) {
-    save(*impl_->options.comm_hook, "hook");
   }
 }
 
@@ -399,13 +392,11 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
     }
     return found->second;
   };
-  for (const char* part : {"outer", "hook"}) {
-    const bool here = std::string_view(part) == "outer" ? impl_->options.outer != nullptr
-                                                        : impl_->options.comm_hook != nullptr;
-    if (values.contains(part) != here) {
+  for (const auto& [name, part] : impl_->parts()) {
+    if (values.contains(name) != (part != nullptr)) {
       throw InputError(where,
-                       std::string("the state has ") + (here ? "no " : "an ") + part +
-                           ", the options have " + (here ? "one" : "none"),
+                       std::string("the state has ") + (part ? "no " : "an ") + name +
+                           ", the options have " + (part ? "one" : "none"),
                        "the options with which it was saved");
     }
   }
@@ -418,11 +409,10 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
       find("snapshot", g);
     }
   }
-  if (impl_->options.outer) {
-    impl_->options.outer->load_state(detail::tensors_below(tensors, "outer."), values["outer"]);
-  }
-  if (impl_->options.comm_hook) {
-    impl_->options.comm_hook->load_state(detail::tensors_below(tensors, "hook."), values["hook"]);
+  for (const auto& [name, part] : impl_->parts()) {
+    if (part != nullptr) {
+      part->load_state(detail::tensors_below(tensors, std::string(name) + "."), values[name]);
+    }
   }
   at::NoGradGuard no_grad;
   if (!impl_->round.operations.empty()) { // they may still write into the old buffers
@@ -438,9 +428,7 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
       group.snapshot = find("snapshot", g).clone();
     }
   }
-  impl_->rounds = values.at("rounds").get<int64_t>();
-  impl_->report = {};
-  impl_->report.round = impl_->rounds;
+  impl_->report = {.round = values.at("rounds").get<int64_t>()};
   impl_->spread = at::Tensor();
   impl_->spread_handle = {};
   impl_->round = {};

@@ -3,9 +3,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include <array>
 #include <chrono>
-#include <functional>
 #include <memory>
+#include <ranges>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,10 @@ struct Averager::Impl {
        AveragerOptions settings);
 
   bool has_anchor() const { return options.outer || options.comm_hook; }
+  // Parts with a state of their own, by name in the state; null where there is none.
+  std::array<std::pair<const char*, Stateful*>, 2> parts() const {
+    return {{{"outer", options.outer.get()}, {"hook", options.comm_hook.get()}}};
+  }
   void stage_in();
   char* address(const at::Tensor& buffer, int64_t element) const;
   void begin(double weight, double learning_rate, int64_t fragment, bool later);
@@ -102,7 +107,6 @@ struct Averager::Impl {
   int64_t fragment_count = 1;
 
   Round round{};
-  int64_t rounds = 0;
   double last_total = 0; // of the last committed round
   bool dropped = false; // a round was dropped, and none has been committed since
   bool recovering = false; // ranks may be at different points, so nothing is sent
@@ -117,8 +121,16 @@ struct Averager::Impl {
   void cut_slices();
   void compare_ranks();
   bool drives() const { return options.sync == SyncStrategy::driver; }
-  bool takes_part(const Slice& slice) const {
-    return round.fragment == kAll || slice.fragment == round.fragment;
+  bool takes_part(int64_t fragment) const {
+    return round.fragment == kAll || fragment == round.fragment;
+  }
+  // Those of the open round.
+  auto open_slices() const {
+    return all_slices |
+           std::views::filter([this](const Slice& slice) { return takes_part(slice.fragment); });
+  }
+  static at::Tensor range_of(const at::Tensor& flat, const Slice& slice) {
+    return flat.narrow(0, slice.begin, slice.count);
   }
   void check_tensors() const;
   void stage_out();
@@ -130,7 +142,7 @@ struct Averager::Impl {
   void commit();
   void commit_direct();
   void step_outer();
-  void outer_pieces(size_t group);
+  void outer_steps();
   void drive();
   void send_spread(const PassSums& sums, bool measured);
   int64_t bytes_of_round() const;

@@ -130,8 +130,7 @@ PassSums store_all(T* target, const PassBuffer<T>* sum, int64_t count, double di
   });
   PassSums total;
   for (const PassSums& part : parts) {
-    total.difference += part.difference;
-    total.norm += part.norm;
+    total += part;
   }
   return total;
 }

@@ -11,6 +11,11 @@ namespace hasten::detail {
 struct PassSums {
   double difference = 0; // of (x - mean)^2
   double norm = 0; // of mean^2
+
+  void operator+=(const PassSums& other) {
+    difference += other.difference;
+    norm += other.norm;
+  }
 };
 
 // buffer = source * scale. `dtype` is the source's; the buffer is fp64 for fp64, otherwise fp32.

@@ -28,7 +28,7 @@ void Averager::Impl::stage_in() {
 
 void Averager::Impl::stage_out() {
   for (Entry& entry : entries) {
-    if (round.fragment != kAll && entry.fragment != round.fragment) {
+    if (!takes_part(entry.fragment)) {
       continue;
     }
     if (entry.staging.defined()) {
@@ -76,7 +76,7 @@ void Averager::Impl::begin(double weight, double learning_rate, int64_t fragment
   }
   const bool nothing = round.total == 0 || (alone && !has_anchor());
   for (size_t i = 0; i < all_slices.size() && !nothing; ++i) {
-    if (takes_part(all_slices[i])) {
+    if (takes_part(all_slices[i].fragment)) {
       load(all_slices[i]);
       launch(i);
     }
@@ -109,9 +109,9 @@ void Averager::Impl::load(const Slice& slice) {
     }
   });
   if (!slice.direct && (round.corrects || options.comm_hook)) {
-    at::Tensor range = group.buffer.narrow(0, slice.begin, slice.count);
+    at::Tensor range = range_of(group.buffer, slice);
     if (options.comm_hook) {
-      range.sub_(group.anchor.narrow(0, slice.begin, slice.count));
+      range.sub_(range_of(group.anchor, slice));
     }
     if (round.weight != 1) {
       range.mul_(round.weight);
@@ -127,13 +127,10 @@ void Averager::Impl::launch(size_t index) {
   const Slice& slice = all_slices[index];
   Operation operation;
   operation.slice = index;
-  operation.range =
-      slice.direct
-          ? entries[static_cast<size_t>(slice.pieces[0].tensor)].tensor.as_strided(
-                {slice.count}, {1},
-                entries[static_cast<size_t>(slice.pieces[0].tensor)].tensor.storage_offset() +
-                    slice.begin)
-          : groups[slice.group].buffer.narrow(0, slice.begin, slice.count);
+  const at::Tensor& first = entries[static_cast<size_t>(slice.pieces[0].tensor)].tensor;
+  operation.range = slice.direct
+                        ? first.as_strided({slice.count}, {1}, first.storage_offset() + slice.begin)
+                        : range_of(groups[slice.group].buffer, slice);
   if (options.comm_hook) {
     GradientBucket bucket;
     bucket.index = static_cast<int64_t>(index);
@@ -187,37 +184,27 @@ void Averager::Impl::await_data() {
 // Rank 0 has the sum and, from the vote, the sum of weights. It computes the update and sends the
 // parameters to all. A second vote makes sure that all have them.
 void Averager::Impl::drive() {
-  const double total = round.total;
   for (Group& group : groups) {
     if (options.outer) {
       group.anchor_before = group.anchor.clone();
     }
   }
   // Not round.operations, because a round loaded from a state has none.
-  std::vector<const Slice*> slices;
-  for (const Slice& slice : all_slices) {
-    if (takes_part(slice)) {
-      slices.push_back(&slice);
-    }
-  }
-  const auto range = [](const Slice& slice, const at::Tensor& flat) {
-    return flat.narrow(0, slice.begin, slice.count);
-  };
   if (communicator->rank() == 0) {
-    for (const Slice* slice : slices) {
-      range(*slice, groups[slice->group].buffer).div_(total);
+    for (const Slice& slice : open_slices()) {
+      range_of(groups[slice.group].buffer, slice).div_(round.total);
     }
-    for (size_t g = 0; options.outer && g < groups.size(); ++g) {
-      outer_pieces(g);
+    if (options.outer) {
+      outer_steps();
     }
   }
   std::vector<Work> handles;
   round.whole = false;
-  for (const Slice* slice : slices) {
-    const Group& group = groups[slice->group];
-    at::Tensor parameters = range(*slice, group.buffer);
+  for (const Slice& slice : open_slices()) {
+    const Group& group = groups[slice.group];
+    at::Tensor parameters = range_of(group.buffer, slice);
     if (options.outer && communicator->rank() == 0) {
-      parameters.copy_(range(*slice, group.anchor));
+      parameters.copy_(range_of(group.anchor, slice));
     }
     handles.push_back(communicator->broadcast_async(parameters, 0, "parameters of the driver"));
   }
@@ -225,9 +212,9 @@ void Averager::Impl::drive() {
     handle.wait();
   }
   if (options.outer && communicator->rank() != 0) {
-    for (const Slice* slice : slices) {
-      const Group& group = groups[slice->group];
-      range(*slice, group.anchor).copy_(range(*slice, group.buffer));
+    for (const Slice& slice : open_slices()) {
+      const Group& group = groups[slice.group];
+      range_of(group.anchor, slice).copy_(range_of(group.buffer, slice));
     }
   }
   round.whole = true;
@@ -246,18 +233,18 @@ void Averager::Impl::vote() {
   if (communicator->world_size() == 1) {
     return;
   }
-  const auto number = static_cast<double>(rounds % 65536);
+  const auto number = static_cast<double>(report.round % 65536);
   const auto part = static_cast<double>((round.fragment + 1) % 65536);
   ballot = at::tensor({round.weight, number, number * number, part, part * part}, at::kDouble);
   communicator->all_reduce(ballot, ReduceOp::SUM, "vote on an average");
   const double* sums = ballot.const_data_ptr<double>();
   const int ranks = communicator->world_size();
   if (sums[1] * sums[1] != ranks * sums[2] || sums[3] * sums[3] != ranks * sums[4]) {
-    throw CommunicationError(
-        "parallel::Averager",
-        "ranks are in different synchronisations: this one in number " + std::to_string(rounds + 1),
-        "the same synchronisations on every rank",
-        "look for a branch around average() that depends on the rank");
+    throw CommunicationError("parallel::Averager",
+                             "ranks are in different synchronisations: this one in number " +
+                                 std::to_string(report.round + 1),
+                             "the same synchronisations on every rank",
+                             "look for a branch around average() that depends on the rank");
   }
   round.total = sums[0];
 }
@@ -284,7 +271,7 @@ void Averager::Impl::end_round() {
   report.bytes = bytes_of_round();
   report.seconds = round.seconds;
   report.copy_seconds = round.copy_seconds;
-  report.round = ++rounds;
+  ++report.round;
   last_total = round.total;
   dropped = false;
   round.open = false;
@@ -314,10 +301,7 @@ void Averager::Impl::commit() {
   // With an outer step only the driver had the mean, and has overwritten it.
   const bool measurable = options.measure_spread && !(driven() && options.outer);
   const bool measure = measurable && !anchored && !round.corrects;
-  for (const Slice& slice : all_slices) {
-    if (!takes_part(slice)) {
-      continue;
-    }
+  for (const Slice& slice : open_slices()) {
     Group& group = groups[slice.group];
     for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
       char* mean = address(anchored ? group.anchor : group.buffer, offset);
@@ -326,10 +310,8 @@ void Averager::Impl::commit() {
           detail::divide_elements(mean, group.dtype, count, total);
         }
         if (measurable && !anchored) {
-          const auto part =
+          sums +=
               detail::measure_elements(address(group.snapshot, offset), group.dtype, mean, count);
-          sums.difference += part.difference;
-          sums.norm += part.norm;
         }
         if (options.alpha) {
           detail::mix_elements(data, entry.dtype, mean, *options.alpha, count);
@@ -338,10 +320,7 @@ void Averager::Impl::commit() {
         }
         return;
       }
-      const auto part =
-          detail::store_elements(data, entry.dtype, mean, count, anchored ? 1 : total, measure);
-      sums.difference += part.difference;
-      sums.norm += part.norm;
+      sums += detail::store_elements(data, entry.dtype, mean, count, anchored ? 1 : total, measure);
     });
   }
   stage_out();
@@ -357,57 +336,50 @@ void Averager::Impl::step_outer() {
   detail::PassSums sums;
   for (size_t g = 0; g < groups.size(); ++g) {
     Group& group = groups[g];
-    int64_t begin = -1;
-    int64_t end = 0;
-    for (const Slice& slice : all_slices) {
-      if (slice.group != g || !takes_part(slice)) {
+    for (const Slice& slice : open_slices()) {
+      if (slice.group != g) {
         continue;
       }
-      begin = begin < 0 ? slice.begin : begin;
-      end = slice.begin + slice.count;
-      at::Tensor mean = group.buffer.narrow(0, slice.begin, slice.count);
+      at::Tensor mean = range_of(group.buffer, slice);
       mean.div_(round.total);
       if (options.comm_hook) {
-        mean.add_(group.anchor.narrow(0, slice.begin, slice.count));
+        mean.add_(range_of(group.anchor, slice));
       }
-      for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
-        if (!options.measure_spread) {
-          return;
-        }
-        const auto part = detail::measure_elements(
-            round.corrects ? address(group.snapshot, offset) : data,
-            round.corrects ? group.dtype : entry.dtype, address(group.buffer, offset), count);
-        sums.difference += part.difference;
-        sums.norm += part.norm;
-      });
+      if (options.measure_spread) {
+        for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+          sums += detail::measure_elements(round.corrects ? address(group.snapshot, offset) : data,
+                                           round.corrects ? group.dtype : entry.dtype,
+                                           address(group.buffer, offset), count);
+        });
+      }
+      if (!options.outer) {
+        range_of(group.anchor, slice).copy_(mean);
+      }
     }
-    if (begin < 0) {
-      continue;
-    }
-    if (options.outer) {
-      outer_pieces(g);
-    } else {
-      group.anchor.narrow(0, begin, end - begin).copy_(group.buffer.narrow(0, begin, end - begin));
-    }
+  }
+  if (options.outer) {
+    outer_steps();
   }
   send_spread(sums, options.measure_spread);
 }
 
 // One piece for each fragment and group, in every round.
-void Averager::Impl::outer_pieces(size_t g) {
-  for (int64_t f = 0; f < fragment_count; ++f) {
-    int64_t from = -1;
-    int64_t to = 0;
-    for (const Slice& slice : all_slices) {
-      if (slice.group == g && slice.fragment == f && takes_part(slice)) {
-        from = from < 0 ? slice.begin : from;
-        to = slice.begin + slice.count;
+void Averager::Impl::outer_steps() {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    for (int64_t f = 0; f < fragment_count; ++f) {
+      int64_t from = -1;
+      int64_t to = 0;
+      for (const Slice& slice : open_slices()) {
+        if (slice.group == g && slice.fragment == f) {
+          from = from < 0 ? slice.begin : from;
+          to = slice.begin + slice.count;
+        }
       }
-    }
-    if (from >= 0) {
-      options.outer->step(f * static_cast<int64_t>(groups.size()) + static_cast<int64_t>(g),
-                          groups[g].anchor.narrow(0, from, to - from),
-                          groups[g].buffer.narrow(0, from, to - from), round.learning_rate);
+      if (from >= 0) {
+        options.outer->step(f * std::ssize(groups) + static_cast<int64_t>(g),
+                            groups[g].anchor.narrow(0, from, to - from),
+                            groups[g].buffer.narrow(0, from, to - from), round.learning_rate);
+      }
     }
   }
 }
@@ -460,13 +432,12 @@ void Averager::Impl::settle_spread() {
 int64_t Averager::Impl::bytes_of_round() const {
   const double n = round.ranks;
   double bytes = 0;
-  for (const Slice& slice : all_slices) {
-    if (takes_part(slice)) {
-      bytes += (static_cast<double>(slice.count) *
-                (options.comm_hook && groups[slice.group].dtype == at::kFloat
-                     ? options.comm_hook->bytes_per_number()
-                     : static_cast<double>(c10::elementSize(groups[slice.group].dtype))));
-    }
+  for (const Slice& slice : open_slices()) {
+    const at::ScalarType dtype = groups[slice.group].dtype;
+    bytes +=
+        static_cast<double>(slice.count) * (options.comm_hook && dtype == at::kFloat
+                                                ? options.comm_hook->bytes_per_number()
+                                                : static_cast<double>(c10::elementSize(dtype)));
   }
   if (drives()) { // rank 0 sends to all, the others to rank 0
     return static_cast<int64_t>(n == 1 ? 0 : communicator->rank() == 0 ? (n - 1) * bytes : bytes);
@@ -486,9 +457,9 @@ RoundOutcome Averager::Impl::recover() {
                      "transactional=true, because the interrupted round has left partial sums");
   }
   const auto all = communicator->all_gather_object(
-      {{"rounds", rounds}, {"total", last_total}, {"unsettled", round.open || dropped}},
+      {{"rounds", report.round}, {"total", last_total}, {"unsettled", round.open || dropped}},
       "progress of an average");
-  int64_t most = rounds;
+  int64_t most = report.round;
   double total = 0;
   for (const auto& rank : all) {
     if (rank.at("rounds") >= most) {
@@ -504,10 +475,10 @@ RoundOutcome Averager::Impl::recover() {
   spread_handle = {};
   report.spread = std::numeric_limits<double>::quiet_NaN();
   RoundOutcome outcome = RoundOutcome::none;
-  if (rounds < most) {
-    if (!round.open || !round.whole || rounds + 1 < most) {
+  if (report.round < most) {
+    if (!round.open || !round.whole || report.round + 1 < most) {
       throw CommunicationError(where,
-                               "this rank has done " + std::to_string(rounds) +
+                               "this rank has done " + std::to_string(report.round) +
                                    " synchronisations, another one " + std::to_string(most),
                                "ranks in the same synchronisation",
                                "call recover() on all remaining ranks");

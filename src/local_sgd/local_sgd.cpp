@@ -21,48 +21,46 @@ namespace hasten {
 namespace detail {
 
 static void check_options(const LocalSGDOptions& options) {
-  const auto refuse = [](const char* name, int64_t value, std::string what) {
-    throw InputError(kLocalSGDWhere, std::string(name) + "=" + std::to_string(value),
-                     std::move(what));
+  const int64_t steps = options.local_sgd_steps;
+  const int64_t fragments = std::max<int64_t>(1, options.average.fragments);
+  const auto text = [](const char* name, int64_t value) {
+    return std::string(name) + "=" + std::to_string(value);
   };
-  const int64_t fragments = options.average.fragments;
-  if (options.local_sgd_steps < 1) {
-    refuse("local_sgd_steps", options.local_sgd_steps,
-           "1 or more optimizer steps between two averages");
-  }
-  if (options.post_local_start < 0) {
-    refuse("post_local_start", options.post_local_start, "0 or more");
-  }
-  if (fragments > 1 && (fragments > options.local_sgd_steps || options.schedule)) {
-    refuse("fragments", fragments,
-           "at most local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
-               ", and no schedule: each fragment has its own step");
-  }
-  if (options.delay < 0 ||
-      (!options.schedule && fragments > 0 && options.delay > options.local_sgd_steps / fragments)) {
-    refuse("delay", options.delay,
-           "from 0 to steps / fragments=" +
-               std::to_string(options.local_sgd_steps / std::max<int64_t>(1, fragments)));
-  }
-  if (options.inner_steps < 0 ||
-      (options.inner_steps > 0 &&
-       (options.schedule || options.local_sgd_steps % options.inner_steps != 0))) {
-    refuse("inner_steps", options.inner_steps,
-           "0, or a divisor of local_sgd_steps=" + std::to_string(options.local_sgd_steps) +
-               " without a schedule");
-  }
-  if (options.delay > 0 && !options.average.transactional) {
-    refuse("delay", options.delay, "0 with transactional=false");
-  }
-  if (options.average.alpha && options.delay == 0) {
-    throw InputError(kLocalSGDWhere,
-                     "average.alpha=" + std::to_string(*options.average.alpha) + " with delay=0",
-                     "delay > 0: without a delay no step lies between snapshot and average");
-  }
-  if (options.on_peer_failure == PeerFailure::survivors && !options.average.transactional) {
-    throw InputError(
-        kLocalSGDWhere, "on_peer_failure=survivors with transactional=false",
-        "transactional=true: otherwise an interrupted synchronisation leaves partial sums");
+  const std::string longest_delay = std::to_string(steps / fragments);
+  struct Row {
+    bool bad;
+    std::string what;
+    std::string expected;
+  };
+  for (const Row& row : {
+           Row{steps < 1, text("local_sgd_steps", steps),
+               "1 or more optimizer steps between two averages"},
+           Row{options.post_local_start < 0, text("post_local_start", options.post_local_start),
+               "0 or more"},
+           Row{fragments > 1 && (fragments > steps || options.schedule),
+               text("fragments", fragments),
+               "at most " + text("local_sgd_steps", steps) +
+                   ", and no schedule: each fragment has its own step"},
+           Row{options.delay < 0 || (!options.schedule && options.average.fragments > 0 &&
+                                     options.delay > steps / fragments),
+               text("delay", options.delay), "from 0 to steps / fragments=" + longest_delay},
+           Row{options.inner_steps < 0 || (options.inner_steps > 0 &&
+                                           (options.schedule || steps % options.inner_steps != 0)),
+               text("inner_steps", options.inner_steps),
+               "0, or a divisor of " + text("local_sgd_steps", steps) + " without a schedule"},
+           Row{options.delay > 0 && !options.average.transactional, text("delay", options.delay),
+               "0 with transactional=false"},
+           Row{options.average.alpha && options.delay == 0,
+               "average.alpha=" + std::to_string(options.average.alpha.value_or(0)) +
+                   " with delay=0",
+               "delay > 0: without a delay no step lies between snapshot and average"},
+           Row{options.on_peer_failure == PeerFailure::survivors && !options.average.transactional,
+               "on_peer_failure=survivors with transactional=false",
+               "transactional=true: otherwise an interrupted synchronisation leaves partial sums"},
+       }) {
+    if (row.bad) {
+      throw InputError(kLocalSGDWhere, row.what, row.expected);
+    }
   }
 }
 
@@ -148,8 +146,8 @@ void LocalSGD::Impl::open() {
     averager = std::make_unique<Averager>(copies, detail::trainable(*core->models[index].parallel),
                                           options.average);
     open_parts();
-    own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
-    taken_weight = own_weight;
+    progress.own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
+    progress.taken_weight = progress.own_weight;
     if (options.post_local_start == 0) {
       begin_local();
     }
@@ -214,7 +212,7 @@ double LocalSGD::Impl::learning_rate() const {
 void LocalSGD::Impl::log_summary() const {
   std::ostringstream line;
   line.precision(3);
-  line << "local sgd: " << steps << " steps, " << report.rounds << " averages, "
+  line << "local sgd: " << progress.steps << " steps, " << progress.rounds << " averages, "
        << static_cast<double>(report.bytes) / 1e6 << " MB sent by each rank, " << report.seconds
        << " s in them ("
        << 100 * report.seconds / std::chrono::duration<double>(Clock::now() - opened).count()
@@ -234,54 +232,30 @@ void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) c
         "a state between the optimizer's step() and the scope's, which has not counted the step",
         "a state after the scope's step()", "save at the end of the loop's body");
   }
-  values = {{"steps", steps},
-            {"averaged_at", averaged_at},
-            {"finish_at", finish_at},
-            {"own_weight", own_weight},
-            {"taken_weight", taken_weight},
-            {"group_weight", group_weight},
-            {"inner_rounds", report.inner_rounds},
-            {"rounds", report.rounds},
-            {"learning_rate", round_learning_rate},
-            {"trial", trial.state()},
-            {"average", nlohmann::json::object()}};
+  values = progress;
+  values["trial"] = trial.state();
+  values["average"] = nlohmann::json::object();
   NamedTensors own;
   averager->save_state(own, values["average"]);
   detail::put_below(tensors, "average.", own);
 }
 
 void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
-  const auto number = [&](const char* name) { return values.at(name).get<int64_t>(); };
-  const int64_t loaded_steps = number("steps");
-  const int64_t loaded_at = number("averaged_at");
-  const int64_t loaded_finish = number("finish_at");
-  const int64_t loaded_rounds = number("rounds");
-  const auto weights = values.at("own_weight").get<std::vector<double>>();
-  const auto rate = values.at("learning_rate").get<double>();
-  const auto in_group = values.at("group_weight").get<double>();
-  const int64_t inner_rounds = number("inner_rounds");
-  const auto taken = values.at("taken_weight").get<std::vector<double>>();
+  auto loaded = values.get<Progress>();
   detail::DelayTrial loaded_trial = trial;
   loaded_trial.restore(values.at("trial"));
-  if (weights.size() != own_weight.size() || taken.size() != weights.size()) {
+  if (loaded.own_weight.size() != progress.own_weight.size() ||
+      loaded.taken_weight.size() != loaded.own_weight.size()) {
     throw InputError(detail::kLocalSGDWhere,
-                     "the state has fragments=" + std::to_string(weights.size()),
-                     std::to_string(own_weight.size()) + ", as here");
+                     "the state has fragments=" + std::to_string(loaded.own_weight.size()),
+                     std::to_string(progress.own_weight.size()) + ", as here");
   }
   averager->load_state(detail::tensors_below(tensors, "average."), values.at("average"));
-  if (local != (loaded_steps >= options.post_local_start)) {
+  if (local != (loaded.steps >= options.post_local_start)) {
     local = !local;
     core->local.set_local(local);
   }
-  steps = loaded_steps;
-  averaged_at = loaded_at;
-  finish_at = loaded_finish;
-  own_weight = weights;
-  taken_weight = taken;
-  group_weight = in_group;
-  report.inner_rounds = inner_rounds;
-  report.rounds = loaded_rounds;
-  round_learning_rate = rate;
+  progress = std::move(loaded);
   trial = loaded_trial;
   unread = false;
 }
@@ -290,10 +264,9 @@ LocalSGD::LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDO
     : impl_(std::make_unique<Impl>(accelerator.core(), model, std::move(options))) {}
 
 void LocalSGD::Impl::leave(bool unwinding) noexcept {
-  if (!is_active()) {
+  if (!std::exchange(active, false)) {
     return;
   }
-  finished = true;
   if (unwinding) {
     core->run.communicator()->abort("an exception left the scope of LocalSGD");
   }
@@ -312,7 +285,9 @@ LocalSGDReport LocalSGD::Impl::current_report() {
   if (copies) {
     now.ranks_per_copy = core->run.world().world_size / copies->world_size();
   }
-  now.steps = steps;
+  now.steps = progress.steps;
+  now.rounds = progress.rounds;
+  now.inner_rounds = progress.inner_rounds;
   const double seconds = std::chrono::duration<double>(Clock::now() - opened).count();
   now.communication_share = seconds > 0 ? now.seconds / seconds : 0;
   return now;

@@ -18,8 +18,8 @@ namespace hasten {
 
 void LocalSGD::Impl::make_round(Part part, int64_t fragment) {
   for (;;) {
-    const int64_t rounds = report.rounds;
-    const int64_t inner_rounds = report.inner_rounds;
+    const int64_t rounds = progress.rounds;
+    const int64_t inner_rounds = progress.inner_rounds;
     try {
       announce(part, fragment);
       run(part, fragment);
@@ -32,7 +32,7 @@ void LocalSGD::Impl::make_round(Part part, int64_t fragment) {
     if (outcome == RoundOutcome::dropped) {
       part = Part::whole;
       fragment = Averager::kAll;
-    } else if (report.rounds > rounds || report.inner_rounds > inner_rounds) {
+    } else if (progress.rounds > rounds || progress.inner_rounds > inner_rounds) {
       return;
     }
   }
@@ -56,7 +56,7 @@ void LocalSGD::Impl::finish_moments() {
 }
 
 bool LocalSGD::Impl::survives() const {
-  return options.on_peer_failure == PeerFailure::survivors && local && active && !finished;
+  return options.on_peer_failure == PeerFailure::survivors && local && active;
 }
 
 bool LocalSGD::Impl::recover() {
@@ -95,15 +95,15 @@ void LocalSGD::Impl::settle_round() {
     committed();
   }
   closing = kNothing;
-  for (size_t f = 0; f < own_weight.size(); ++f) {
-    own_weight[f] += std::exchange(taken_weight[f], 0);
+  for (size_t f = 0; f < progress.own_weight.size(); ++f) {
+    progress.own_weight[f] += std::exchange(progress.taken_weight[f], 0);
   }
-  group_weight += std::exchange(taken_group_weight, 0);
+  progress.group_weight += std::exchange(taken_group_weight, 0);
 }
 
 void LocalSGD::Impl::settle_clocks() {
   const auto all =
-      core->run.communicator()->all_gather_object({{"inner_rounds", report.inner_rounds},
+      core->run.communicator()->all_gather_object({{"inner_rounds", progress.inner_rounds},
                                                    {"ends", ends},
                                                    {"end_clocks", end_clocks},
                                                    {"undecided", trial.undecided()}},
@@ -116,7 +116,7 @@ void LocalSGD::Impl::settle_clocks() {
     inner_rounds = std::max(inner_rounds, rank.at("inner_rounds").get<int64_t>());
     undecided = undecided || rank.at("undecided").get<bool>();
   }
-  report.inner_rounds = inner_rounds;
+  progress.inner_rounds = inner_rounds;
   if (undecided) {
     trial.give_up();
   }

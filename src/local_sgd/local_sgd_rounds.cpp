@@ -119,25 +119,26 @@ void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
 int64_t round_code(int64_t part, int64_t fragment) { return 1 + part + 4 * (fragment + 1); }
 
 bool LocalSGD::Impl::step() {
-  if (!active || finished || !count_step()) {
+  if (!active || !count_step()) {
     return false;
   }
   if (!local) {
-    if (steps >= options.post_local_start) {
+    if (progress.steps >= options.post_local_start) {
       announce(Part::whole, Averager::kAll);
       begin_local();
     }
     return false;
   }
-  const int64_t fragment = schedule.due(steps, averager->fragments());
+  const int64_t fragment = schedule.due(progress.steps, averager->fragments());
   const bool due = fragment != detail::RoundSchedule::kNothing;
   bool averaged = false;
-  if (averager->started() && (due || steps >= finish_at)) {
+  if (averager->started() && (due || progress.steps >= progress.finish_at)) {
     make_round(Part::finish, Averager::kAll);
     averaged = true;
   }
   if (!due) { // only the largest level that is due runs
-    if (options.inner_steps > 0 && (steps - options.post_local_start) % options.inner_steps == 0) {
+    if (options.inner_steps > 0 &&
+        (progress.steps - options.post_local_start) % options.inner_steps == 0) {
       make_round(Part::inner, Averager::kAll);
     }
     return averaged;
@@ -159,15 +160,15 @@ bool LocalSGD::Impl::count_step() {
     return false;
   }
   counted = attempted;
-  ++steps;
+  ++progress.steps;
   // A window of stand-ins, on a rank without more batches, only counts as a step.
   const GradientWindow* window = core->windows.of(index);
   const double samples = window == nullptr ? 0 : window->report().weight;
   const double weight = options.weigh_by_samples ? samples : samples > 0;
-  for (double& sum : own_weight) {
+  for (double& sum : progress.own_weight) {
     sum += weight;
   }
-  group_weight += weight;
+  progress.group_weight += weight;
   return true;
 }
 
@@ -175,15 +176,15 @@ bool LocalSGD::Impl::count_step() {
 void LocalSGD::Impl::begin_local() {
   core->local.set_local(true);
   local = true;
-  averaged_at = steps;
-  std::fill(own_weight.begin(), own_weight.end(), 0);
-  group_weight = 0;
+  progress.averaged_at = progress.steps;
+  std::fill(progress.own_weight.begin(), progress.own_weight.end(), 0);
+  progress.group_weight = 0;
   averager->reset_anchor();
-  round_learning_rate = learning_rate();
+  progress.learning_rate = learning_rate();
 }
 
 void LocalSGD::Impl::announce(Part part, int64_t fragment) {
-  core->announcer.announce_round(index, static_cast<uint64_t>(report.rounds) + 1,
+  core->announcer.announce_round(index, static_cast<uint64_t>(progress.rounds) + 1,
                                  round_code(static_cast<int64_t>(part), fragment));
 }
 
@@ -213,10 +214,10 @@ void LocalSGD::Impl::run(Part part, int64_t fragment) {
 // samples.
 double LocalSGD::Impl::take_weight(int64_t fragment) {
   double weight = 0;
-  for (size_t f = 0; f < own_weight.size(); ++f) {
+  for (size_t f = 0; f < progress.own_weight.size(); ++f) {
     if (fragment == Averager::kAll || fragment == static_cast<int64_t>(f)) {
-      taken_weight[f] += own_weight[f];
-      weight = std::max(weight, std::exchange(own_weight[f], 0));
+      progress.taken_weight[f] += progress.own_weight[f];
+      weight = std::max(weight, std::exchange(progress.own_weight[f], 0));
     }
   }
   return options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0);
@@ -235,13 +236,13 @@ void LocalSGD::Impl::begin_round(int64_t fragment, bool delayed) {
     moments->average(weight);
   }
   if (delayed) {
-    averager->start(weight, round_learning_rate, fragment);
-    finish_at = steps + options.delay;
+    averager->start(weight, progress.learning_rate, fragment);
+    progress.finish_at = progress.steps + options.delay;
     close_round(fragment);
     return;
   }
   closing = fragment;
-  averager->average(weight, round_learning_rate, fragment);
+  averager->average(weight, progress.learning_rate, fragment);
   close_round(fragment);
   committed();
 }
@@ -250,27 +251,27 @@ void LocalSGD::Impl::close_round(int64_t fragment) {
   closing = kNothing;
   if (fragment == Averager::kAll || fragment + 1 == averager->fragments()) {
     buffers->apply();
-    last_learning_rate = std::exchange(round_learning_rate, learning_rate());
+    last_learning_rate = std::exchange(progress.learning_rate, learning_rate());
   }
   if (fragment == Averager::kAll) {
-    averaged_at = steps;
-    group_weight = 0;
+    progress.averaged_at = progress.steps;
+    progress.group_weight = 0;
   }
 }
 
 void LocalSGD::Impl::committed() {
-  std::fill(taken_weight.begin(), taken_weight.end(), 0);
-  report.rounds += 1;
+  std::fill(progress.taken_weight.begin(), progress.taken_weight.end(), 0);
+  progress.rounds += 1;
   unread = true;
 }
 
 void LocalSGD::Impl::average_group() {
-  const double weight = taken_group_weight = std::exchange(group_weight, 0);
+  const double weight = taken_group_weight = std::exchange(progress.group_weight, 0);
   if (group_averager) {
     group_averager->average(options.weigh_by_samples ? weight : (weight > 0 ? 1 : 0));
   }
   taken_group_weight = 0;
-  report.inner_rounds += 1;
+  progress.inner_rounds += 1;
 }
 
 void LocalSGD::Impl::end_round() {
@@ -279,7 +280,7 @@ void LocalSGD::Impl::end_round() {
 }
 
 void LocalSGD::Impl::synchronize() {
-  if (!active || finished || !local) {
+  if (!active || !local) {
     return;
   }
   if (core->windows.in_window(index)) {
@@ -287,11 +288,11 @@ void LocalSGD::Impl::synchronize() {
                      "a call between optimizer steps",
                      "call it where accelerator.sync_gradients() is true");
   }
-  bool differ = steps != averaged_at;
+  bool differ = progress.steps != progress.averaged_at;
   if (averager->started()) {
     make_round(Part::finish, Averager::kAll);
     differ = true; // other changes are each rank's own
-    for (double& weight : own_weight) {
+    for (double& weight : progress.own_weight) {
       weight = std::max(weight, 1.0);
     }
   }
@@ -309,7 +310,7 @@ void LocalSGD::Impl::report_round() {
   report.bytes += report.last.bytes;
   if (log_enabled(LogLevel::debug)) {
     std::ostringstream line;
-    line << "local sgd: average " << report.rounds << " at step " << steps << ": spread "
+    line << "local sgd: average " << progress.rounds << " at step " << progress.steps << ": spread "
          << report.last.spread << ", " << report.last.bytes << " bytes, " << report.last.seconds
          << " s";
     log(LogLevel::debug, line.str());
@@ -326,7 +327,7 @@ void LocalSGD::Impl::report_round() {
 }
 
 void LocalSGD::Impl::finish() {
-  if (finished || !active) {
+  if (!active) {
     return;
   }
   synchronize();
@@ -334,13 +335,13 @@ void LocalSGD::Impl::finish() {
     finish_moments();
   }
   core->local.agree_at_end();
-  finished = true;
+  active = false;
   report_round();
   core->local.close();
   if (group) {
     group->close();
   }
-  if (core->run.world().rank == 0 && report.rounds > 0) {
+  if (core->run.world().rank == 0 && progress.rounds > 0) {
     log_summary();
   }
 }

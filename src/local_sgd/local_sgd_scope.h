@@ -8,10 +8,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "accelerator/accelerator_core.h"
+#include "averaged_state.h"
 #include "hasten/local_sgd/local_sgd.h"
-#include "local_sgd_buffers.h"
-#include "local_sgd_moments.h"
 
 namespace hasten {
 
@@ -91,11 +89,13 @@ class LocalSGD::Impl final : public detail::LocalScope {
 
   // local_sgd.cpp
   size_t model() const override { return index; }
-  std::vector<int64_t> clocks() const override { return {steps, averaged_at, finish_at}; }
+  std::vector<int64_t> clocks() const override {
+    return {progress.steps, progress.averaged_at, progress.finish_at};
+  }
   void set_clocks(const int64_t* clocks) override {
-    steps = clocks[0];
-    averaged_at = clocks[1];
-    finish_at = clocks[2];
+    progress.steps = clocks[0];
+    progress.averaged_at = clocks[1];
+    progress.finish_at = clocks[2];
     ++ends;
     end_clocks.assign(clocks, clocks + core->local.clocks().size());
   }
@@ -111,8 +111,8 @@ class LocalSGD::Impl final : public detail::LocalScope {
   void finish();
   // Without an average; `unwinding`: the peers learn that this rank failed.
   void leave(bool unwinding) noexcept;
-  bool is_active() const { return active && !finished; }
-  int64_t count() const { return steps; }
+  bool is_active() const { return active; }
+  int64_t count() const { return progress.steps; }
   LocalSGDReport current_report();
 
  private:
@@ -152,15 +152,13 @@ class LocalSGD::Impl final : public detail::LocalScope {
   detail::RoundSchedule schedule;
   detail::DelayTrial trial;
   size_t index = 0;
-  bool active = false;
+  bool active = false; // from open() to the end
   bool local = false; // windows reduce nothing
-  bool finished = false;
   std::vector<std::shared_ptr<detail::OptimizerState>> optimizers{};
   std::shared_ptr<Communicator> copies{}; // ranks that average
   std::unique_ptr<Averager> averager{};
   std::shared_ptr<Communicator> group{}; // hierarchical: this rank's
   std::unique_ptr<Averager> group_averager{};
-  double group_weight = 0; // of this rank since its group's average
   std::unique_ptr<detail::AveragedBuffers> buffers{};
   std::unique_ptr<detail::AveragedMoments> moments{};
   detail::SpreadWatch watch{};
@@ -170,21 +168,30 @@ class LocalSGD::Impl final : public detail::LocalScope {
   // Of a round that may break.
   int64_t closing = kNothing; // what is being averaged, not yet closed
   static constexpr int64_t kNothing = detail::RoundSchedule::kNothing;
-  std::vector<double> taken_weight{}; // own_weight's, not committed. [fragment]
   double taken_group_weight = 0;
   RoundOutcome outcome = RoundOutcome::none; // of the last recovery
   int64_t ends = 0; // of the data, agreed on by all ranks
   std::vector<int64_t> end_clocks{}; // all ranks' at the last of them
   bool ended = false; // by the last recovery
 
-  int64_t steps = 0; // the clock
-  int64_t averaged_at = 0; // its value when all was averaged last
-  int64_t finish_at = 0; // of a round that was started
-  std::vector<double> own_weight{}; // of this rank since then. [fragment]
+  // What a state has of the scope itself.
+  struct Progress {
+    int64_t steps = 0; // the clock
+    int64_t averaged_at = 0; // its value when all was averaged last
+    int64_t finish_at = 0; // of a round that was started
+    std::vector<double> own_weight{}; // of this rank since then. [fragment]
+    std::vector<double> taken_weight{}; // own_weight's, not committed. [fragment]
+    double group_weight = 0; // of this rank since its group's average
+    int64_t rounds = 0;
+    int64_t inner_rounds = 0;
+    double learning_rate = 0; // at the round's beginning
+    NLOHMANN_DEFINE_TYPE_INTRUSIVE(Progress, steps, averaged_at, finish_at, own_weight,
+                                   taken_weight, group_weight, rounds, inner_rounds, learning_rate)
+  };
+  Progress progress{};
   uint64_t counted = 0; // the last window that was
-  double round_learning_rate = 0; // at the round's beginning
   double last_learning_rate = 0; // of the round before
-  LocalSGDReport report{};
+  LocalSGDReport report{}; // without steps and rounds
   Clock::time_point opened = Clock::now();
 };
 

@@ -23,13 +23,13 @@ void check_outer_option(const char* where, const char* name, double value, bool 
 
 std::string outer_number(double value) { return nlohmann::json(value).dump(); }
 
-void save_pieces(const std::map<int64_t, at::Tensor>& pieces, NamedTensors& tensors) {
-  for (const auto& [piece, tensor] : pieces) {
+void MomentumStep::save_state(NamedTensors& tensors, nlohmann::json&) const {
+  for (const auto& [piece, tensor] : momentum_) {
     tensors.emplace("momentum." + std::to_string(piece), tensor);
   }
 }
 
-std::map<int64_t, at::Tensor> load_pieces(const NamedTensors& tensors) {
+void MomentumStep::load_state(const NamedTensors& tensors, const nlohmann::json&) {
   constexpr std::string_view prefix = "momentum.";
   std::map<int64_t, at::Tensor> pieces;
   for (const auto& [name, tensor] : tensors) {
@@ -39,7 +39,7 @@ std::map<int64_t, at::Tensor> load_pieces(const NamedTensors& tensors) {
     }
     pieces.emplace(std::stoll(name.substr(prefix.size())), tensor.clone());
   }
-  return pieces;
+  momentum_ = std::move(pieces);
 }
 
 } // namespace detail
@@ -71,14 +71,6 @@ void SlowMo::step(int64_t piece, at::Tensor anchor, at::Tensor mean, double lear
 std::string SlowMo::description() const {
   return "slowmo beta=" + detail::outer_number(options_.slowmo_factor) +
          " slowmo_lr=" + detail::outer_number(options_.slowmo_lr);
-}
-
-void SlowMo::save_state(NamedTensors& tensors, nlohmann::json&) const {
-  detail::save_pieces(momentum_, tensors);
-}
-
-void SlowMo::load_state(const NamedTensors& tensors, const nlohmann::json&) {
-  momentum_ = detail::load_pieces(tensors);
 }
 
 DiLoCo::DiLoCo(DiLoCoOptions options) : options_(options) {
@@ -118,14 +110,6 @@ std::string DiLoCo::description() const {
          (options_.nesterov ? " nesterov" : "");
 }
 
-void DiLoCo::save_state(NamedTensors& tensors, nlohmann::json&) const {
-  detail::save_pieces(momentum_, tensors);
-}
-
-void DiLoCo::load_state(const NamedTensors& tensors, const nlohmann::json&) {
-  momentum_ = detail::load_pieces(tensors);
-}
-
 OuterOptimizer::OuterOptimizer(Factory make, std::string description)
     : make_(std::move(make)), description_(std::move(description)) {
   if (!make_) {
@@ -136,15 +120,12 @@ OuterOptimizer::OuterOptimizer(Factory make, std::string description)
 
 OuterOptimizer::Piece& OuterOptimizer::piece_of(int64_t index, const at::Tensor& anchor) {
   Piece& piece = pieces_[index];
-  if (piece.optimizer && piece.parameter.data_ptr() == anchor.data_ptr()) {
-    return piece;
-  }
   if (!piece.optimizer) {
     piece.parameter = anchor.detach();
     piece.optimizer = make_({piece.parameter});
-    return piece;
+  } else if (piece.parameter.data_ptr() != anchor.data_ptr()) { // the anchor has new memory
+    piece.parameter.set_data(anchor);
   }
-  piece.parameter.set_data(anchor); // the anchor may have new memory
   return piece;
 }
 
@@ -167,16 +148,12 @@ void OuterOptimizer::save_state(NamedTensors& tensors, nlohmann::json& values) c
     nlohmann::json value;
     save_optimizer_state(*piece.optimizer, {{piece.parameter.unsafeGetTensorImpl(), "anchor"}}, own,
                          value);
-    for (const auto& [name, tensor] : own) {
-      tensors.emplace(std::to_string(index) + "." + name, tensor);
-    }
+    detail::put_below(tensors, std::to_string(index) + ".", own);
     values[std::to_string(index)] = std::move(value);
   }
   for (const auto& [index, value] : loaded_values_) { // pieces that have not stepped since loading
     const std::string number = std::to_string(index);
-    for (const auto& [name, tensor] : detail::tensors_below(loaded_, number + ".")) {
-      tensors.emplace(number + "." + name, tensor);
-    }
+    detail::put_below(tensors, number + ".", detail::tensors_below(loaded_, number + "."));
     values[number] = parse_json("parallel::OuterOptimizer", "the state", value);
   }
 }

@@ -38,6 +38,18 @@ class OuterStep : public Stateful {
   virtual std::string description() const = 0;
 };
 
+namespace detail {
+/// An outer step whose state is one momentum tensor for each piece.
+class MomentumStep : public OuterStep {
+ public:
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
+
+ protected:
+  std::map<int64_t, at::Tensor> momentum_{}; // by piece
+};
+} // namespace detail
+
 struct SlowMoOptions {
   /// Slow momentum, 0 ≤ slowmo_factor < 1. 0 with slowmo_lr 1 is plain averaging.
   double slowmo_factor = 0.5;
@@ -49,19 +61,16 @@ struct SlowMoOptions {
 /// learning rate lr of the previous synchronisation. Source: Wang, Tantia, Ballas, Rabbat, "SlowMo:
 /// Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020, algorithm 1.
 /// Memory: one copy.
-class SlowMo : public OuterStep {
+class SlowMo : public detail::MomentumStep {
  public:
   /// Throws InputError for options out of range.
   explicit SlowMo(SlowMoOptions options = {});
   /// Throws InputError if learning_rate is 0.
   void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override;
-  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   SlowMoOptions options_;
-  std::map<int64_t, at::Tensor> momentum_{}; // by piece
 };
 
 struct DiLoCoOptions {
@@ -76,18 +85,15 @@ struct DiLoCoOptions {
 /// momentum v + Delta (at first v = Delta); anchor <- anchor - lr (Delta + momentum v). Source:
 /// Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 /// algorithm 1. lr 1 without momentum is plain averaging. Memory: one copy (none without momentum).
-class DiLoCo : public OuterStep {
+class DiLoCo : public detail::MomentumStep {
  public:
   /// Throws InputError for options out of range.
   explicit DiLoCo(DiLoCoOptions options = {});
   void step(int64_t piece, at::Tensor anchor, at::Tensor mean, double learning_rate) override;
   std::string description() const override;
-  void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
-  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
   DiLoCoOptions options_;
-  std::map<int64_t, at::Tensor> momentum_{}; // by piece
 };
 
 /// Uses any of torch's optimizers, or one derived from them, as the outer optimizer:
