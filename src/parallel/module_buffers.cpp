@@ -58,12 +58,12 @@ void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParamet
   at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
   for (const auto& entry : named) {
-    by_dtype[entry.second.scalar_type()].push_back(entry.second);
+    by_dtype[entry.second.scalar_type()].push_back(entry.second.detach());
   }
   for (const auto& [dtype, buffers] : by_dtype) {
     std::vector<at::Tensor> pieces;
     for (const at::Tensor& buffer : buffers) {
-      pieces.push_back(buffer.detach().reshape({-1}));
+      pieces.push_back(buffer.reshape({-1}));
     }
     at::Tensor flat = at::cat(pieces);
     const bool average = policy == BroadcastBuffers::average && at::isFloatingType(dtype);
@@ -77,12 +77,7 @@ void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParamet
       communicator.broadcast(flat, ranks.first, "buffers");
     }
     if (average || communicator.rank() != ranks.first) {
-      int64_t offset = 0;
-      for (at::Tensor buffer : buffers) {
-        const int64_t numel = buffer.numel();
-        buffer.detach().copy_(flat.narrow(0, offset, numel).view(buffer.sizes()));
-        offset += numel;
-      }
+      at::_foreach_copy_(buffers, at::unflatten_dense_tensors(flat, buffers));
     }
   }
 }

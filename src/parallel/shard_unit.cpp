@@ -10,11 +10,6 @@
 
 namespace hasten::detail {
 
-int64_t aligned(int64_t numel, at::ScalarType dtype) {
-  const auto step = static_cast<int64_t>(64 / c10::elementSize(dtype));
-  return (numel + step - 1) / step * step;
-}
-
 void put_data(const at::Tensor& tensor, const at::Tensor& data) {
   if (auto* meta = torch::autograd::impl::get_autograd_meta(tensor)) {
     const std::lock_guard<std::mutex> lock(meta->mutex_);
@@ -86,7 +81,7 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
   for (size_t i = 0; i < flat.tensors.size(); ++i) {
     ShardTensor& tensor = flat.tensors[i];
     tensor.offset = flat.numel;
-    flat.numel += aligned(tensor.chunk(), flat.dtype);
+    flat.numel += flat_padded(tensor.chunk(), flat.dtype);
     if (tensor.trainable) {
       flat.trainable = flat.numel;
     }

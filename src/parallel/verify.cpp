@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "comm/tensor_checks.h"
 #include "hasten/base/error.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/parallel/ddp.h"
@@ -89,12 +90,6 @@ void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_val
 // Limit of the small tensors in one operation. Bytes.
 constexpr size_t kPack = 4 << 20;
 
-at::Tensor as_bytes(const at::Tensor& tensor) {
-  // A dimension of size 1 may have any stride; view() would keep it.
-  const at::Tensor whole = tensor.contiguous();
-  return whole.as_strided({whole.numel()}, {1}).view(at::kByte);
-}
-
 // The tensors of one operation.
 struct Pack {
   std::vector<at::Tensor> tensors{};
@@ -113,8 +108,10 @@ struct Pack {
     if (tensors.size() == 1) {
       sent = tensors[0].contiguous();
     } else {
-      std::vector<at::Tensor> pieces(tensors.size());
-      std::transform(tensors.begin(), tensors.end(), pieces.begin(), as_bytes);
+      std::vector<at::Tensor> pieces;
+      for (const at::Tensor& tensor : tensors) {
+        pieces.push_back(bytes_of(tensor.contiguous()));
+      }
       sent = at::cat(pieces);
     }
     handle = communicator.broadcast_async(sent, 0, what);
@@ -129,7 +126,7 @@ struct Pack {
     for (const at::Tensor& tensor : tensors) {
       const auto size = static_cast<int64_t>(tensor.nbytes());
       const at::Tensor whole = tensor.contiguous(); // in most cases the tensor itself
-      as_bytes(whole).copy_(sent.narrow(0, begin, size));
+      bytes_of(whole).copy_(sent.narrow(0, begin, size));
       tensor.copy_(whole); // nothing if it is
       begin += size;
     }
