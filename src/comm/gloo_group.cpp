@@ -4,10 +4,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
-#include "batch_threads.h"
 #include "hasten/base/process.h"
 #include "hasten/core/memory.h"
 #include "tensor_checks.h"
+#include "thread_scopes.h"
 
 namespace hasten::detail {
 

@@ -40,8 +40,6 @@ class GlooGroup final : public Communicator {
   using Start = std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>;
 
   void connect();
-  /// Leaves the world it was in.
-  void replace_world(std::shared_ptr<WorldLink> link);
   /// Enters an operation on `tensors` and starts it. `finish` runs once, in the first wait that
   /// completes it.
   Work submit(std::string operation, const std::string& tensors, const Start& start,

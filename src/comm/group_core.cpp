@@ -119,44 +119,33 @@ void GroupCore::require_equal(const std::string& operation, const std::vector<st
 
 using StoreBytes = std::vector<uint8_t>;
 
-/// Writes this rank's value, waits for all values, reads them, and deletes them if this rank is the
-/// last to read. Runs in the store's thread.
-class ByteExchange {
- public:
-  ByteExchange(std::string prefix, int rank, int world_size, StoreBytes value)
-      : prefix_(std::move(prefix)), rank_(static_cast<size_t>(rank)), value_(std::move(value)) {
-    for (int i = 0; i < world_size; ++i) {
-      keys_.push_back(prefix_ + "/" + std::to_string(i));
-    }
+/// For StoreThread::post_until: writes this rank's value, waits for all values, reads them, and
+/// deletes them if this rank is the last to read. Returns an empty list if cancelled.
+static auto exchange_bytes(const std::string& prefix, int rank, int world_size, StoreBytes value) {
+  std::vector<std::string> keys; // [rank]
+  for (int i = 0; i < world_size; ++i) {
+    keys.push_back(prefix + "/" + std::to_string(i));
   }
-
-  /// nullopt while a value is missing; an empty list if cancelled.
-  std::optional<std::vector<StoreBytes>> attempt(c10d::Store& store,
-                                                 const std::atomic<bool>& cancelled) {
-    if (!written_) {
-      store.set(keys_[rank_], value_);
-      written_ = true;
+  return [prefix, keys, own = keys[static_cast<size_t>(rank)], value = std::move(value),
+          written = false](
+             c10d::Store& store,
+             const std::atomic<bool>& cancelled) mutable -> std::optional<std::vector<StoreBytes>> {
+    if (!std::exchange(written, true)) {
+      store.set(own, value);
     }
-    if (!store.check(keys_)) {
+    if (!store.check(keys)) {
       return cancelled ? std::optional(std::vector<StoreBytes>()) : std::nullopt;
     }
-    std::vector<StoreBytes> values = store.multiGet(keys_);
-    if (store.add(prefix_, 1) == std::ssize(keys_) && !cancelled) {
-      keys_.push_back(prefix_);
-      for (const std::string& key : keys_) {
+    std::vector<StoreBytes> values = store.multiGet(keys);
+    if (store.add(prefix, 1) == std::ssize(keys) && !cancelled) {
+      for (const std::string& key : keys) {
         store.deleteKey(key);
       }
+      store.deleteKey(prefix);
     }
     return values;
-  }
-
- private:
-  const std::string prefix_;
-  const size_t rank_;
-  const StoreBytes value_;
-  std::vector<std::string> keys_; // [rank]
-  bool written_ = false;
-};
+  };
+}
 
 std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, uint64_t sequence,
                                                 const nlohmann::json& value) {
@@ -166,13 +155,9 @@ std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, ui
     number = ++progress_->exchanges;
   }
   // CBOR, since JSON text has no NaN and no infinity.
-  const auto bytes = std::make_shared<ByteExchange>(
-      "values/" + key + "/" + std::to_string(number), rank, world_size,
-      nlohmann::json::to_cbor({operation, sequence, value}));
   std::future<std::vector<StoreBytes>> future = link->store().post_until<std::vector<StoreBytes>>(
-      [bytes](c10d::Store& store, const std::atomic<bool>& cancelled) {
-        return bytes->attempt(store, cancelled);
-      });
+      exchange_bytes("values/" + key + "/" + std::to_string(number), rank, world_size,
+                     nlohmann::json::to_cbor({operation, sequence, value})));
   bool arrived = false;
   try {
     arrived = await_future(future, CommClock::now() + options.timeout,

@@ -9,10 +9,10 @@
 #include <thread>
 #include <utility>
 
-#include "broken_pipe.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
+#include "thread_scopes.h"
 
 namespace hasten::detail {
 
@@ -427,37 +427,34 @@ std::string Liveness::describe_missing(const std::string& group, const std::vect
                                        uint64_t sequence, const std::string& operation) const {
   Shared& s = *shared_;
   const std::lock_guard<std::mutex> lock(s.mutex);
-  std::string text;
+  std::vector<std::string> missing;
   for (const int member : members) {
     const auto i = static_cast<size_t>(member);
     if (member == s.rank) {
       continue;
     }
     const Peer& peer = s.peers[i];
-    std::string about;
+    std::vector<std::string> about;
     const Entered last = entered(s.watch->beat(member), group);
     const CommClock::duration silence = s.watch->silence(member);
     if (peer.left) {
-      about = " has left the world";
+      about.push_back("has left the world");
     } else if (last.sequence < sequence) {
-      about = " has not entered it";
-      about += last.operation.empty() ? "" : " (its last is " + last.operation + ")";
+      about.push_back("has not entered it" +
+                      (last.operation.empty() ? "" : " (its last is " + last.operation + ")"));
     } else if (last.sequence == sequence && last.operation != operation) {
-      about = " is in " + last.operation + " instead";
+      about.push_back("is in " + last.operation + " instead");
     }
     if (s.process_is(ProcessState::stopped, member)) {
-      about += about.empty() ? "" : " and";
-      about += " is stopped (process " + std::to_string(s.pid(member)) + ")";
+      about.push_back("is stopped (process " + std::to_string(s.pid(member)) + ")");
     } else if (silence > std::max(milliseconds(1000), 4 * s.watch->interval())) {
-      about += about.empty() ? "" : " and";
-      about += " has sent no heartbeat for " + seconds_text(silence);
+      about.push_back("has sent no heartbeat for " + seconds_text(silence));
     }
     if (!about.empty()) {
-      text += text.empty() ? "rank " : "; rank ";
-      text += std::to_string(s.name(member)) + about;
+      missing.push_back("rank " + std::to_string(s.name(member)) + " " + joined(about, " and "));
     }
   }
-  return text.empty() ? "every rank has entered it" : text;
+  return missing.empty() ? "every rank has entered it" : joined(missing, "; ");
 }
 
 std::optional<int> Liveness::left_rank() const {

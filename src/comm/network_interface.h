@@ -1,8 +1,10 @@
-// The address of this host that ranks on other hosts reach.
+// The address of this host that ranks on other hosts reach, and who is connected to this process.
 #pragma once
 
 #include <sys/socket.h>
 
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,5 +25,12 @@ std::string reachable_address(const std::string& interface, const std::string& t
 /// The address at which other hosts reach the store: this rank's own route to it. If that is
 /// loopback, the route of the first rank on another host. Empty if there is none. hellos: [rank]
 std::string store_address_of(const std::vector<Hello>& hellos, int rank);
+
+/// TCP ports at which this process listens. Gloo accepts every connection to its port.
+std::set<int> listening_ports();
+
+/// The user of a process of this host that is connected to one of `ports`, if it is neither this
+/// user nor root. Empty if there is none, or no /proc.
+std::optional<unsigned> stranger_at(const std::set<int>& ports);
 
 } // namespace hasten::detail

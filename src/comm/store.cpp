@@ -14,11 +14,11 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
-#include "broken_pipe.h"
 #include "hasten/base/error.h"
 #include "network_interface.h"
 #include "sealed_store.h"
 #include "socket_store.h"
+#include "thread_scopes.h"
 
 namespace hasten::detail {
 

@@ -7,16 +7,15 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
-#include "batch_threads.h"
-#include "broken_pipe.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
-#include "loopback_peers.h"
+#include "hasten/base/text.h"
 #include "network_interface.h"
 #include "store_file.h"
+#include "thread_scopes.h"
 
 namespace hasten::detail {
 
@@ -177,12 +176,12 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
   } catch (const std::exception&) { // rank 0 gave up and its store is closed
   }
   store_->cancel();
-  std::string absent;
+  std::vector<std::string> absent;
   {
     const std::lock_guard<std::mutex> lock(progress->mutex);
     for (size_t i = 0; i < progress->hellos.size(); ++i) {
       if (!progress->hellos[i]) {
-        absent += (absent.empty() ? "" : ", ") + std::to_string(i);
+        absent.push_back(std::to_string(i));
       } else if (static_cast<int>(i) < own.rank &&
                  progress->hellos[i]->process_host == own.process_host) {
         set_said_by_peer(true);
@@ -192,7 +191,7 @@ void WorldLink::shake_hands(const CommunicatorOptions& options) {
   throw CommunicationError(
       "comm::create",
       "not all of " + std::to_string(world_.world_size) + " ranks have arrived within " +
-          std::to_string(options.timeout.count()) + " ms: missing " + absent,
+          std::to_string(options.timeout.count()) + " ms: missing " + joined(absent),
       "every rank to start within the timeout", "read the messages of the missing ranks");
 }
 

@@ -220,7 +220,8 @@ std::optional<Survivors> GlooGroup::shrink() {
       member = left.ranks[static_cast<size_t>(member)];
     }
     left.ranks = std::move(members);
-    replace_world(next);
+    core_->close(false);
+    core_ = std::make_shared<GroupCore>(next, core_->options, std::vector<int>{});
     try {
       connect();
       return left;
@@ -232,11 +233,6 @@ std::optional<Survivors> GlooGroup::shrink() {
       link = std::move(next);
     }
   }
-}
-
-void GlooGroup::replace_world(std::shared_ptr<WorldLink> link) {
-  core_->close(false);
-  core_ = std::make_shared<GroupCore>(std::move(link), core_->options, std::vector<int>{});
 }
 
 } // namespace hasten::detail

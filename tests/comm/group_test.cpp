@@ -93,7 +93,7 @@ TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
   comm->close();
 }
 
-// See Note [Spinning] of batch_threads.h.
+// See Note [Spinning] of thread_scopes.h.
 TEST(Group, GlooThreadsInterruptNobody) {
   const sched_param parameters{};
   if (::sched_setscheduler(0, SCHED_BATCH, &parameters) != 0 ||

@@ -1,4 +1,9 @@
-// A scheduling class for Gloo's threads, for when fewer cores than busy threads exist.
+// Settings of a thread while an object lives, which the threads that it starts inherit.
+//
+// Note [Broken pipe]
+// Writing to a socket whose other end is closed raises SIGPIPE, which ends a process that does not
+// handle it. Gloo and the store do so in their threads. (Python ignores the signal in the whole
+// process; a library must not.)
 //
 // Note [Spinning]
 // The thread that reads Gloo's sockets tries to lock a connection. If the lock is taken, it asks
@@ -9,9 +14,37 @@
 // has released the lock.
 #pragma once
 
+#include <pthread.h>
 #include <sched.h>
 
+#include <csignal>
+#include <ctime>
+
 namespace hasten::detail {
+
+/// Blocks SIGPIPE in this thread while it lives, and permanently in threads that are started
+/// meanwhile. A broken connection is then an error and raises no signal.
+class NoBrokenPipeSignal {
+ public:
+  NoBrokenPipeSignal() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGPIPE);
+    ::pthread_sigmask(SIG_BLOCK, &signal_, &before_);
+  }
+  ~NoBrokenPipeSignal() {
+    if (sigismember(&before_, SIGPIPE) == 0) {
+      const timespec now{};
+      ::sigtimedwait(&signal_, nullptr, &now); // takes a signal that arrived meanwhile
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  NoBrokenPipeSignal(const NoBrokenPipeSignal&) = delete;
+  NoBrokenPipeSignal& operator=(const NoBrokenPipeSignal&) = delete;
+
+ private:
+  sigset_t signal_{};
+  sigset_t before_{};
+};
 
 /// While it lives, this thread is in the class SCHED_BATCH. Threads that are started meanwhile stay
 /// in it. They have the same share of the cores, but their wake-up interrupts no other thread. Does
