@@ -16,6 +16,7 @@
 
 #include "beat_watch.h"
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/comm/handshake.h"
 #include "store.h"
 
@@ -69,16 +70,17 @@ class Liveness {
   static constexpr const char* kNoFailure = "-";
   static constexpr const char* kFirstBeat = "a 0 {}";
 
-  explicit Liveness(LivenessConfig config);
-  /// Leaves without telling the peers.
-  ~Liveness();
+  /// Starts the thread, which keeps the object until it ends. The end of the returned pointers
+  /// leaves without telling the peers.
+  static std::shared_ptr<Liveness> start(LivenessConfig config);
+  explicit Liveness(LivenessConfig config); // for start()
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
   std::shared_ptr<GroupProgress> add_group(const std::string& name);
 
   /// True from the first failure on. Cheap.
-  bool failed() const;
+  bool failed() const { return failed_; }
   /// Call it in waiting threads, at least every 100 ms. Fails the world if the store of another
   /// host has not answered for the heartbeat limit, or if rank 0 of this host has been stopped for
   /// that time. The monitoring thread cannot report this while it is stuck in a call to the store.
@@ -121,7 +123,6 @@ class Liveness {
     bool silent = false; // on another host: no heartbeat for the heartbeat limit
     CommClock::time_point stopped{}; // when a signal stopped it; the epoch if it runs
   };
-  struct Shared;
 
   /// What a peer's heartbeat contains about a group.
   struct Entered {
@@ -131,11 +132,59 @@ class Liveness {
     uint64_t exchanges = 0;
   };
 
-  static void run(const std::shared_ptr<Shared>& shared);
+  void run();
+  void loop();
+  std::string beat_text();
+  void exchange(const std::string& beat);
+  void merge(const std::vector<int>& ranks, const std::vector<std::vector<uint8_t>>& values);
+  void store_lost(const std::string& why);
   void wait_for_end(std::chrono::milliseconds limit);
   static Entered entered(const std::string& beat, const std::string& group);
 
-  std::shared_ptr<Shared> shared_;
+  // The caller holds the mutex.
+  void find_stopped();
+  void adopt(FailureCause new_cause);
+  void report_and_adopt(FailureCause found);
+
+  StorePtr& store() { return config_.store; }
+  bool process_is(ProcessState state, int peer) const;
+  bool process_ended(int peer) const { return process_is(ProcessState::ended, peer); }
+  int pid(int peer) const { return config_.peers[static_cast<size_t>(peer)].pid; }
+  /// The rank's number in messages.
+  int name(int peer) const { return config_.peers[static_cast<size_t>(peer)].launch_rank; }
+  int own_name() const { return name(rank_); }
+  /// A text that cannot be parsed becomes the message.
+  FailureCause read_cause(const std::string& text) const;
+  /// `what` follows "rank r ".
+  FailureCause loss(int peer, const std::string& what, std::string fix) const;
+  FailureCause death(int peer) const;
+
+  // Set at construction. Only the thread uses the connection to the store, which is in the config.
+  LivenessConfig config_;
+  const int rank_;
+  std::vector<bool> watched_; // [rank] /proc shows whether it is alive
+  std::vector<bool> beside_; // [rank] watched, and loopback reaches it: needs no heartbeats
+
+  // Guarded by mutex_, except the atomics.
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  BeatWatch watch_;
+  CommClock::time_point last_look_ = CommClock::now(); // last check of processes
+  std::vector<Peer> peers_; // [rank]
+  std::vector<std::shared_ptr<GroupProgress>> groups_;
+  std::atomic<bool> failed_{false};
+  FailureCause cause_;
+  std::optional<FailureCause> report_; // not yet written to the store
+  uint64_t looks_wanted_ = 0;
+  uint64_t looks_done_ = 0;
+  uint64_t beats_ = 0;
+  bool in_exchange_ = false;
+  bool leaving_ = false;
+  bool ended_ = false;
+  std::atomic<bool> stopping_{false};
+  uint64_t polled_beat_ = 0;
+  CommClock::time_point last_poll_ = CommClock::now();
+  CommClock::duration silent_for_{};
 };
 
 } // namespace hasten::detail

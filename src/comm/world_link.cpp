@@ -4,6 +4,7 @@
 #include <atomic>
 #include <nlohmann/json.hpp>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
@@ -88,35 +89,86 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
   return hellos;
 }
 
-WorldLink::WorldLink(const World& world, const CommunicatorOptions& options, int generation,
-                     StoreAddress address, std::shared_ptr<StoreServer> server)
-    : world_(world),
-      first_world_(world),
-      generation_(generation),
-      timeout_(options.timeout),
-      liveness_limit_(options.heartbeat_timeout),
-      deadline_(CommClock::now() + options.timeout),
-      store_address_(std::move(address)),
-      server_(std::move(server)),
-      watch_store_(std::make_shared<StorePtr>()) {
-  store_ = std::make_shared<StoreThread>(
-      [world, address = store_address_, generation = generation_, deadline = deadline_,
-       watch = watch_store_](const std::atomic<bool>& cancelled) {
-        StorePtr store = open_store(world, address, generation, deadline, cancelled);
-        // Opened before this rank says hello: if connecting is slow, the start is slow, and no
-        // peer takes a late connection for a lost store.
-        *watch = open_store(world, address, generation, deadline, cancelled);
-        return store;
-      });
-}
+StoreConnections::StoreConnections(const WorldRanks& ranks, CommClock::time_point deadline)
+    : thread(std::make_shared<StoreThread>(
+          [world = ranks.first_world, address = ranks.store, generation = ranks.generation,
+           revision = ranks.revision, deadline, watch = watch](const std::atomic<bool>& cancelled) {
+            const auto open = [&]() -> StorePtr {
+              StorePtr store = open_store(world, address, generation, deadline, cancelled);
+              if (revision > 0) {
+                store = c10::make_intrusive<c10d::PrefixStore>("world " + std::to_string(revision),
+                                                               store);
+              }
+              return store;
+            };
+            StorePtr store = open();
+            // Opened before this rank says hello: if connecting is slow, the start is slow, and no
+            // peer takes a late connection for a lost store.
+            *watch = open();
+            return store;
+          })) {}
 
-WorldLink::~WorldLink() = default;
+WorldLink::WorldLink(WorldRanks ranks, const StoreConnections& store)
+    : ranks_(std::move(ranks)),
+      store_(store.thread),
+      liveness_(Liveness::start(LivenessConfig{ranks_.world, std::move(*store.watch), ranks_.hellos,
+                                               ranks_.heartbeat_timeout,
+                                               [store = std::weak_ptr<StoreThread>(store_)] {
+                                                 if (const auto alive = store.lock()) {
+                                                   alive->cancel();
+                                                 }
+                                               }})) {}
+
+/// The ranks' hellos.
+static std::vector<Hello> shake_hands(const World& world, const CommunicatorOptions& options,
+                                      StoreThread& thread, CommClock::time_point deadline) {
+  auto progress = std::make_shared<HandshakeProgress>();
+  progress->hellos.resize(static_cast<size_t>(world.world_size));
+  const Hello own = own_hello(world, options.device_kind, options.backend);
+  std::future<std::vector<Hello>> future = thread.post<std::vector<Hello>>(
+      [own, progress, world](c10d::Store& store, const std::atomic<bool>& cancelled) {
+        return exchange_hellos(store, cancelled, own, world, *progress);
+      });
+  // One second more, so that an error of the store comes first.
+  const bool met = await_future(future, deadline + milliseconds(1000), [&thread] {
+    if (interrupt_signal() != 0) {
+      thread.cancel();
+      throw_if_interrupted();
+    }
+  });
+  try {
+    if (met) {
+      return future.get();
+    }
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) { // rank 0 gave up and its store is closed
+  }
+  thread.cancel();
+  std::vector<std::string> absent;
+  {
+    const std::lock_guard<std::mutex> lock(progress->mutex);
+    for (size_t i = 0; i < progress->hellos.size(); ++i) {
+      if (!progress->hellos[i]) {
+        absent.push_back(std::to_string(i));
+      } else if (static_cast<int>(i) < own.rank &&
+                 progress->hellos[i]->process_host == own.process_host) {
+        set_said_by_peer(true);
+      }
+    }
+  }
+  throw CommunicationError(
+      "comm::create",
+      "not all of " + std::to_string(world.world_size) + " ranks have arrived within " +
+          std::to_string(options.timeout.count()) + " ms: missing " + joined(absent),
+      "every rank to start within the timeout", "read the messages of the missing ranks");
+}
 
 std::shared_ptr<WorldLink> WorldLink::join(const World& world, const CommunicatorOptions& options) {
   static std::weak_ptr<WorldLink> latest; // threads do not join at the same time
   const auto open = latest.lock();
   if (open && open->open_groups_ > 0 && !world.agent_store && world.store_file.empty() &&
-      world.rank == open->world_.rank && world.master_port == open->world_.master_port) {
+      world.rank == open->world().rank && world.master_port == open->world().master_port) {
     throw InputError("comm::create",
                      "this process is already in the world of " + std::to_string(world.world_size) +
                          " ranks at " + world.master_addr + ":" + std::to_string(world.master_port),
@@ -134,76 +186,30 @@ std::shared_ptr<WorldLink> WorldLink::join(const World& world, const Communicato
   const StoreFile file( // exists until all ranks have found the store
       world, options.interface_address, generation, CommClock::now() + options.timeout,
       server.get());
-  auto link = std::make_shared<WorldLink>(file.world(), options, generation, file.store(), server);
-  link->shake_hands(options);
-  link->start_watch();
+  const CommClock::time_point deadline = CommClock::now() + options.timeout;
+  WorldRanks ranks{.world = file.world(),
+                   .first_world = file.world(),
+                   .generation = generation,
+                   .timeout = options.timeout,
+                   .heartbeat_timeout = options.heartbeat_timeout,
+                   .store = file.store(),
+                   .server = server};
+  const StoreConnections store(ranks, deadline);
+  ranks.hellos = shake_hands(ranks.world, options, *store.thread, deadline);
+  auto link = std::make_shared<WorldLink>(std::move(ranks), store);
   latest = link;
   return link;
-}
-
-void WorldLink::start_watch() {
-  liveness_ = std::make_shared<Liveness>(
-      LivenessConfig{world_, std::move(*watch_store_), hellos_, liveness_limit_,
-                     [store = std::weak_ptr<StoreThread>(store_)] {
-                       if (const auto alive = store.lock()) {
-                         alive->cancel();
-                       }
-                     }});
-}
-
-void WorldLink::shake_hands(const CommunicatorOptions& options) {
-  auto progress = std::make_shared<HandshakeProgress>();
-  progress->hellos.resize(static_cast<size_t>(world_.world_size));
-  const Hello own = own_hello(world_, options.device_kind, options.backend);
-  std::future<std::vector<Hello>> future = store_->post<std::vector<Hello>>(
-      [own, progress, world = world_](c10d::Store& store, const std::atomic<bool>& cancelled) {
-        return exchange_hellos(store, cancelled, own, world, *progress);
-      });
-  // One second more, so that an error of the store comes first.
-  const bool met = await_future(future, deadline_ + milliseconds(1000), [this] {
-    if (interrupt_signal() != 0) {
-      store_->cancel();
-      throw_if_interrupted();
-    }
-  });
-  try {
-    if (met) {
-      hellos_ = future.get();
-      return;
-    }
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception&) { // rank 0 gave up and its store is closed
-  }
-  store_->cancel();
-  std::vector<std::string> absent;
-  {
-    const std::lock_guard<std::mutex> lock(progress->mutex);
-    for (size_t i = 0; i < progress->hellos.size(); ++i) {
-      if (!progress->hellos[i]) {
-        absent.push_back(std::to_string(i));
-      } else if (static_cast<int>(i) < own.rank &&
-                 progress->hellos[i]->process_host == own.process_host) {
-        set_said_by_peer(true);
-      }
-    }
-  }
-  throw CommunicationError(
-      "comm::create",
-      "not all of " + std::to_string(world_.world_size) + " ranks have arrived within " +
-          std::to_string(options.timeout.count()) + " ms: missing " + joined(absent),
-      "every rank to start within the timeout", "read the messages of the missing ranks");
 }
 
 std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& address) {
   std::string host = address;
   if (!is_address(address)) {
-    const bool one_host = std::all_of(hellos_.begin(), hellos_.end(), [this](const Hello& hello) {
-      return hello.network_host == hellos_[0].network_host;
-    });
+    const bool one_host = std::all_of(
+        ranks_.hellos.begin(), ranks_.hellos.end(),
+        [this](const Hello& hello) { return hello.network_host == ranks_.hellos[0].network_host; });
     host = "127.0.0.1";
     if (!one_host || !address.empty()) {
-      host = reachable_address(address, store_address_of(hellos_, world_.rank));
+      host = reachable_address(address, store_address_of(ranks_.hellos, world().rank));
     }
   }
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -258,27 +264,27 @@ void WorldLink::remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool
                      "rank " + std::to_string(launch_rank()) + " was stopped by signal " +
                          std::to_string(interrupt_signal()),
                      "",
-                     {world_.rank}},
+                     {world().rank}},
                     milliseconds(300));
   }
-  if (serves_store(world_) && liveness_->failed() && !shrunk_) {
+  if (serves_store(world()) && liveness_->failed() && !shrunk_) {
     liveness_->wait_until_known();
   }
   liveness_->stop(milliseconds(300));
   store_->stop(milliseconds(300));
-  server_.reset();
+  ranks_.server.reset();
 }
 
 /// The ranks meet before they disconnect. Otherwise data that peers have not read would be lost,
 /// and with rank 0 the store.
 bool WorldLink::meet() {
   std::vector<std::string> keys;
-  for (int i = 0; i < world_.world_size; ++i) {
+  for (int i = 0; i < world().world_size; ++i) {
     keys.push_back("close/" + std::to_string(i));
   }
   auto enough = std::make_shared<std::atomic<bool>>(false);
   std::future<bool> future =
-      store_->post<bool>([keys, enough, own = keys[static_cast<size_t>(world_.rank)]](
+      store_->post<bool>([keys, enough, own = keys[static_cast<size_t>(world().rank)]](
                              c10d::Store& store, const std::atomic<bool>& cancelled) {
         store.set(own, std::string("1"));
         StorePause pause;
@@ -287,7 +293,7 @@ bool WorldLink::meet() {
         }
         return true;
       });
-  const milliseconds limit = world_.rank == 0 ? timeout_ : liveness_limit_;
+  const milliseconds limit = world().rank == 0 ? ranks_.timeout : ranks_.heartbeat_timeout;
   struct CannotMeet {};
   try {
     await_future(future, CommClock::now() + limit, [this] {
@@ -326,7 +332,7 @@ void WorldLink::disconnect(milliseconds limit) {
 void WorldLink::part() {
   liveness_->leave(milliseconds(1000));
   std::future<bool> gone =
-      store_->post<bool>([others = world_.world_size - 1, last = world_.rank == 0](
+      store_->post<bool>([others = world().world_size - 1, last = world().rank == 0](
                              c10d::Store& store, const std::atomic<bool>& cancelled) {
         if (!last) {
           store.add("gone", 1);
@@ -339,7 +345,7 @@ void WorldLink::part() {
       });
   gone.wait_for(milliseconds(2000));
   store_->stop(milliseconds(1000));
-  server_.reset();
+  ranks_.server.reset();
 }
 
 } // namespace hasten::detail

@@ -33,25 +33,40 @@ bool await_future(std::future<T>& future, CommClock::time_point deadline, const 
   return true;
 }
 
+/// The ranks of a world, and where they meet.
+struct WorldRanks {
+  World world{};
+  World first_world{}; // the world in which the ranks joined the store
+  int generation = 0; // of the store's keys: counts the worlds that this process has joined
+  int revision = 0; // how often the world has shrunk
+  std::chrono::milliseconds timeout{};
+  std::chrono::milliseconds heartbeat_timeout{};
+  StoreAddress store{};
+  std::shared_ptr<StoreServer> server{}; // on the rank that serves the store
+  std::vector<Hello> hellos{}; // [rank] empty before the handshake
+};
+
+/// Connections to the store. The thread opens Liveness's connection, too, before any function that
+/// is posted to it runs.
+struct StoreConnections {
+  StoreConnections(const WorldRanks& ranks, CommClock::time_point deadline);
+  std::shared_ptr<StorePtr> watch = std::make_shared<StorePtr>();
+  std::shared_ptr<StoreThread> thread;
+};
+
 class WorldLink {
  public:
   /// Joins the world: meets the peers and checks that all match.
   static std::shared_ptr<WorldLink> join(const World& world, const CommunicatorOptions& options);
-  /// `generation` counts the worlds that this process has joined. `store` is the store's address.
-  /// `server` is set on the rank that serves it.
-  WorldLink(const World& world, const CommunicatorOptions& options, int generation,
-            StoreAddress store, std::shared_ptr<StoreServer> server);
-  /// The world of some of `before`'s ranks. `store` already has the keys of the heartbeats.
-  WorldLink(const WorldLink& before, const std::vector<int>& members,
-            std::shared_ptr<StoreThread> store, std::shared_ptr<StorePtr> watch_store);
-  ~WorldLink();
+  /// The ranks have met. The store has the keys of the heartbeats.
+  WorldLink(WorldRanks ranks, const StoreConnections& store);
 
-  const World& world() const { return world_; }
+  const World& world() const { return ranks_.world; }
   Liveness& liveness() { return *liveness_; }
   StoreThread& store() { return *store_; }
   /// The rank's number in messages: its rank when the first world began.
-  int launch_rank(int rank) const { return hellos_[static_cast<size_t>(rank)].launch_rank; }
-  int launch_rank() const { return launch_rank(world_.rank); }
+  int launch_rank(int rank) const { return ranks_.hellos[static_cast<size_t>(rank)].launch_rank; }
+  int launch_rank() const { return launch_rank(world().rank); }
 
   /// After a failure: creates the world of the remaining ranks and sets `members` to their ranks
   /// in this one. Null if all ranks remain. This world ends when its groups have.
@@ -76,8 +91,6 @@ class WorldLink {
   void remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool orderly);
 
  private:
-  void shake_hands(const CommunicatorOptions& options);
-  void start_watch();
   std::vector<int> agree_on_members(StoreThread& store);
   /// True if all ranks are ready to leave.
   bool meet();
@@ -85,20 +98,9 @@ class WorldLink {
   /// Blocks at most `limit`.
   void disconnect(std::chrono::milliseconds limit);
 
-  const World world_;
-  const World first_world_; // the world in which the ranks joined the store
-  const int generation_; // of the store's keys
-  const int revision_ = 0; // how often the world has shrunk
-  const std::chrono::milliseconds timeout_;
-  const std::chrono::milliseconds liveness_limit_;
-  const CommClock::time_point deadline_; // for joining
-  const StoreAddress store_address_;
-  std::shared_ptr<StoreServer> server_; // on the rank that serves the store
-  std::vector<Hello> hellos_; // [rank]
-  /// Liveness's connection, opened by the store's thread. Read after the handshake.
-  const std::shared_ptr<StorePtr> watch_store_;
-  std::shared_ptr<StoreThread> store_;
-  std::shared_ptr<Liveness> liveness_;
+  WorldRanks ranks_; // set at construction, but for the server
+  const std::shared_ptr<StoreThread> store_;
+  const std::shared_ptr<Liveness> liveness_;
   std::atomic<bool> shrunk_{false};
   std::mutex mutex_; // guards the members below
   std::set<std::string> names_;

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "gloo_group.h"
@@ -26,28 +25,22 @@ using std::chrono::milliseconds;
 constexpr const char* kShrinkWhere = "comm::shrink";
 constexpr const char* kShrinkMembers = "members";
 
-World world_of_members(const World& before, const std::vector<int>& members,
-                       const std::vector<Hello>& hellos) {
-  World world = before;
-  const std::string& host = hellos[static_cast<size_t>(before.rank)].process_host;
+/// `before`, reduced to some of its ranks.
+static WorldRanks ranks_of_members(const WorldRanks& before, const std::vector<int>& members) {
+  WorldRanks left = before;
+  World& world = left.world;
+  const std::string& host = before.hellos[static_cast<size_t>(world.rank)].process_host;
   world.rank =
-      static_cast<int>(std::find(members.begin(), members.end(), before.rank) - members.begin());
+      static_cast<int>(std::find(members.begin(), members.end(), world.rank) - members.begin());
   world.world_size = static_cast<int>(members.size());
-  world.local_world_size =
-      static_cast<int>(std::count_if(members.begin(), members.end(), [&](int member) {
-        return hellos[static_cast<size_t>(member)].process_host == host;
-      }));
-  return world;
-}
-
-std::vector<Hello> hellos_of_members(const std::vector<int>& members,
-                                     const std::vector<Hello>& hellos) {
-  std::vector<Hello> left;
+  world.local_world_size = 0;
+  left.hellos.clear();
   for (const int member : members) {
-    Hello hello = hellos[static_cast<size_t>(member)];
-    hello.rank = static_cast<int>(left.size());
-    hello.world_size = static_cast<int>(members.size());
-    left.push_back(std::move(hello));
+    Hello hello = before.hellos[static_cast<size_t>(member)];
+    hello.rank = static_cast<int>(left.hellos.size());
+    hello.world_size = world.world_size;
+    world.local_world_size += hello.process_host == host;
+    left.hellos.push_back(std::move(hello));
   }
   return left;
 }
@@ -83,26 +76,11 @@ std::vector<int> decide_members(c10d::Store& store, const std::atomic<bool>& can
   return {};
 }
 
-WorldLink::WorldLink(const WorldLink& before, const std::vector<int>& members,
-                     std::shared_ptr<StoreThread> store, std::shared_ptr<StorePtr> watch_store)
-    : world_(world_of_members(before.world_, members, before.hellos_)),
-      first_world_(before.first_world_),
-      generation_(before.generation_),
-      revision_(before.revision_ + 1),
-      timeout_(before.timeout_),
-      liveness_limit_(before.liveness_limit_),
-      deadline_(CommClock::now() + before.timeout_),
-      store_address_(before.store_address_),
-      server_(before.server_),
-      hellos_(hellos_of_members(members, before.hellos_)),
-      watch_store_(std::move(watch_store)),
-      store_(std::move(store)) {}
-
 /// Called by all remaining ranks.
 std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
-  const CommClock::time_point deadline = CommClock::now() + timeout_;
+  const CommClock::time_point deadline = CommClock::now() + ranks_.timeout;
   const auto refuse_without_store = [this] {
-    if (!launcher_serves(world_) && world_.rank != 0 && liveness_->lost()[0]) {
+    if (!launcher_serves(world()) && world().rank != 0 && liveness_->lost()[0]) {
       throw CommunicationError(
           kShrinkWhere,
           liveness_->cause().text +
@@ -112,7 +90,7 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
   };
   refuse_without_store();
   std::future<std::vector<int>> future =
-      store.post<std::vector<int>>([liveness = liveness_, rank = world_.rank, deadline](
+      store.post<std::vector<int>>([liveness = liveness_, rank = world().rank, deadline](
                                        c10d::Store& s, const std::atomic<bool>& cancelled) {
         return decide_members(s, cancelled, *liveness, rank, deadline);
       });
@@ -131,14 +109,14 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
   }
   if (members.empty()) {
     throw CommunicationError(kShrinkWhere, "the remaining ranks have not met within " +
-                                               std::to_string(timeout_.count()) + " ms (" + why +
-                                               ")");
+                                               std::to_string(ranks_.timeout.count()) + " ms (" +
+                                               why + ")");
   }
-  const bool own = std::find(members.begin(), members.end(), world_.rank) != members.end();
-  if (!own || (!launcher_serves(world_) && members[0] != 0)) {
+  const bool own = std::find(members.begin(), members.end(), world().rank) != members.end();
+  if (!own || (!launcher_serves(world()) && members[0] != 0)) {
     throw CommunicationError(kShrinkWhere,
                              own ? "rank 0, which serves the store, has not come within " +
-                                       std::to_string(timeout_.count()) + " ms"
+                                       std::to_string(ranks_.timeout.count()) + " ms"
                                  : "the other ranks continue without rank " +
                                        std::to_string(launch_rank()) +
                                        ": it was late, or they took it for dead",
@@ -149,30 +127,20 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
 }
 
 std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
-  auto watch = std::make_shared<StorePtr>();
-  auto store = std::make_shared<StoreThread>(
-      [world = first_world_, generation = generation_,
-       prefix = "world " + std::to_string(revision_ + 1), deadline = CommClock::now() + timeout_,
-       address = store_address_, watch](const std::atomic<bool>& cancelled) {
-        const auto open = [&] {
-          return c10::make_intrusive<c10d::PrefixStore>(
-              prefix, open_store(world, address, generation, deadline, cancelled));
-        };
-        StorePtr own = open();
-        *watch = open();
-        return own;
-      });
+  WorldRanks ranks = ranks_;
+  ++ranks.revision;
+  const StoreConnections store(ranks, CommClock::now() + ranks.timeout);
   try {
-    members = agree_on_members(*store);
+    members = agree_on_members(*store.thread);
   } catch (...) {
-    store->stop(milliseconds(0));
+    store.thread->stop(milliseconds(0));
     throw;
   }
-  if (std::ssize(members) == world_.world_size) {
+  if (std::ssize(members) == world().world_size) {
     return nullptr;
   }
   std::future<bool> keys =
-      store->post<bool>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
+      store.thread->post<bool>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
         const std::string none; // sets only keys that do not exist: a member may have set them
         for (size_t i = 0; i < size; ++i) {
           s.compareSet(Liveness::beat_key(static_cast<int>(i)), none,
@@ -181,12 +149,11 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
         s.compareSet(Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
         return true;
       });
-  if (!await_future(keys, CommClock::now() + timeout_, throw_if_interrupted)) {
+  if (!await_future(keys, CommClock::now() + ranks_.timeout, throw_if_interrupted)) {
     throw CommunicationError(kShrinkWhere, "the store does not answer");
   }
   keys.get();
-  auto link = std::make_shared<WorldLink>(*this, members, std::move(store), watch);
-  link->start_watch();
+  auto link = std::make_shared<WorldLink>(ranks_of_members(ranks, members), store);
   shrunk_ = true;
   return link;
 }

@@ -20,7 +20,7 @@ static bool comes_true(const std::function<bool()>& condition) {
   return condition();
 }
 
-using Ranks = std::vector<std::unique_ptr<Liveness>>;
+using Ranks = std::vector<std::shared_ptr<Liveness>>;
 
 static Ranks three_ranks() {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
@@ -41,8 +41,7 @@ static Ranks three_ranks() {
     world.rank = rank;
     world.world_size = 3;
     world.agent_store = true;
-    ranks.push_back(
-        std::make_unique<Liveness>(LivenessConfig{world, store, hellos, milliseconds(800), [] {}}));
+    ranks.push_back(Liveness::start({world, store, hellos, milliseconds(800), [] {}}));
   }
   return ranks;
 }
