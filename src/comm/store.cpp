@@ -159,57 +159,56 @@ StorePtr open_store(const World& world, const StoreAddress& address, int generat
   return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
 }
 
-StoreThread::StoreThread(Open open) : shared_(std::make_shared<Shared>()) {
-  std::thread([shared = shared_, open = std::move(open)] { run(shared, open); }).detach();
+std::shared_ptr<StoreThread> StoreThread::start(Open open) {
+  auto running = std::make_shared<StoreThread>();
+  std::thread([running, open = std::move(open)] { running->run(open); }).detach();
+  return {running.get(),
+          [running](StoreThread* thread) { thread->stop(std::chrono::milliseconds(0)); }};
 }
 
-StoreThread::~StoreThread() { stop(std::chrono::milliseconds(0)); }
-
-void StoreThread::run(const std::shared_ptr<Shared>& shared, const Open& open) {
+void StoreThread::run(const Open& open) {
   const NoBrokenPipeSignal none; // for the threads of store and groups, too
   try {
-    shared->store = open(shared->cancelled);
+    store_ = open(cancelled_);
   } catch (...) {
-    shared->open_error = std::current_exception();
+    open_error_ = std::current_exception();
   }
-  std::unique_lock<std::mutex> lock(shared->mutex);
+  std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    shared->changed.wait(lock, [&] { return shared->stopping || !shared->queue.empty(); });
-    if (shared->stopping) {
+    changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+    if (stopping_) {
       break;
     }
-    const std::function<void()> task = std::move(shared->queue.front());
-    shared->queue.pop_front();
+    const std::function<void()> task = std::move(queue_.front());
+    queue_.pop_front();
     lock.unlock();
     task();
     lock.lock();
   }
   // The broken promises end the calls that still wait.
-  shared->queue.clear();
-  StorePtr store = std::move(shared->store);
+  queue_.clear();
+  StorePtr store = std::move(store_);
   lock.unlock();
   store.reset();
   lock.lock();
-  shared->ended = true;
-  shared->changed.notify_all();
+  ended_ = true;
+  changed_.notify_all();
 }
 
-void StoreThread::enqueue(Shared* shared, std::function<void()> task) {
-  const std::lock_guard<std::mutex> lock(shared->mutex);
-  if (!shared->stopping) { // otherwise the promise is broken here
-    shared->queue.push_back(std::move(task));
-    shared->changed.notify_all();
+void StoreThread::enqueue(std::function<void()> task) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!stopping_) { // otherwise the promise is broken here
+    queue_.push_back(std::move(task));
+    changed_.notify_all();
   }
 }
 
-void StoreThread::cancel() { shared_->cancelled = true; }
-
 void StoreThread::stop(std::chrono::milliseconds limit) {
   cancel();
-  std::unique_lock<std::mutex> lock(shared_->mutex);
-  shared_->stopping = true;
-  shared_->changed.notify_all();
-  shared_->changed.wait_for(lock, limit, [&] { return shared_->ended; });
+  std::unique_lock<std::mutex> lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  changed_.wait_for(lock, limit, [&] { return ended_; });
 }
 
 void StorePause::operator()() {

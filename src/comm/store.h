@@ -81,9 +81,10 @@ class StoreThread {
  public:
   using Open = std::function<StorePtr(const std::atomic<bool>& cancelled)>;
 
-  /// The thread first calls `open`. If that throws, each call throws the same exception.
-  explicit StoreThread(Open open);
-  ~StoreThread();
+  /// Starts a thread, which keeps the object until it ends. It first calls `open`. If that throws,
+  /// each call throws the same exception. The end of the returned pointers stops the thread.
+  static std::shared_ptr<StoreThread> start(Open open);
+  StoreThread() = default; // for start()
   StoreThread(const StoreThread&) = delete;
   StoreThread& operator=(const StoreThread&) = delete;
 
@@ -103,26 +104,16 @@ class StoreThread {
     auto poll = std::make_shared<Poll<T>>();
     poll->attempt = std::move(f);
     std::future<T> future = poll->promise.get_future();
-    enqueue(shared_.get(), [shared = shared_.get(), poll] { poll_once(shared, poll); });
+    enqueue([this, poll] { poll_once(poll); });
     return future;
   }
 
   /// Makes the running call, and every later one, end early.
-  void cancel();
+  void cancel() { cancelled_ = true; }
   /// Cancels, frees the store and waits at most `limit` for it.
   void stop(std::chrono::milliseconds limit);
 
  private:
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<std::function<void()>> queue;
-    std::atomic<bool> cancelled{false};
-    bool stopping = false;
-    bool ended = false;
-    StorePtr store; // used only by the thread
-    std::exception_ptr open_error; // used only by the thread
-  };
   template <typename T>
   struct Poll {
     std::function<std::optional<T>(c10d::Store&, const std::atomic<bool>&)> attempt;
@@ -131,13 +122,13 @@ class StoreThread {
   };
 
   template <typename T>
-  static void poll_once(Shared* shared, const std::shared_ptr<Poll<T>>& poll) {
+  void poll_once(const std::shared_ptr<Poll<T>>& poll) {
     try {
       const QuietStore quiet;
-      if (shared->open_error) {
-        std::rethrow_exception(shared->open_error);
+      if (open_error_) {
+        std::rethrow_exception(open_error_);
       }
-      if (std::optional<T> value = poll->attempt(*shared->store, shared->cancelled)) {
+      if (std::optional<T> value = poll->attempt(*store_, cancelled_)) {
         poll->promise.set_value(std::move(*value));
         return;
       }
@@ -146,12 +137,20 @@ class StoreThread {
       return;
     }
     poll->pause();
-    enqueue(shared, [shared, poll] { poll_once(shared, poll); });
+    enqueue([this, poll] { poll_once(poll); });
   }
-  static void enqueue(Shared* shared, std::function<void()> task);
-  static void run(const std::shared_ptr<Shared>& shared, const Open& open);
+  void enqueue(std::function<void()> task);
+  void run(const Open& open);
 
-  std::shared_ptr<Shared> shared_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  std::atomic<bool> cancelled_{false};
+  bool stopping_ = false;
+  bool ended_ = false;
+  // Used only by the thread.
+  StorePtr store_;
+  std::exception_ptr open_error_;
 };
 
 } // namespace hasten::detail

@@ -90,23 +90,23 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
 }
 
 StoreConnections::StoreConnections(const WorldRanks& ranks, CommClock::time_point deadline)
-    : thread(std::make_shared<StoreThread>(
-          [world = ranks.first_world, address = ranks.store, generation = ranks.generation,
-           revision = ranks.revision, deadline, watch = watch](const std::atomic<bool>& cancelled) {
-            const auto open = [&]() -> StorePtr {
-              StorePtr store = open_store(world, address, generation, deadline, cancelled);
-              if (revision > 0) {
-                store = c10::make_intrusive<c10d::PrefixStore>("world " + std::to_string(revision),
-                                                               store);
-              }
-              return store;
-            };
-            StorePtr store = open();
-            // Opened before this rank says hello: if connecting is slow, the start is slow, and no
-            // peer takes a late connection for a lost store.
-            *watch = open();
-            return store;
-          })) {}
+    : thread(StoreThread::start([world = ranks.first_world, address = ranks.store,
+                                 generation = ranks.generation, revision = ranks.revision, deadline,
+                                 watch = watch](const std::atomic<bool>& cancelled) {
+        const auto open = [&]() -> StorePtr {
+          StorePtr store = open_store(world, address, generation, deadline, cancelled);
+          if (revision > 0) {
+            store =
+                c10::make_intrusive<c10d::PrefixStore>("world " + std::to_string(revision), store);
+          }
+          return store;
+        };
+        StorePtr store = open();
+        // Opened before this rank says hello: if connecting is slow, the start is slow, and no
+        // peer takes a late connection for a lost store.
+        *watch = open();
+        return store;
+      })) {}
 
 WorldLink::WorldLink(WorldRanks ranks, const StoreConnections& store)
     : ranks_(std::move(ranks)),
@@ -294,17 +294,14 @@ bool WorldLink::meet() {
         return true;
       });
   const milliseconds limit = world().rank == 0 ? ranks_.timeout : ranks_.heartbeat_timeout;
-  struct CannotMeet {};
-  try {
-    await_future(future, CommClock::now() + limit, [this] {
-      liveness_->poll_store();
-      if (liveness_->failed() || interrupt_signal() != 0) {
-        throw CannotMeet{};
-      }
-    });
-  } catch (const CannotMeet&) {
-    store_->cancel();
-    return false;
+  const CommClock::time_point until = CommClock::now() + limit;
+  while (future.wait_for(milliseconds(20)) != std::future_status::ready &&
+         CommClock::now() <= until) {
+    liveness_->poll_store();
+    if (liveness_->failed() || interrupt_signal() != 0) {
+      store_->cancel();
+      return false;
+    }
   }
   *enough = true; // stop waiting for late ranks
   return !liveness_->failed(); // a failure cancels the call

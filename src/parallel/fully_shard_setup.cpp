@@ -323,13 +323,10 @@ FullyShard::Units FullyShard::make_units(const detail::ShardBlocks& blocks) {
 }
 
 void FullyShard::shard_units(Units units) {
-  std::unordered_map<const void*, size_t> numbers;
   std::vector<FlatLayout::NamedParameters> parameters(units.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ShardedParameter& entry = parameters_[i];
+  for (ShardedParameter& entry : parameters_) {
     parameters[entry.unit].emplace_back(entry.name, entry.parameter);
-    units[entry.unit]->add(entry.name, entry.parameter);
-    numbers[entry.parameter.unsafeGetTensorImpl()] = i;
+    units[entry.unit]->add(entry);
   }
   places_.resize(parameters_.size());
   broadcast_start(communicator_.get(), options_.replicas.get(), module_buffers_);
@@ -340,10 +337,7 @@ void FullyShard::shard_units(Units units) {
     units[u]->shard();
     for (detail::ShardFlat& flat : units[u]->flats()) {
       for (detail::ShardTensor& tensor : flat.tensors) {
-        const size_t number = numbers.at(tensor.parameter.unsafeGetTensorImpl());
-        places_[number] = {&flat, &tensor};
-        parameters_[number].first_row = tensor.first_row;
-        parameters_[number].rows = tensor.own_rows;
+        places_[static_cast<size_t>(tensor.entry - parameters_.data())] = {&flat, &tensor};
       }
     }
   }

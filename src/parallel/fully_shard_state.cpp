@@ -150,22 +150,22 @@ void FullyShard::save_state(NamedTensors& tensors, nlohmann::json& values) const
     const detail::ShardTensor& tensor = tensor_of(i);
     const at::Tensor sum = schedule_->units()[parameters_[i].unit]->gradient_of(flat_of(i), tensor);
     if (tensor.used) {
-      values["used"].push_back(tensor.name);
+      values["used"].push_back(tensor.entry->name);
     }
     if (!begun_) {
       if (parameters_[i].parameter.grad().defined()) {
-        tensors["grad." + tensor.name] = parameters_[i].parameter.grad().detach();
+        tensors["grad." + tensor.entry->name] = parameters_[i].parameter.grad().detach();
       }
       continue;
     }
     if (sum.defined()) {
-      tensors["grad." + tensor.name] = sum;
+      tensors["grad." + tensor.entry->name] = sum;
     }
     if (tensor.sum.defined() && communicator_->world_size() > 1) {
-      tensors["sum." + tensor.name] = tensor.sum;
+      tensors["sum." + tensor.entry->name] = tensor.sum;
     }
     if (tensor.aside.defined()) {
-      tensors["aside." + tensor.name] = tensor.aside;
+      tensors["aside." + tensor.entry->name] = tensor.aside;
     }
   }
 }
@@ -173,7 +173,7 @@ void FullyShard::save_state(NamedTensors& tensors, nlohmann::json& values) const
 void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   const at::NoGradGuard no_grad;
   const auto saved = [&](const char* kind, const detail::ShardTensor& tensor) {
-    const auto found = tensors.find(kind + tensor.name);
+    const auto found = tensors.find(kind + tensor.entry->name);
     return found == tensors.end() ? at::Tensor() : found->second;
   };
   size_t known = 0;
@@ -184,9 +184,9 @@ void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& v
       const bool whole = std::string(kind) == "sum.";
       if (found.defined() &&
           (!tensor.trainable ||
-           found.sizes() != at::IntArrayRef(whole ? tensor.sizes : tensor.shard_sizes))) {
+           found.sizes() != at::IntArrayRef(whole ? tensor.entry->sizes : tensor.shard_sizes))) {
         throw InputError("parallel::FullyShard",
-                         kind + tensor.name + " has shape " + c10::str(found.sizes()),
+                         kind + tensor.entry->name + " has shape " + c10::str(found.sizes()),
                          "this rank's shard of the same model on the same number of ranks");
       }
       known += found.defined();
@@ -209,7 +209,7 @@ void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& v
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     detail::ShardTensor& tensor = tensor_of(i);
-    tensor.used = std::find(used.begin(), used.end(), tensor.name) != used.end();
+    tensor.used = std::find(used.begin(), used.end(), tensor.entry->name) != used.end();
     const at::Tensor grad = saved("grad.", tensor);
     const at::Tensor sum = saved("sum.", tensor);
     const at::Tensor aside = saved("aside.", tensor);

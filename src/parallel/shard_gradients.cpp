@@ -11,7 +11,7 @@ namespace hasten::detail {
 
 void ShardUnit::take(ShardTensor& tensor) {
   const at::NoGradGuard no_grad;
-  at::Tensor& grad = tensor.parameter.mutable_grad();
+  at::Tensor& grad = tensor.entry->parameter.mutable_grad();
   tensor.taken = tensor.taken.defined() ? tensor.taken + grad : std::move(grad);
   grad.reset();
   tensor.used = true;
@@ -155,9 +155,9 @@ std::vector<Work> ShardUnit::sum_over(Communicator& replicas) {
     }
     for (ShardTensor& tensor : flat.tensors) {
       if (tensor.trainable) {
-        tensor.sum = tensor.sum.defined()
-                         ? tensor.sum.contiguous()
-                         : at::zeros(tensor.sizes, tensor.shard.options().dtype(flat.summed));
+        tensor.sum = tensor.sum.defined() ? tensor.sum.contiguous()
+                                          : at::zeros(tensor.entry->sizes,
+                                                      tensor.shard.options().dtype(flat.summed));
         sum(tensor.sum);
       }
     }

@@ -28,10 +28,11 @@ ShardUnit::ShardUnit(std::string name, MixedPrecisionPolicy precision,
   report_.name = name_;
 }
 
-void ShardUnit::add(const std::string& name, const at::Tensor& parameter) {
+void ShardUnit::add(ShardedParameter& entry) {
+  const at::Tensor& parameter = entry.parameter;
   const at::ScalarType dtype = parameter.scalar_type();
   auto flat = std::find_if(flats_.begin(), flats_.end(), [&](const auto& f) {
-    return f.dtype == dtype && f.tensors.front().parameter.device() == parameter.device();
+    return f.dtype == dtype && f.tensors.front().entry->parameter.device() == parameter.device();
   });
   if (flat == flats_.end()) {
     flat = flats_.emplace(flats_.end());
@@ -43,28 +44,20 @@ void ShardUnit::add(const std::string& name, const at::Tensor& parameter) {
     flat->in_place = ranks_ == 1 && flat->compute == dtype;
   }
   ShardTensor& tensor = flat->tensors.emplace_back();
-  tensor.name = name;
-  tensor.parameter = parameter;
-  tensor.sizes = parameter.sizes().vec();
+  tensor.entry = &entry;
   tensor.trainable = parameter.requires_grad();
-  place(tensor);
-}
-
-// Computes this rank's rows of dimension 0.
-void ShardUnit::place(ShardTensor& tensor) const {
-  tensor.dim0 = tensor.sizes.empty() ? 1 : tensor.sizes[0];
-  tensor.inner = 1;
-  for (size_t dim = 1; dim < tensor.sizes.size(); ++dim) {
-    tensor.inner *= tensor.sizes[dim];
+  tensor.dim0 = entry.sizes.empty() ? 1 : entry.sizes[0];
+  for (size_t dim = 1; dim < entry.sizes.size(); ++dim) {
+    tensor.inner *= entry.sizes[dim];
   }
   tensor.rows = (tensor.dim0 + ranks_ - 1) / ranks_;
-  tensor.first_row = std::min(tensor.dim0, rank_ * tensor.rows);
-  tensor.own_rows = std::min(tensor.dim0, (rank_ + 1) * tensor.rows) - tensor.first_row;
-  tensor.shard_sizes = tensor.sizes;
-  if (ranks_ > 1 && tensor.sizes.empty()) {
-    tensor.shard_sizes = {tensor.own_rows};
-  } else if (!tensor.sizes.empty()) {
-    tensor.shard_sizes[0] = tensor.own_rows;
+  entry.first_row = std::min(tensor.dim0, rank_ * tensor.rows);
+  entry.rows = std::min(tensor.dim0, (rank_ + 1) * tensor.rows) - entry.first_row;
+  tensor.shard_sizes = entry.sizes;
+  if (ranks_ > 1 && entry.sizes.empty()) {
+    tensor.shard_sizes = {entry.rows};
+  } else if (!entry.sizes.empty()) {
+    tensor.shard_sizes[0] = entry.rows;
   }
 }
 
@@ -119,28 +112,29 @@ static at::Tensor without_memory(int64_t numel, const at::TensorOptions& options
 }
 
 void ShardUnit::make_shards(ShardFlat& flat) {
-  const at::TensorOptions options = flat.tensors.front().parameter.options().requires_grad(false);
+  const at::TensorOptions options =
+      flat.tensors.front().entry->parameter.options().requires_grad(false);
   if (!flat.in_place) {
     flat.shard = at::zeros({flat.numel}, options);
     flat.whole = without_memory(ranks_ * flat.numel, options.dtype(flat.compute));
   }
   for (ShardTensor& tensor : flat.tensors) {
-    const at::Tensor data = tensor.parameter.detach();
-    if (tensor.trainable && tensor.parameter.grad_dtype() != flat.summed) {
-      tensor.parameter.mutable_grad().reset();
-      tensor.parameter.set_grad_dtype(flat.summed);
+    const at::Tensor data = tensor.entry->parameter.detach();
+    if (tensor.trainable && tensor.entry->parameter.grad_dtype() != flat.summed) {
+      tensor.entry->parameter.mutable_grad().reset();
+      tensor.entry->parameter.set_grad_dtype(flat.summed);
     }
     if (flat.in_place) {
       tensor.shard = tensor.whole = data;
       continue;
     }
-    const auto numel = static_cast<int64_t>(c10::multiply_integers(tensor.sizes));
-    tensor.whole = flat.whole.narrow(0, ranks_ * tensor.offset, numel).view(tensor.sizes);
+    const auto numel = static_cast<int64_t>(c10::multiply_integers(tensor.entry->sizes));
+    tensor.whole = flat.whole.narrow(0, ranks_ * tensor.offset, numel).view(tensor.entry->sizes);
     tensor.shard = flat.shard.narrow(0, tensor.offset, tensor.own_numel()).view(tensor.shard_sizes);
     tensor.shard.view({-1}).copy_(data.reshape({tensor.dim0, tensor.inner})
-                                      .narrow(0, tensor.first_row, tensor.own_rows)
+                                      .narrow(0, tensor.entry->first_row, tensor.entry->rows)
                                       .reshape({-1}));
-    put_data(tensor.parameter, tensor.shard);
+    put_data(tensor.entry->parameter, tensor.shard);
   }
   if (!flat.in_place) {
     state_ = State::unsharded;
@@ -151,11 +145,11 @@ void ShardUnit::make_shards(ShardFlat& flat) {
 std::string ShardUnit::changed_parameter() const {
   for (const ShardFlat& flat : flats_) {
     for (const ShardTensor& tensor : flat.tensors) {
-      const at::Tensor& now = tensor.parameter;
+      const at::Tensor& now = tensor.entry->parameter;
       if (now.sizes() != tensor.shard.sizes() || now.scalar_type() != flat.dtype ||
           now.device() != tensor.shard.device() ||
           now.const_data_ptr() != tensor.shard.const_data_ptr()) {
-        return tensor.name;
+        return tensor.entry->name;
       }
     }
   }
@@ -238,7 +232,7 @@ void ShardUnit::wait_for_unshard() {
   for (const ShardFlat& flat : flats_) {
     for (const ShardTensor& tensor : flat.tensors) {
       if (!flat.in_place) {
-        put_data(tensor.parameter, tensor.whole);
+        put_data(tensor.entry->parameter, tensor.whole);
       }
     }
   }
@@ -254,7 +248,7 @@ void ShardUnit::reshard() {
       continue;
     }
     for (const ShardTensor& tensor : flat.tensors) {
-      put_data(tensor.parameter, tensor.shard);
+      put_data(tensor.entry->parameter, tensor.shard);
     }
     c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, flat.shard.device()));

@@ -32,16 +32,12 @@
 namespace hasten::detail {
 
 struct ShardTensor {
-  std::string name{};
-  at::Tensor parameter{};
-  std::vector<int64_t> sizes{}; // unsharded
+  ShardedParameter* entry = nullptr; // of the FullyShard
   std::vector<int64_t> shard_sizes{};
   bool trainable = true;
   int64_t dim0 = 1;
   int64_t rows = 0; // of a chunk
   int64_t inner = 1; // elements of a row
-  int64_t first_row = 0; // of this rank's
-  int64_t own_rows = 0;
   int64_t offset = 0; // of the chunk in the flat shard, elements
   at::Tensor shard{}; // own rows
   at::Tensor whole{}; // unsharded, in the compute dtype
@@ -53,7 +49,7 @@ struct ShardTensor {
   bool used = false; // got a gradient in this sum: here, then on any rank
 
   int64_t chunk() const { return rows * inner; }
-  int64_t own_numel() const { return own_rows * inner; }
+  int64_t own_numel() const { return entry->rows * inner; }
 };
 
 // The content of one message: a range of the flat shard.
@@ -88,8 +84,8 @@ class ShardUnit {
   ShardUnit(std::string name, MixedPrecisionPolicy precision, std::shared_ptr<ShardBuffers> buffers,
             int rank, int ranks);
 
-  /// Adds a parameter. Call it before shard().
-  void add(const std::string& name, const at::Tensor& parameter);
+  /// Adds a parameter, and computes this rank's rows of it. Call it before shard().
+  void add(ShardedParameter& entry);
   /// Shards the parameters.
   void shard();
 
@@ -151,7 +147,6 @@ class ShardUnit {
   };
 
   void lay_out(ShardFlat& flat) const;
-  void place(ShardTensor& tensor) const;
   void make_shards(ShardFlat& flat);
   at::Tensor whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const;
   void all_gather(ShardFlat& flat, Communicator& communicator);
