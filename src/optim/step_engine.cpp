@@ -7,6 +7,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <deque>
 #include <string>
 
 #include "hasten/base/error.h"
@@ -72,25 +73,39 @@ at::Tensor StepRules::make_moment(int, const at::Tensor& parameter, const Option
   return at::zeros_like(parameter, dtype);
 }
 
-void StepEngine::check(torch::optim::Optimizer& optimizer) const {
+// Each step calls it, and a hash set of the parameters is slow for many small tensors. If the groups
+// list the same objects as at the last check, none of them is repeated.
+void StepEngine::check(torch::optim::Optimizer& optimizer) {
+  size_t count = 0;
+  bool same = true;
+  for (const auto& group : optimizer.param_groups()) {
+    rules_->check(group.options());
+    for (const at::Tensor& parameter : group.params()) {
+      same =
+          same && count < distinct_.size() && distinct_[count] == parameter.unsafeGetTensorImpl();
+      ++count;
+    }
+  }
+  if (same && count == distinct_.size()) {
+    return;
+  }
+  distinct_.clear();
   ska::flat_hash_set<const void*> seen;
   for (auto& group : optimizer.param_groups()) {
-    rules_->check(group.options());
     std::erase_if(group.params(), [&](const at::Tensor& parameter) {
       return !seen.insert(parameter.unsafeGetTensorImpl()).second;
     });
+    for (const at::Tensor& parameter : group.params()) {
+      distinct_.push_back(parameter.unsafeGetTensorImpl());
+    }
   }
 }
 
-void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass) const {
+void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass) {
   const at::NoGradGuard no_grad;
   check(optimizer);
-  size_t count = 0;
-  for (const auto& group : optimizer.param_groups()) {
-    count += group.params().size();
-  }
   std::vector<StepItem> items;
-  items.reserve(count);
+  items.reserve(distinct_.size());
   uint64_t index = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -222,6 +237,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
     int64_t begin, end;
   };
   std::vector<Task> tasks;
+  std::deque<StepNumbers> numbers; // addresses must stay
   const bool alone = at::get_num_threads() == 1 || at::in_parallel_region();
   const auto kernel = rules_->traits().kernel;
   const StepItem* last = nullptr; // most parameters have the numbers of the one before
@@ -234,7 +250,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
     item.numbers = last != nullptr && &last->options == &item.options &&
                            *last->parts.step == step && last->fresh == item.fresh
                        ? last->numbers
-                       : rules_->numbers(item.options, step, item.fresh);
+                       : &numbers.emplace_back(rules_->numbers(item.options, step, item.fresh));
     last = &item;
     if (arrays.moment_type == StepType::bf16) {
       arrays.rounding_key =
@@ -243,7 +259,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
     if (item.by_tensors) {
       run_by_tensors(item, pass);
     } else if (alone) {
-      kernel(arrays, item.numbers, pass, 0, arrays.count);
+      kernel(arrays, *item.numbers, pass, 0, arrays.count);
     } else {
       const int64_t size = rules_->traits().by_elements ? kStepTask : arrays.count;
       for (int64_t at = 0; at < arrays.count; at += size) {
@@ -254,7 +270,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
   at::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) {
       const Task& task = tasks[static_cast<size_t>(i)];
-      kernel(task.item->arrays, task.item->numbers, pass, task.begin, task.end);
+      kernel(task.item->arrays, *task.item->numbers, pass, task.begin, task.end);
     }
   });
 }
@@ -281,7 +297,7 @@ void StepEngine::run_by_tensors(const StepItem& item, const StepPass& pass) cons
       tensors.moments[i] = item.parts.moments[i]->to(dtype);
     }
   }
-  rules_->run(tensors, item.numbers);
+  rules_->run(tensors, *item.numbers);
   for (size_t i = 0; i < 3; ++i) {
     if (tensors.moments[i].defined() && !tensors.moments[i].is_same(*item.parts.moments[i])) {
       item.parts.moments[i]->copy_(tensors.moments[i]);

@@ -54,7 +54,8 @@ class StepRules {
   virtual ~StepRules() = default;
   const StepTraits& traits() const { return traits_; }
   const char* where() const { return traits_.where; }
-  /// Throws InputError if the options have another type or are out of range.
+  /// Throws InputError if the options have another type or are out of range. The other functions
+  /// take options that were checked.
   virtual void check(const Options& options) const = 0;
   /// Makes the state, or adds what it lacks, without tensors.
   virtual StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
@@ -76,9 +77,9 @@ class StepEngine {
       : rules_(std::move(rules)), options_(options) {}
 
   /// Verifies the options of all groups and removes repeated parameters.
-  void check(torch::optim::Optimizer& optimizer) const;
-  void update(torch::optim::Optimizer& optimizer, const StepPass& pass) const;
-  /// Makes the state of all parameters and returns its bytes.
+  void check(torch::optim::Optimizer& optimizer);
+  void update(torch::optim::Optimizer& optimizer, const StepPass& pass);
+  /// Makes the state of all parameters and returns its bytes. Call it after check().
   int64_t make_state(torch::optim::Optimizer& optimizer) const;
 
   const StepRules& rules() const { return *rules_; }
@@ -94,7 +95,7 @@ class StepEngine {
     uint64_t index; // over all groups
     StateParts parts{};
     StepArrays arrays{};
-    StepNumbers numbers{};
+    const StepNumbers* numbers = nullptr;
     bool fresh = false;
     bool by_tensors = false;
     at::Tensor copy{}; // the gradient, if its strides differ from the parameter's
@@ -110,6 +111,7 @@ class StepEngine {
   const std::unique_ptr<StepRules> rules_;
   FusedOptions options_;
   bool only_tensors_ = false;
+  std::vector<const c10::TensorImpl*> distinct_{}; // all groups' parameters at the last check
 };
 
 } // namespace hasten::detail

@@ -26,6 +26,10 @@ class RulesOf : public StepRules {
  public:
   using StepRules::StepRules;
   void check(const Options& options) const final {
+    if (dynamic_cast<const OwnOptions*>(&options) == nullptr) {
+      throw InputError(where(), "a parameter group has options of another optimizer",
+                       "options of this one, or none");
+    }
     const OwnOptions& o = own(options);
     require_not_negative(where(), "lr", o.lr());
     if constexpr (requires { o.betas(); }) {
@@ -42,13 +46,9 @@ class RulesOf : public StepRules {
  protected:
   /// Checks what only this optimizer has.
   virtual void check_own(const OwnOptions&) const {}
-  const OwnOptions& own(const Options& options) const {
-    const auto* own = dynamic_cast<const OwnOptions*>(&options);
-    if (own == nullptr) {
-      throw InputError(where(), "a parameter group has options of another optimizer",
-                       "options of this one, or none");
-    }
-    return *own;
+  /// Each step calls it for each parameter, so there is no dynamic_cast.
+  static const OwnOptions& own(const Options& options) {
+    return static_cast<const OwnOptions&>(options);
   }
 };
 

@@ -327,6 +327,71 @@ TEST(Optimizers, GoOnFromSavedStateBitForBit) {
   }
 }
 
+// One optimizer makes many steps. After each change of its groups or states, a new one is the
+// reference.
+TEST(Optimizers, AStepSeesGroupsAndStatesThatChangedSinceTheLastOne) {
+  for (const auto& [name, make] : makers()) {
+    Tensors p = many(at::kFloat);
+    const Made ours = make(p, {});
+    int step = 0;
+    const auto expect_as_new = [&](const std::string& change, const auto& act) {
+      Tensors q;
+      for (const at::Tensor& parameter : p) {
+        q.push_back(parameter.detach().clone().requires_grad_());
+      }
+      const Made fresh = make(q, {});
+      act(ours, p);
+      act(fresh, q);
+      ++step;
+      set_gradients(p, step, at::kFloat);
+      set_gradients(q, step, at::kFloat);
+      ours.optimizer->step();
+      fresh.optimizer->step();
+      EXPECT_EQ(difference(p, q), 0) << name << ": " << change;
+    };
+    expect_as_new("nothing", [](const Made&, const Tensors&) {});
+    NamedTensors tensors;
+    nlohmann::json values;
+    save_optimizer_state(*ours.optimizer, names_of(p), tensors, values);
+    for (auto& [key, tensor] : tensors) {
+      tensor = tensor.clone();
+    }
+    expect_as_new("a state is loaded", [&](const Made& made, const Tensors& of) {
+      prepare_optimizer_load(*made.optimizer, names_of(of), tensors, values)();
+    });
+    expect_as_new("a state is replaced by hand", [&](const Made& made, const Tensors& of) {
+      Tensors others = many(at::kFloat);
+      const Made other = make(others, {});
+      set_gradients(others, 9, at::kFloat);
+      other.optimizer->step();
+      for (size_t i = 0; i < of.size(); ++i) {
+        made.optimizer->state()[of[i].unsafeGetTensorImpl()] =
+            std::move(other.optimizer->state()[others[i].unsafeGetTensorImpl()]);
+      }
+    });
+    expect_as_new("states are cleared",
+                  [](const Made& made, const Tensors&) { made.optimizer->state().clear(); });
+    expect_as_new("a later group repeats parameters", [&](const Made& made, const Tensors&) {
+      made.optimizer->state().clear();
+      if (&made == &ours) {
+        made.optimizer->add_param_group(torch::optim::OptimizerParamGroup({p[0], p[1], p[0]}));
+      }
+    });
+    EXPECT_EQ(ours.optimizer->param_groups()[1].params().size(), 0U) << name;
+    expect_as_new("one parameter takes the place of another",
+                  [&](const Made& made, const Tensors&) {
+                    made.optimizer->state().clear();
+                    Tensors& listed = made.optimizer->param_groups()[0].params();
+                    if (&made == &ours) {
+                      listed[1] = listed[0];
+                    } else {
+                      listed.erase(listed.begin() + 1);
+                    }
+                  });
+    EXPECT_EQ(ours.optimizer->param_groups()[0].params().size(), p.size() - 1) << name;
+  }
+}
+
 TEST(Optimizers, LeaveAloneWhatHasNoGradientAndCountWhatTheyWrite) {
   for (const auto& [name, make] : makers()) {
     Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_(),
