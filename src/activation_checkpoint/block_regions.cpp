@@ -174,18 +174,9 @@ static EnabledModels& enabled_models() {
   return *models;
 }
 
-// Removes the model's entry, and those of models that no longer exist.
-static void drop_attachments(const torch::nn::Module* model) {
-  EnabledModels& models = enabled_models();
-  const std::lock_guard<std::mutex> lock(models.mutex);
-  std::erase_if(models.entries, [model](const auto& entry) {
-    return entry.first == model || entry.second.model.expired();
-  });
-}
-
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
                     std::shared_ptr<BlockHandler> handler) {
-  drop_attachments(model.get());
+  gradient_checkpointing_disable(model);
   EnabledModels::Entry enabled{model, handler};
   std::vector<std::shared_ptr<torch::nn::SequentialImpl>> containers;
   std::unordered_set<const torch::nn::Module*> seen; // shared modules occur twice
@@ -234,14 +225,18 @@ void gradient_checkpointing_enable(const std::shared_ptr<torch::nn::Module>& mod
                      "call hasten::enable_within_budget(model, loss, budget)");
   }
   if (!options.mode) {
-    detail::drop_attachments(model.get());
+    gradient_checkpointing_disable(model);
     return;
   }
   detail::attach_handler(model, std::make_shared<detail::ModeHandler>(options));
 }
 
 void gradient_checkpointing_disable(const std::shared_ptr<torch::nn::Module>& model) {
-  detail::drop_attachments(model.get());
+  detail::EnabledModels& models = detail::enabled_models();
+  const std::lock_guard<std::mutex> lock(models.mutex);
+  std::erase_if(models.entries, [&model](const auto& entry) {
+    return entry.first == model.get() || entry.second.model.expired();
+  });
 }
 
 bool gradient_checkpointing_called(const std::shared_ptr<torch::nn::Module>& model) {

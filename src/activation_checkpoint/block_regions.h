@@ -12,7 +12,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/core/block_call.h"
-#include "region_state.h"
+#include "hasten/core/device.h"
 
 namespace hasten::detail {
 
@@ -76,8 +76,7 @@ class StepMeter : public BlockHandler {
  public:
   int64_t level = 0; // bytes in use before the step
 
-  virtual void begin() {}
-  virtual void end() = 0;
+  virtual void end() = 0; // the backward is done
 };
 /// Runs `loss` and its backward with `meter` attached, and attaches `after` then, or nothing.
 void meter_step(const std::shared_ptr<torch::nn::Module>& model,

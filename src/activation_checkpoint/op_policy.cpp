@@ -8,9 +8,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "hasten/core/op_scope.h"
-#include "region_state.h"
-#include "write_guard.h"
+#include "op_replay.h"
 
 namespace hasten {
 

@@ -1,5 +1,5 @@
-// Keeps operators' results in forward and returns them in recomputations. Also records operators'
-// names for messages.
+// Keeps operators' results in forward and returns them in recomputations. Keeps recomputations from
+// writing to existing tensors. Also records operators' names for messages.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -13,11 +13,33 @@
 #include <vector>
 
 #include "hasten/activation_checkpoint/op_policy.h"
+#include "hasten/core/device.h"
+#include "hasten/core/op_scope.h"
 #include "hook_engine.h"
-#include "region_state.h"
-#include "write_guard.h"
 
 namespace hasten::detail {
+
+/// In a recomputation: prevents writes to tensors that existed before. An operator that would
+/// change such a tensor changes a copy, and its result is the tensor.
+class WriteGuard {
+ public:
+  WriteGuard() = default;
+  WriteGuard(const WriteGuard&) = delete;
+  WriteGuard& operator=(const WriteGuard&) = delete;
+  /// Restores version counters, because nothing was changed.
+  ~WriteGuard();
+  void pass(const OpPassing& passing);
+
+ private:
+  struct Version {
+    c10::VariableVersion counter;
+    uint32_t version;
+  };
+  bool outside(const at::Tensor& tensor) const;
+
+  std::vector<const c10::StorageImpl*> made_{};
+  std::vector<Version> versions_{};
+};
 
 /// Ends a recomputation. Not derived from std::exception, so that code which catches those does not
 /// catch it.
@@ -88,7 +110,6 @@ class OpRecorder final : public OpObserver {
              SavedHookFactory* around);
   ~OpRecorder() override { seal(); }
   void pass(const OpPassing& passing) override;
-  WriteGuard* writes() const { return writes_; }
 
  private:
   struct Held { // a kept call, identified by the storage of its first result (weak)

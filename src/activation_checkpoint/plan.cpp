@@ -158,21 +158,19 @@ PlanCost plan_cost(const ChainProfile& profile, const std::vector<PlanRegion>& r
 
 std::vector<PlanRegion> keep_all_regions(int64_t) { return {}; }
 
-std::vector<PlanRegion> each_block_regions(int64_t blocks) {
-  std::vector<PlanRegion> regions;
-  for (int64_t i = 0; i < blocks; ++i) {
-    regions.push_back({i, i + 1, BlockChoice::keep});
-  }
-  return regions;
-}
-
-std::vector<PlanRegion> sqrt_regions(int64_t blocks) {
-  const auto parts = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(blocks))));
+static std::vector<PlanRegion> equal_regions(int64_t blocks, int64_t parts) {
   std::vector<PlanRegion> regions;
   for (int64_t part = 0; part < parts; ++part) {
     regions.push_back({blocks * part / parts, blocks * (part + 1) / parts, BlockChoice::keep});
   }
   return regions;
+}
+
+std::vector<PlanRegion> each_block_regions(int64_t blocks) { return equal_regions(blocks, blocks); }
+
+std::vector<PlanRegion> sqrt_regions(int64_t blocks) {
+  return equal_regions(blocks,
+                       static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(blocks)))));
 }
 
 std::shared_ptr<const ActivationPlan> make_plan(const ChainProfile& profile,
@@ -190,21 +188,25 @@ std::shared_ptr<const ActivationPlan> make_plan(const ChainProfile& profile,
   return plan;
 }
 
+static void to_json(nlohmann::json& json, const PlanRegion& region) {
+  json = {{"first", region.first},
+          {"last", region.last},
+          {"keep_ops", region.choice == BlockChoice::keep_ops}};
+}
+
+static void from_json(const nlohmann::json& json, PlanRegion& region) {
+  json.at("first").get_to(region.first);
+  json.at("last").get_to(region.last);
+  region.choice = json.at("keep_ops").get<bool>() ? BlockChoice::keep_ops : BlockChoice::keep;
+}
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ActivationPlan, shapes_hash, blocks, regions, budget_bytes,
+                                   predicted_peak_bytes, predicted_seconds, observed_peak_bytes)
+
 nlohmann::json ActivationPlan::to_json() const {
-  nlohmann::json list = nlohmann::json::array();
-  for (const PlanRegion& region : regions) {
-    list.push_back({{"first", region.first},
-                    {"last", region.last},
-                    {"keep_ops", region.choice == BlockChoice::keep_ops}});
-  }
-  return {{"version", 1},
-          {"shapes_hash", shapes_hash},
-          {"blocks", blocks},
-          {"regions", list},
-          {"budget_bytes", budget_bytes},
-          {"predicted_peak_bytes", predicted_peak_bytes},
-          {"predicted_seconds", predicted_seconds},
-          {"observed_peak_bytes", observed_peak_bytes}};
+  nlohmann::json json = *this;
+  json["version"] = 1;
+  return json;
 }
 
 ActivationPlan ActivationPlan::from_json(const nlohmann::json& json, const std::string& source) {
@@ -213,17 +215,7 @@ ActivationPlan ActivationPlan::from_json(const nlohmann::json& json, const std::
     if (json.at("version").get<int>() != 1) {
       detail::refuse_plan(source, "version=" + json.at("version").dump());
     }
-    plan.shapes_hash = json.at("shapes_hash").get<std::string>();
-    plan.blocks = json.at("blocks").get<std::vector<std::string>>();
-    for (const auto& entry : json.at("regions")) {
-      plan.regions.push_back(
-          {entry.at("first").get<int64_t>(), entry.at("last").get<int64_t>(),
-           entry.at("keep_ops").get<bool>() ? BlockChoice::keep_ops : BlockChoice::keep});
-    }
-    plan.budget_bytes = json.at("budget_bytes").get<int64_t>();
-    plan.predicted_peak_bytes = json.at("predicted_peak_bytes").get<int64_t>();
-    plan.predicted_seconds = json.at("predicted_seconds").get<double>();
-    plan.observed_peak_bytes = json.at("observed_peak_bytes").get<int64_t>();
+    json.get_to(plan);
   } catch (const nlohmann::json::exception& error) {
     detail::refuse_plan(source, error.what());
   }

@@ -65,22 +65,19 @@ struct Program {
     std::vector<int> found;
     for (size_t i = first; i < last; ++i) {
       for (const int value : steps[i].inputs) {
-        if (value != kNoTensor && !made_in(value, first, i) && !contains(found, value)) {
+        if (value != kNoTensor && !occurs(value, &ProgramStep::outputs, first, i) &&
+            !contains(found, value)) {
           found.push_back(value);
         }
       }
     }
     return found;
   }
-  bool made_in(int value, size_t first, size_t last) const {
+  /// Whether one of steps [first, last) has the value in its `list`: &ProgramStep::inputs or outputs.
+  bool occurs(int value, std::vector<int> ProgramStep::*list, size_t first, size_t last) const {
     return std::ranges::any_of(
         std::span(steps).subspan(first, last - first),
-        [&](const ProgramStep& step) { return contains(step.outputs, value); });
-  }
-  bool read_in(int value, size_t first, size_t last) const {
-    return std::ranges::any_of(
-        std::span(steps).subspan(first, last - first),
-        [&](const ProgramStep& step) { return contains(step.inputs, value); });
+        [&](const ProgramStep& step) { return contains(step.*list, value); });
   }
 };
 
@@ -104,7 +101,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
   }
   given.clear();
   const auto is_needed = [&](int value, size_t from) {
-    return contains(wanted, value) || program->read_in(value, from, last);
+    return contains(wanted, value) || program->occurs(value, &ProgramStep::inputs, from, last);
   };
   for (size_t at = first; at < last;) {
     const auto region = std::find_if(inner.begin(), inner.end(), [&](const StepRegion& candidate) {
@@ -235,7 +232,7 @@ class PlanPass {
     for (size_t i = 0; i < inputs.size(); ++i) {
       // A step of the region may make this value.
       if (values[i] != kNoTensor && !contains(open.known, values[i]) &&
-          !program_->made_in(values[i], first, program_->steps.size() - 1)) {
+          !program_->occurs(values[i], &ProgramStep::outputs, first, program_->steps.size() - 1)) {
         open.known.push_back(values[i]);
         const HookScope under(hooks_around(depth));
         open.region->save_inputs({inputs[i]});

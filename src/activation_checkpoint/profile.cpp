@@ -25,7 +25,6 @@
 #include "op_replay.h"
 #include "plan_cost.h"
 #include "region.h"
-#include "region_state.h"
 
 namespace hasten {
 
@@ -286,7 +285,6 @@ class ProfileHandler final : public StepMeter {
     return outputs;
   }
 
-  void begin() override { other_ = Probe(); }
   void end() override {
     if (first_derived_) {
       profile.first_peak_bytes = memory_stats().peak_bytes - level;
@@ -338,7 +336,6 @@ void meter_step(const std::shared_ptr<torch::nn::Module>& model,
       [&] { after ? attach_handler(model, after) : gradient_checkpointing_disable(model); });
   reset_peak_memory();
   meter->level = live_now();
-  meter->begin();
   loss().backward();
   meter->end();
 }

@@ -11,7 +11,6 @@
 #include "hasten/core/recompute.h"
 #include "op_replay.h"
 #include "region.h"
-#include "region_state.h"
 
 namespace hasten::detail {
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -27,9 +28,11 @@
 #include <vector>
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
+#include "hasten/core/autocast.h"
+#include "hasten/core/device.h"
+#include "hasten/core/recompute.h"
 #include "hook_engine.h"
 #include "op_replay.h"
-#include "region_state.h"
 
 namespace hasten::detail {
 
@@ -58,6 +61,33 @@ struct Unchanged {
 
   /// Of a tensor without a version: true.
   bool holds() const;
+};
+
+/// What a forward depends on in addition to its inputs, and what a recomputation restores.
+struct ForwardState {
+  GeneratorStates random{}; // empty without ActivationCheckpointOptions::preserve_rng_state
+  AutocastState autocast{};
+
+  static ForwardState now(const std::vector<at::Tensor>& inputs, bool preserve_rng_state);
+  void restore() const;
+};
+
+/// While it lives, this thread recomputes a forward that had this state and place.
+class RecomputeScope {
+ public:
+  RecomputeScope(const ForwardState& forward, const OncePlace& once);
+  RecomputeScope(const RecomputeScope&) = delete;
+  RecomputeScope& operator=(const RecomputeScope&) = delete;
+  ~RecomputeScope();
+
+ private:
+  void drop_casts() const;
+
+  GeneratorScope random_;
+  AutocastState autocast_before_;
+  bool casts_;
+  OnceScope once_;
+  at::AutoGradMode grad_mode_{true};
 };
 
 class Region final : public SavedHookFactory, public std::enable_shared_from_this<Region> {
