@@ -50,13 +50,16 @@ MemoryCounters& current_counters() {
   return rehearsed_counters != nullptr ? **rehearsed_counters : memory_counters();
 }
 
-WithoutMemory::WithoutMemory()
-    : counters_(std::make_shared<MemoryCounters>()),
-      before_(std::exchange(rehearsed_counters, &counters_)) {
-  install_memory_meter();
-}
+struct WithoutMemory {
+  std::shared_ptr<MemoryCounters> counters = std::make_shared<MemoryCounters>();
+  std::shared_ptr<MemoryCounters>* before = std::exchange(rehearsed_counters, &counters);
+  ~WithoutMemory() { rehearsed_counters = before; }
+};
 
-WithoutMemory::~WithoutMemory() { rehearsed_counters = before_; }
+std::shared_ptr<void> without_memory() {
+  install_memory_meter();
+  return std::make_shared<WithoutMemory>();
+}
 
 // torch's kernels write to scalars that they create, so those have memory.
 struct RehearsedBlock {

@@ -129,8 +129,8 @@ class ShapeObserver final : public OpObserver {
 
 } // namespace detail
 
-MemoryRehearsal::MemoryRehearsal() : observer_(std::make_unique<detail::ShapeObserver>()) {}
-
-MemoryRehearsal::~MemoryRehearsal() = default;
+MemoryRehearsal::MemoryRehearsal()
+    : without_memory_(detail::without_memory()),
+      observer_(std::make_shared<detail::ShapeObserver>()) {}
 
 } // namespace hasten

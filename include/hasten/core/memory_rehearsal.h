@@ -14,21 +14,8 @@ namespace hasten {
 
 namespace detail {
 
-struct MemoryCounters;
-class ShapeObserver;
-
-/// CPU tensors of this thread get no memory and are counted separately.
-class WithoutMemory {
- public:
-  WithoutMemory();
-  WithoutMemory(const WithoutMemory&) = delete;
-  WithoutMemory& operator=(const WithoutMemory&) = delete;
-  ~WithoutMemory();
-
- private:
-  std::shared_ptr<MemoryCounters> counters_;
-  std::shared_ptr<MemoryCounters>* before_;
-};
+/// While the result lives, CPU tensors of this thread get no memory and are counted separately.
+std::shared_ptr<void> without_memory();
 
 } // namespace detail
 
@@ -44,11 +31,10 @@ class [[nodiscard]] MemoryRehearsal {
   MemoryRehearsal();
   MemoryRehearsal(const MemoryRehearsal&) = delete;
   MemoryRehearsal& operator=(const MemoryRehearsal&) = delete;
-  ~MemoryRehearsal();
 
  private:
-  detail::WithoutMemory without_memory_{};
-  std::unique_ptr<detail::ShapeObserver> observer_;
+  std::shared_ptr<void> without_memory_;
+  std::shared_ptr<void> observer_;
 };
 
 /// Whether this thread rehearses. A kernel that uses pointers must then not read or write them.
