@@ -13,9 +13,10 @@ namespace hasten {
 
 namespace detail {
 
-class AdafactorRules final : public RulesOf<AdafactorOptions> {
+template <>
+class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
  public:
-  AdafactorRules()
+  Rules()
       : RulesOf({"optim::Adafactor", adafactor_step, /*by_elements=*/false, /*by_rows=*/true}) {}
   void check_own(const AdafactorOptions& options) const override {
     const auto [eps, least_rms] = options.eps();
@@ -98,10 +99,6 @@ class AdafactorRules final : public RulesOf<AdafactorOptions> {
   }
 };
 
-template <>
-std::unique_ptr<StepRules> make_rules<AdafactorOptions>() {
-  return std::make_unique<AdafactorRules>();
-}
 template class SteppedByEngine<torch::optim::Optimizer, AdafactorOptions, AdafactorParamState>;
 
 } // namespace detail

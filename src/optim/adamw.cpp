@@ -18,15 +18,17 @@ namespace detail {
 template <typename Options>
 constexpr bool kDecoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
 
-template <typename OwnOptions, typename OwnState, typename TorchState>
-class AdamRules final : public RulesOf<OwnOptions> {
+template <typename OwnOptions>
+class AdamRules : public RulesOf<OwnOptions> {
  public:
   using typename StepRules::Options;
   using typename StepRules::State;
   AdamRules()
       : RulesOf<OwnOptions>({kDecoupled<OwnOptions> ? "optim::AdamW" : "optim::Adam", adam_step}) {}
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
-    auto& state = state_in<OwnState, TorchState>(slot);
+    using TorchState = std::conditional_t<kDecoupled<OwnOptions>, torch::optim::AdamWParamState,
+                                          torch::optim::AdamParamState>;
+    auto& state = state_in<WithMaster<TorchState>, TorchState>(slot);
     return {&state.step(),
             &state.master(),
             {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()}};
@@ -75,15 +77,9 @@ class AdamRules final : public RulesOf<OwnOptions> {
 };
 
 template <>
-std::unique_ptr<StepRules> make_rules<torch::optim::AdamWOptions>() {
-  return std::make_unique<
-      AdamRules<torch::optim::AdamWOptions, AdamWParamState, torch::optim::AdamWParamState>>();
-}
+class Rules<torch::optim::AdamWOptions> final : public AdamRules<torch::optim::AdamWOptions> {};
 template <>
-std::unique_ptr<StepRules> make_rules<torch::optim::AdamOptions>() {
-  return std::make_unique<
-      AdamRules<torch::optim::AdamOptions, AdamParamState, torch::optim::AdamParamState>>();
-}
+class Rules<torch::optim::AdamOptions> final : public AdamRules<torch::optim::AdamOptions> {};
 template class SteppedByEngine<torch::optim::AdamW, torch::optim::AdamWOptions, AdamWParamState>;
 template class SteppedByEngine<torch::optim::Adam, torch::optim::AdamOptions, AdamParamState>;
 

@@ -12,9 +12,10 @@ namespace hasten {
 
 namespace detail {
 
-class LambRules final : public RulesOf<LambOptions> {
+template <>
+class Rules<LambOptions> final : public RulesOf<LambOptions> {
  public:
-  LambRules() : RulesOf({"optim::Lamb", lamb_step, /*by_elements=*/false}) {}
+  Rules() : RulesOf({"optim::Lamb", lamb_step, /*by_elements=*/false}) {}
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LambParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg(), &state.exp_avg_sq()}};
@@ -46,10 +47,6 @@ class LambRules final : public RulesOf<LambOptions> {
   }
 };
 
-template <>
-std::unique_ptr<StepRules> make_rules<LambOptions>() {
-  return std::make_unique<LambRules>();
-}
 template class SteppedByEngine<torch::optim::Optimizer, LambOptions, LambParamState>;
 
 } // namespace detail

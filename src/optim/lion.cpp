@@ -11,9 +11,10 @@ namespace hasten {
 
 namespace detail {
 
-class LionRules final : public RulesOf<LionOptions> {
+template <>
+class Rules<LionOptions> final : public RulesOf<LionOptions> {
  public:
-  LionRules() : RulesOf({"optim::Lion", lion_step}) {}
+  Rules() : RulesOf({"optim::Lion", lion_step}) {}
   StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LionParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg()}};
@@ -35,10 +36,6 @@ class LionRules final : public RulesOf<LionOptions> {
   }
 };
 
-template <>
-std::unique_ptr<StepRules> make_rules<LionOptions>() {
-  return std::make_unique<LionRules>();
-}
 template class SteppedByEngine<torch::optim::Optimizer, LionOptions, LionParamState>;
 
 } // namespace detail

@@ -12,9 +12,10 @@ namespace hasten {
 
 namespace detail {
 
-class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
+template <>
+class Rules<torch::optim::SGDOptions> final : public RulesOf<torch::optim::SGDOptions> {
  public:
-  SgdRules() : RulesOf({"optim::SGD", sgd_step}) {}
+  Rules() : RulesOf({"optim::SGD", sgd_step}) {}
   void check_own(const torch::optim::SGDOptions& options) const override {
     require_not_negative(where(), "momentum", options.momentum());
     require_option(std::isfinite(options.dampening()), where(), "dampening", options.dampening(),
@@ -60,10 +61,6 @@ class SgdRules final : public RulesOf<torch::optim::SGDOptions> {
   }
 };
 
-template <>
-std::unique_ptr<StepRules> make_rules<torch::optim::SGDOptions>() {
-  return std::make_unique<SgdRules>();
-}
 template class SteppedByEngine<torch::optim::SGD, torch::optim::SGDOptions, SGDParamState>;
 
 } // namespace detail

@@ -17,10 +17,11 @@
 
 namespace hasten::detail {
 
-/// Makes the rules of the optimizer with these options.
+/// The rules of the optimizer with these options.
 template <typename Options>
-std::unique_ptr<StepRules> make_rules();
+class Rules;
 
+/// Their base.
 template <typename OwnOptions>
 class RulesOf : public StepRules {
  public:
@@ -72,7 +73,7 @@ State& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
 /// Defaults for Base's constructor. Checked first, because LibTorch's errors do not name options.
 template <typename Base, typename Options>
 auto base_defaults(Options options) {
-  make_rules<Options>()->check(options);
+  Rules<Options>().check(options);
   if constexpr (std::is_same_v<Base, torch::optim::Optimizer>) {
     return std::make_unique<Options>(std::move(options));
   } else {
@@ -85,7 +86,7 @@ SteppedByEngine<Base, Options, State>::SteppedByEngine(
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults,
     FusedOptions fused)
     : Base(param_groups, base_defaults<Base>(std::move(defaults))),
-      FusedOptimizer(std::make_shared<StepEngine>(make_rules<Options>(), fused)) {
+      FusedOptimizer(std::make_shared<StepEngine>(std::make_unique<Rules<Options>>(), fused)) {
   if constexpr (std::is_same_v<Base, torch::optim::Optimizer>) {
     // LibTorch merges group options only for its own optimizers.
     for (size_t i = 0; i < param_groups.size(); ++i) {
