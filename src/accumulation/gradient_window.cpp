@@ -1,17 +1,20 @@
 #include "hasten/accumulation/gradient_window.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <unordered_set>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/core/memory.h"
 #include "window_watch.h"
-#include "zero_backward.h"
 
 namespace hasten {
 
@@ -48,6 +51,75 @@ std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
   std::stable_sort(models.begin(), models.end(),
                    [&bytes](const auto& a, const auto& b) { return bytes(a) > bytes(b); });
   return models;
+}
+
+static at::Tensor values_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient._values() : gradient;
+}
+
+// NaN is not zero.
+static bool has_nonzero(const at::Tensor& gradient) {
+  return gradient.defined() && values_of(gradient).ne(0).any().item<bool>();
+}
+
+// The backward of a loss with weight 0.
+//
+// Note [Nothing in, nothing out] Other ranks may wait in this rank's backward (synchronised batch
+// norm, sharded units), so it runs with a seed of 0. But 0 times an infinite or NaN derivative is
+// NaN. Therefore each node's results for zeros are replaced by zeros. One kind of node returns
+// other values: a custom function that receives gradients from other ranks, such as batch norm over
+// all ranks. Its results are kept, and so is everything computed from them, because these samples
+// are part of the others' statistics.
+class ZeroHook final : public torch::autograd::FunctionPostHook {
+ public:
+  using Tensors = torch::autograd::variable_list;
+
+  // `custom`: the node is no derivative of torch's.
+  explicit ZeroHook(bool custom) : custom_(custom) {}
+
+  Tensors operator()(const Tensors& outputs, const Tensors& inputs) override {
+    if (std::any_of(inputs.begin(), inputs.end(), has_nonzero)) {
+      return outputs; // it follows values that other ranks sent
+    }
+    Tensors result = outputs;
+    for (at::Tensor& gradient : result) {
+      if (gradient.defined() && !(custom_ && has_nonzero(gradient) &&
+                                  values_of(gradient).isfinite().all().item<bool>())) {
+        gradient = at::zeros_like(gradient);
+      }
+    }
+    return result;
+  }
+
+ private:
+  const bool custom_;
+};
+
+/// While the result lives, each node of `root`'s graph returns zeros for zeros. One pass over the
+/// graph; in backward, one over each gradient.
+static std::shared_ptr<void> zeros_of_zeros(const at::Tensor& root) {
+  using Node = decltype(torch::autograd::Edge::function);
+  std::vector<std::pair<Node, std::uintptr_t>> hooked;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  const auto hook = [&](const Node& node) {
+    // A leaf, whose node outlives the graph, returns nothing.
+    if (node && node->num_outputs() > 0 && seen.insert(node.get()).second) {
+      hooked.emplace_back(node,
+                          node->add_post_hook(std::make_unique<ZeroHook>(!node->is_traceable())));
+    }
+  };
+  hook(torch::autograd::impl::gradient_edge(root).function);
+  for (size_t i = 0; i < hooked.size(); ++i) {
+    const Node node = hooked[i].first; // the vector grows
+    for (const auto& edge : node->next_edges()) {
+      hook(edge.function);
+    }
+  }
+  return {nullptr, [hooked = std::move(hooked)](void*) {
+            for (const auto& [node, known_by] : hooked) {
+              node->del_post_hook(known_by);
+            }
+          }};
 }
 
 DdpRanks ranks_with_batches(Communicator& communicator, bool here) {
@@ -279,7 +351,7 @@ void GradientWindow::run_backward(const at::Tensor& loss, double times, double s
       note_loss(loss, times);
     }
     if (reduce && !alone()) {
-      start_control();
+      control_.start(own_totals(), loss_stats_);
     }
     for (auto& model : models_) {
       model->start_backward(reduce, {.loss = runs ? loss : at::Tensor(),
@@ -348,7 +420,8 @@ void GradientWindow::fail(const char* what, ErrorKind kind) {
   }
 }
 
-void GradientWindow::start_control() {
+// This rank's values. Takes the requests.
+WindowTotals GradientWindow::own_totals() {
   WindowTotals mine;
   mine.extra = complete_;
   mine.loss = host_losses_;
@@ -366,7 +439,7 @@ void GradientWindow::start_control() {
   if (!complete_) {
     mine.requests = std::exchange(shared_->requests, 0u);
   }
-  control_.start(mine, loss_stats_);
+  return mine;
 }
 
 // The factor of the reduced sum. A window without any weight has no mean; its sum stays as it is.
@@ -389,17 +462,12 @@ void GradientWindow::complete() {
     }
     note_ranks(totals, !idle_);
   } else {
-    totals.loss = host_losses_;
-    totals.non_finite = host_non_finite_;
+    totals = own_totals();
     if (loss_stats_.defined()) {
       const at::Tensor stats = loss_stats_.cpu();
       totals.loss += stats.const_data_ptr<double>()[0];
       totals.non_finite += stats.const_data_ptr<double>()[1];
     }
-    totals.weight = complete_ ? 0 : weight_;
-    totals.rows = complete_ ? 0 : rows_;
-    totals.extra = complete_;
-    totals.requests = complete_ ? 0u : std::exchange(shared_->requests, 0u);
   }
   settle(totals);
   if (shared_->check && !alone() && totals.finished == 0) {

@@ -208,7 +208,7 @@ class GradientWindow : public Stateful {
                     bool retain_graph);
   void note_loss(const at::Tensor& loss, double times);
   void forget_losses();
-  void start_control();
+  WindowTotals own_totals();
   double factor_of(const WindowTotals& totals) const;
   void complete();
   void settle(const WindowTotals& totals);
