@@ -37,6 +37,13 @@ static bool is_deferrable(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided && tensor.storage().nbytes() > 0;
 }
 
+static std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
+  std::vector<at::Tensor> tensors = module.parameters();
+  const std::vector<at::Tensor> buffers = module.buffers();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  return tensors;
+}
+
 static DeferredRange range_of(const at::Tensor& tensor, size_t storage) {
   const auto offset = static_cast<size_t>(tensor.storage_offset());
   return {storage, offset * tensor.itemsize(),
@@ -161,9 +168,8 @@ void DeferredRecorder::verify(size_t storage, size_t begin, size_t end) {
 
 void DeferredRecorder::keep_contents(size_t storage, c10::StorageImpl& real) {
   DeferredOp op;
-  op.writes = {{storage, 0, real.nbytes()}};
-  op.overwrites = storage;
-  op.overwritten_bytes = real.nbytes();
+  op.overwrites = {storage, 0, real.nbytes()};
+  op.writes = {*op.overwrites};
   op.contents =
       at::detail::empty_cpu({static_cast<int64_t>(real.nbytes())}, at::TensorOptions(at::kByte));
   std::memcpy(op.contents.mutable_data_ptr(), real.data(), real.nbytes());
@@ -219,8 +225,7 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
     const auto itself = [&](const DeferredRange& range) { return range.storage == storage; };
     if (std::count_if(op.reads.begin(), op.reads.end(), itself) == 1) {
       std::erase_if(op.reads, itself);
-      op.overwrites = storage;
-      op.overwritten_bytes = arguments[0].toTensor().storage().nbytes();
+      op.overwrites = {storage, 0, arguments[0].toTensor().storage().nbytes()};
     }
   }
   return described;
@@ -241,7 +246,7 @@ void DeferredRecorder::bring(const Passing& described) {
     return true;
   };
   if (described.op.overwrites) {
-    use(*described.op.overwrites, false);
+    use(described.op.overwrites->storage, false);
   }
   for (const DeferredRange& range : described.op.reads) {
     if (!use(range.storage, true)) {
@@ -323,15 +328,11 @@ void DeferredRecorder::make_room() {
 void DeferredRecorder::finish(const torch::nn::Module& module) {
   scope_.reset();
   std::unordered_set<size_t> wanted;
-  const auto want = [&](const std::vector<at::Tensor>& tensors) {
-    for (const at::Tensor& tensor : tensors) {
-      if (const auto storage = find(tensor)) {
-        wanted.insert(*storage);
-      }
+  for (const at::Tensor& tensor : tensors_of(module)) {
+    if (const auto storage = find(tensor)) {
+      wanted.insert(*storage);
     }
-  };
-  want(module.parameters());
-  want(module.buffers());
+  }
   std::vector<size_t> others;
   for (size_t s = 0; s < tracked_.size(); ++s) {
     if (wanted.count(s) == 0) {
@@ -389,13 +390,6 @@ void allocate_deferred(const std::vector<at::Tensor>& tensors) {
     }
     log->prune();
   }
-}
-
-static std::vector<at::Tensor> tensors_of(const torch::nn::Module& module) {
-  std::vector<at::Tensor> tensors = module.parameters();
-  const std::vector<at::Tensor> buffers = module.buffers();
-  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-  return tensors;
 }
 
 } // namespace detail

@@ -136,7 +136,7 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
       use(s, false);
     }
     if (op.overwrites) {
-      use(*op.overwrites, false);
+      use(op.overwrites->storage, false);
     }
     for (const DeferredRange& range : op.reads) {
       use(range.storage, true);
@@ -205,11 +205,11 @@ void DeferredLog::restore(const std::vector<size_t>& storages) {
 
 void DeferredLog::run(DeferredOp& op) {
   if (op.overwrites) {
-    give_memory(*storages_[*op.overwrites].twin, op.overwritten_bytes);
+    give_memory(*storages_[op.overwrites->storage].twin, op.overwrites->end);
   }
   if (!op.op) {
-    std::memcpy(storages_[*op.overwrites].twin->mutable_data(), op.contents.const_data_ptr(),
-                op.overwritten_bytes);
+    std::memcpy(storages_[op.overwrites->storage].twin->mutable_data(),
+                op.contents.const_data_ptr(), op.overwrites->end);
     return;
   }
   for (const auto& [tensor, version] : op.outside) {

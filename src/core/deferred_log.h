@@ -43,8 +43,7 @@ struct DeferredOp {
   std::vector<DeferredRange> reads{};
   std::vector<DeferredRange> writes{};
   std::vector<std::pair<size_t, size_t>> creates{}; // index of the result, storage
-  std::optional<size_t> overwrites{}; // the storage that it overwrites as a whole
-  size_t overwritten_bytes = 0;
+  std::optional<DeferredRange> overwrites{}; // the whole storage that it overwrites
   GeneratorStates generators{}; // those from which it drew, as they were before
   caffe2::TypeMeta default_dtype{};
   at::Tensor contents{}; // bytes
