@@ -81,22 +81,22 @@ void StepEngine::check(torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups()) {
     rules_->check(group.options());
     for (const at::Tensor& parameter : group.params()) {
-      same =
-          same && count < distinct_.size() && distinct_[count] == parameter.unsafeGetTensorImpl();
+      same = same && count < known_.size() &&
+             known_[count].parameter == parameter.unsafeGetTensorImpl();
       ++count;
     }
   }
-  if (same && count == distinct_.size()) {
+  if (same && count == known_.size()) {
     return;
   }
-  distinct_.clear();
+  known_.clear();
   ska::flat_hash_set<const void*> seen;
   for (auto& group : optimizer.param_groups()) {
     std::erase_if(group.params(), [&](const at::Tensor& parameter) {
       return !seen.insert(parameter.unsafeGetTensorImpl()).second;
     });
     for (const at::Tensor& parameter : group.params()) {
-      distinct_.push_back(parameter.unsafeGetTensorImpl());
+      known_.emplace_back().parameter = parameter.unsafeGetTensorImpl();
     }
   }
 }
@@ -105,7 +105,7 @@ void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass
   const at::NoGradGuard no_grad;
   check(optimizer);
   std::vector<StepItem> items;
-  items.reserve(distinct_.size());
+  items.reserve(known_.size());
   uint64_t index = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -124,15 +124,16 @@ void StepEngine::update(torch::optim::Optimizer& optimizer, const StepPass& pass
   finish(items, pass);
 }
 
-int64_t StepEngine::make_state(torch::optim::Optimizer& optimizer) const {
+int64_t StepEngine::make_state(torch::optim::Optimizer& optimizer) {
+  check(optimizer);
   int64_t bytes = 0;
+  uint64_t index = 0;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
-      StepItem item{parameter, group.options(), 0};
+      StepItem item{parameter, group.options(), index++};
       take_parameter(item);
       take_state(optimizer, item);
-      const auto& moments = item.parts.moments;
-      for (const at::Tensor* tensor : {moments[0], moments[1], moments[2], item.parts.master}) {
+      for (const at::Tensor* tensor : item.parts.tensors()) {
         bytes +=
             tensor != nullptr && tensor->defined() ? static_cast<int64_t>(tensor->nbytes()) : 0;
       }
@@ -183,7 +184,19 @@ void StepEngine::take_gradient(StepItem& item) const {
   }
 }
 
-void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) const {
+bool StepEngine::Known::fits(const StepItem& item) const {
+  const at::Tensor& now = item.parameter;
+  const auto state = item.parts.tensors();
+  return arrays.parameter_type == item.arrays.parameter_type && now.device() == device &&
+         now.sizes() == sizes && now.strides() == strides &&
+         std::equal(state.begin(), state.end(), tensors.begin(), tensors.end(),
+                    [](const at::Tensor* tensor, const WeakTensor& then) {
+                      return tensor == nullptr ||
+                             tensor->unsafeGetTensorImpl() == then._unsafe_get_target();
+                    });
+}
+
+void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) {
   StepArrays& arrays = item.arrays;
   const at::Tensor& parameter = item.parameter;
   const bool by_rows = rules_->traits().by_rows;
@@ -196,13 +209,25 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
                                                                       : at::kFloat;
   for (int i = 0; i < 3; ++i) {
     at::Tensor* moment = item.parts.moments[static_cast<size_t>(i)];
-    if (moment == nullptr) {
-      continue;
-    }
-    if (!moment->defined()) {
+    if (moment != nullptr && !moment->defined()) {
       *moment = rules_->make_moment(i, parameter, item.options, dtype);
       item.fresh = item.fresh || (i == 0 && moment->defined());
-    } else if (!by_rows && moment->sizes() != parameter.sizes()) {
+    }
+  }
+  Known& known = known_[item.index];
+  if (known.fits(item)) {
+    std::copy_n(known.arrays.moments, 3, arrays.moments);
+    arrays.master = known.arrays.master;
+    arrays.rows = known.arrays.rows;
+    arrays.columns = known.arrays.columns;
+    return;
+  }
+  for (int i = 0; i < 3; ++i) {
+    at::Tensor* moment = item.parts.moments[static_cast<size_t>(i)];
+    if (moment == nullptr || !moment->defined()) {
+      continue;
+    }
+    if (!by_rows && moment->sizes() != parameter.sizes()) {
       throw InputError(rules_->where(),
                        "the state of a parameter has shape=" + c10::str(moment->sizes()),
                        "the parameter's " + c10::str(parameter.sizes()));
@@ -212,7 +237,7 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
                          : at::empty_like(parameter, dtype))
                     .copy_(*moment);
     }
-    if (moment->defined() && !item.by_tensors) {
+    if (!item.by_tensors) {
       arrays.moments[i] = moment->mutable_data_ptr();
     }
   }
@@ -229,6 +254,14 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
     arrays.rows = parameter.size(-2);
     arrays.columns = parameter.size(-1);
   }
+  known.tensors.clear();
+  for (const at::Tensor* tensor : item.parts.tensors()) {
+    known.tensors.emplace_back((tensor != nullptr ? *tensor : at::Tensor()).getIntrusivePtr());
+  }
+  known.sizes = parameter.sizes();
+  known.strides = parameter.strides();
+  known.device = parameter.device();
+  known.arrays = arrays;
 }
 
 void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {

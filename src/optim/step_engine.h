@@ -1,7 +1,9 @@
 // Calls the kernels for the parameters of an optimizer.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
@@ -14,6 +16,8 @@
 
 namespace hasten::detail {
 
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
+
 /// Empty if the kernels do not have this dtype.
 std::optional<StepType> find_step_type(at::ScalarType dtype);
 
@@ -22,6 +26,10 @@ struct StateParts {
   int64_t* step = nullptr;
   at::Tensor* master = nullptr;
   std::array<at::Tensor*, 3> moments{}; // in the kernel's order
+
+  std::array<at::Tensor*, 4> tensors() const {
+    return {moments[0], moments[1], moments[2], master};
+  }
 };
 
 /// One parameter's tensors for ATen's operations: all of one dtype, fp32 or fp64.
@@ -80,12 +88,15 @@ class StepEngine {
   void check(torch::optim::Optimizer& optimizer);
   void update(torch::optim::Optimizer& optimizer, const StepPass& pass);
   /// Makes the state of all parameters and returns its bytes. Call it after check().
-  int64_t make_state(torch::optim::Optimizer& optimizer) const;
+  int64_t make_state(torch::optim::Optimizer& optimizer);
 
   const StepRules& rules() const { return *rules_; }
   FusedOptions& options() { return options_; }
   /// Uses ATen's operations on the CPU, too.
-  void force_tensor_operations() { only_tensors_ = true; }
+  void force_tensor_operations() {
+    only_tensors_ = true;
+    known_.clear();
+  }
 
  private:
   /// A parameter in this step.
@@ -101,9 +112,21 @@ class StepEngine {
     at::Tensor copy{}; // the gradient, if its strides differ from the parameter's
   };
 
+  /// A parameter and the tensors of its state, as the last step found them. A tensor's address is not
+  /// used again while a weak reference to it lives.
+  struct Known {
+    const c10::TensorImpl* parameter = nullptr;
+    c10::SmallVector<WeakTensor, 4> tensors{}; // none before the first step
+    at::DimVector sizes{}, strides{};
+    at::Device device{at::kCPU};
+    StepArrays arrays{};
+
+    bool fits(const StepItem& item) const;
+  };
+
   void take_parameter(StepItem& item) const;
   void take_gradient(StepItem& item) const;
-  void take_state(torch::optim::Optimizer& optimizer, StepItem& item) const;
+  void take_state(torch::optim::Optimizer& optimizer, StepItem& item);
   void run(std::vector<StepItem>& items, const StepPass& pass) const;
   void run_by_tensors(const StepItem& item, const StepPass& pass) const;
   void finish(const std::vector<StepItem>& items, const StepPass& pass) const;
@@ -111,7 +134,7 @@ class StepEngine {
   const std::unique_ptr<StepRules> rules_;
   FusedOptions options_;
   bool only_tensors_ = false;
-  std::vector<const c10::TensorImpl*> distinct_{}; // all groups' parameters at the last check
+  std::vector<Known> known_{}; // [parameter over all groups], at the last check
 };
 
 } // namespace hasten::detail

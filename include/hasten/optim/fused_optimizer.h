@@ -15,6 +15,8 @@
 // - Devices other than the CPU use ATen's operations, with the same results within rounding.
 // - They throw InputError for a sparse gradient, a parameter whose memory has holes, and an option
 // that is negative, NaN or out of range (also if it is set later).
+// - A state may be replaced, loaded or cleared between steps, and so may its tensors. Replace them
+// by assignment: a step does not see set_data() of a moment.
 // - Results are bit for bit independent of the number of threads and the vector width.
 // Threading: call it from one thread; at::get_num_threads() threads compute. Local.
 #pragma once

@@ -1,0 +1,138 @@
+// Changes of groups and states between the steps of one optimizer. A new optimizer, which makes its
+// first step, is the reference.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <nlohmann/json.hpp>
+
+#include "hasten/optim/make_optimizer.h"
+#include "hasten/optim/optimizer_state.h"
+
+namespace hasten::step_changes_test {
+
+using Tensors = std::vector<at::Tensor>;
+using Optimizer = torch::optim::Optimizer;
+
+struct Trained {
+  Tensors parameters;
+  std::unique_ptr<Optimizer> optimizer;
+
+  Trained(const std::string& name, const std::string& args, const Tensors& values) {
+    for (const at::Tensor& value : values) {
+      parameters.push_back(value.detach().clone().requires_grad_());
+    }
+    optimizer = make_optimizer(name, {torch::optim::OptimizerParamGroup(parameters)},
+                               {.learning_rate = 0.1, .args = args});
+  }
+  void step(int64_t seed) {
+    torch::manual_seed(seed);
+    for (at::Tensor& parameter : parameters) {
+      parameter.mutable_grad() = torch::randn_like(parameter.detach());
+    }
+    optimizer->step();
+  }
+  auto& state(size_t i) { return optimizer->state()[parameters[i].unsafeGetTensorImpl()]; }
+  ParameterNames names() const {
+    ParameterNames names;
+    for (const at::Tensor& parameter : parameters) {
+      names[parameter.unsafeGetTensorImpl()] = "p" + std::to_string(names.size());
+    }
+    return names;
+  }
+  void load(const Trained& other) {
+    NamedTensors tensors;
+    nlohmann::json values;
+    save_optimizer_state(*other.optimizer, other.names(), tensors, values);
+    prepare_optimizer_load(*optimizer, names(), tensors, values)();
+  }
+};
+
+const Tensors& values() {
+  static const Tensors tensors = {torch::ones({40, 30}), torch::ones({7}), torch::ones({3, 5, 4})};
+  return tensors;
+}
+
+/// Calls test(run, expect_as_new) for each optimizer, where `run` has made steps.
+/// expect_as_new(change) expects that the next step of `run` equals that of a new optimizer with
+/// the same parameters after change(the new one).
+template <typename Test>
+void with_each_optimizer(const Test& test) {
+  const std::vector<std::pair<std::string, std::string>> all = {
+      {"adam", ""}, {"adamw", "amsgrad=true"},  {"sgd", ""},  {"sgd", "momentum=0.9"},
+      {"lion", ""}, {"adafactor", "beta1=0.9"}, {"lamb", ""}, {"adamw", "bf16_moments=true"}};
+  for (const auto& [name, args] : all) {
+    SCOPED_TRACE(name + " " + args);
+    Trained run(name, args, values());
+    int64_t seed = 0;
+    run.step(++seed);
+    run.step(++seed);
+    test(run, [&, name = name, args = args](const auto& change) {
+      Trained fresh(name, args, run.parameters);
+      change(fresh);
+      run.step(++seed);
+      fresh.step(seed);
+      for (size_t i = 0; i < values().size(); ++i) {
+        EXPECT_TRUE(torch::equal(run.parameters[i], fresh.parameters[i])) << i;
+      }
+    });
+  }
+}
+
+TEST(StepChanges, ALaterGroupThatRepeatsParametersIsSeen) {
+  with_each_optimizer([](Trained& run, const auto& expect_as_new) {
+    const Tensors& p = run.parameters;
+    run.optimizer->state().clear(); // torch refuses a parameter that has a state
+    run.optimizer->add_param_group(torch::optim::OptimizerParamGroup({p[0], p[1], p[0]}));
+    expect_as_new([](Trained&) {});
+    EXPECT_EQ(run.optimizer->param_groups()[1].params().size(), 0U);
+  });
+}
+
+TEST(StepChanges, AParameterInThePlaceOfAnotherIsSeen) {
+  with_each_optimizer([](Trained& run, const auto& expect_as_new) {
+    run.optimizer->state().clear();
+    Tensors& listed = run.optimizer->param_groups()[0].params();
+    listed[2] = listed[0];
+    expect_as_new([](Trained& fresh) { fresh.optimizer->param_groups()[0].params().pop_back(); });
+    EXPECT_EQ(listed.size(), 2U);
+  });
+}
+
+TEST(StepChanges, LoadedReplacedAndClearedStatesAreSeen) {
+  with_each_optimizer([](Trained& run, const auto& expect_as_new) {
+    expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    for (size_t i = 0; i < values().size(); ++i) { // new tensors in the same states
+      visit_state_tensors(*run.state(i), [](at::Tensor& tensor) { tensor = tensor * 0.5; });
+    }
+    expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    for (size_t i = 0; i < values().size(); ++i) { // new states with the same tensors
+      run.state(i) = run.state(i)->clone();
+    }
+    expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    run.load(run); // new states with new tensors
+    expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    run.optimizer->state().erase(run.parameters[1].unsafeGetTensorImpl());
+    expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    run.optimizer->state().clear();
+    expect_as_new([](Trained&) {});
+  });
+}
+
+TEST(StepChanges, AParameterWithOtherMemoryIsSeen) {
+  with_each_optimizer([](Trained& run, const auto& expect_as_new) {
+    for (at::Tensor& parameter : run.parameters) {
+      parameter.set_data(parameter.detach() + 1);
+    }
+    expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    run.optimizer->state().clear();
+    run.parameters[0].set_data(torch::ones({6, 5}).t());
+    expect_as_new([](Trained&) {});
+    run.parameters[1].set_data(torch::ones({9}));
+    expect_as_new([&](Trained& fresh) {
+      run.optimizer->state().clear();
+      fresh.optimizer->state().clear();
+    });
+  });
+}
+
+} // namespace hasten::step_changes_test
