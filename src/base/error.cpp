@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <new>
+#include <numeric>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -52,9 +53,7 @@ std::string error_text(std::string_view where, std::string_view what, std::strin
 
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) {
-    row[j] = j;
-  }
+  std::iota(row.begin(), row.end(), size_t{0});
   for (size_t i = 1; i <= a.size(); ++i) {
     size_t diagonal = row[0];
     row[0] = i;
@@ -102,21 +101,21 @@ void set_error_rank(int rank, int world_size) {
   detail::error_world_size = world_size;
 }
 
-std::string nearest_name(std::string_view word, const std::string* first, const std::string* last) {
+std::string nearest_name(std::string_view word, std::span<const std::string> names) {
   std::string best;
   constexpr size_t kLongest = 256; // the time is the product of both lengths
   if (word.size() > kLongest) {
     return best;
   }
   size_t best_distance = (word.size() < 4 ? 1 : std::max<size_t>(2, word.size() / 3)) + 1;
-  for (; first != last; ++first) {
-    if (first->size() > 2 * kLongest) {
+  for (const std::string& name : names) {
+    if (name.size() > 2 * kLongest) {
       continue;
     }
-    const size_t distance = detail::edit_distance(word, *first);
+    const size_t distance = detail::edit_distance(word, name);
     if (distance < best_distance) {
       best_distance = distance;
-      best = *first;
+      best = name;
     }
   }
   return best;

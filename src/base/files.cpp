@@ -6,13 +6,13 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
-#include <cstdio>
 #include <system_error>
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "hasten/base/temporary_file.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -58,15 +58,52 @@ int write_all(int fd, std::string_view bytes) noexcept {
   return 0;
 }
 
+int read_all(int fd, std::string& bytes, size_t hint) {
+  // The size is a hint: /proc reports 0, and a file may grow while it is read.
+  size_t size = bytes.size();
+  bytes.resize(size + hint + 1);
+  while (true) {
+    const ssize_t got = ::read(fd, bytes.data() + size, bytes.size() - size);
+    if (got == 0 || (got < 0 && errno != EINTR)) {
+      bytes.resize(size);
+      return got == 0 ? 0 : errno;
+    }
+    size += static_cast<size_t>(std::max<ssize_t>(got, 0));
+    if (size == bytes.size()) {
+      bytes.resize(std::max<size_t>(bytes.size() * 2, 4096));
+    }
+  }
+}
+
+ssize_t read_at(int fd, void* to, size_t count, size_t offset) noexcept {
+  size_t done = 0;
+  while (done < count) {
+    const ssize_t got =
+        ::pread(fd, static_cast<char*>(to) + done, count - done, static_cast<off_t>(offset + done));
+    if (got == 0) {
+      break;
+    }
+    if (got < 0 && errno != EINTR) {
+      return -1;
+    }
+    done += static_cast<size_t>(std::max<ssize_t>(got, 0));
+  }
+  return static_cast<ssize_t>(done);
+}
+
 int FileDescriptor::close() {
   const int fd = std::exchange(fd_, -1);
   return fd < 0 || ::close(fd) == 0 || errno == EINTR ? 0 : errno;
 }
 
 FileWriter::FileWriter(const char* where, std::filesystem::path path)
-    : where_(where), path_(std::move(path)), file_(open_temporary(path_, temporary_)) {
-  if (file_.get() < 0) {
-    throw_file_error(where_, path_, errno);
+    : where_(where), path_(std::move(path)) {
+  const int error = make_beside(path_, ".tmp-", temporary_, [this](const auto& name) {
+    file_ = FileDescriptor(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+    return file_.get() < 0 ? errno : 0;
+  });
+  if (error != 0) {
+    throw_file_error(where_, path_, error);
   }
 }
 
@@ -124,27 +161,11 @@ std::string read_file(const std::filesystem::path& path) {
   if (file.get() < 0 || ::fstat(file.get(), &status) != 0) {
     throw InputError(kWhere, detail::path_problem(path, errno));
   }
-  // The size is a hint: /proc reports 0, and a file may grow while it is read.
   std::string bytes;
-  bytes.resize(static_cast<size_t>(status.st_size) + 1);
-  size_t size = 0;
-  while (true) {
-    const ssize_t got = ::read(file.get(), bytes.data() + size, bytes.size() - size);
-    if (got < 0) {
-      if (errno == EINTR) {
-        continue;
-      }
-      throw InputError(kWhere, detail::path_problem(path, errno));
-    }
-    if (got == 0) {
-      break;
-    }
-    size += static_cast<size_t>(got);
-    if (size == bytes.size()) {
-      bytes.resize(std::max<size_t>(bytes.size() * 2, 4096));
-    }
+  if (const int error = detail::read_all(file.get(), bytes, static_cast<size_t>(status.st_size));
+      error != 0) {
+    throw InputError(kWhere, detail::path_problem(path, error));
   }
-  bytes.resize(size);
   return bytes;
 }
 
@@ -168,10 +189,34 @@ void sync_path(const std::filesystem::path& path) {
 }
 
 std::string hash_hex(std::string_view bytes) {
-  char text[17];
-  std::snprintf(text, sizeof text, "%016llx",
-                static_cast<unsigned long long>(XXH3_64bits(bytes.data(), bytes.size())));
-  return text;
+  return format_hex(XXH3_64bits(bytes.data(), bytes.size()));
+}
+
+int make_beside(const std::filesystem::path& target, const char* mark, std::filesystem::path& made,
+                const std::function<int(const std::filesystem::path&)>& make) {
+  static std::atomic<unsigned> counter{0};
+  int error = EEXIST;
+  while (error == EEXIST) {
+    made = target;
+    made += mark + std::to_string(::getpid()) + "-" + std::to_string(counter.fetch_add(1));
+    error = make(made);
+  }
+  return error;
+}
+
+bool is_temporary_name(std::string_view name) {
+  constexpr std::string_view kMark = ".tmp-";
+  const size_t mark = name.rfind(kMark);
+  if (mark == std::string_view::npos) {
+    return false;
+  }
+  const auto end = name.substr(mark + kMark.size());
+  const size_t dash = end.find('-');
+  const auto is_number = [](std::string_view text) {
+    return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
+  };
+  return dash != std::string_view::npos && is_number(end.substr(0, dash)) &&
+         is_number(end.substr(dash + 1));
 }
 
 } // namespace hasten

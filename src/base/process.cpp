@@ -23,6 +23,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/text.h"
 
 extern char** environ;
 
@@ -158,43 +159,30 @@ std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) {
     return name;
   }
-  const char* variable = std::getenv("PATH");
-  std::string_view path = variable ? variable : "/usr/local/bin:/usr/bin:/bin";
-  while (true) {
-    const size_t end = std::min(path.find(':'), path.size());
-    std::string candidate(end == 0 ? "." : path.substr(0, end));
-    candidate += "/" + name;
+  const char* path = std::getenv("PATH");
+  for (const std::string& folder : split(path ? path : "/usr/local/bin:/usr/bin:/bin", ":")) {
+    const std::string candidate = (folder.empty() ? "." : folder) + "/" + name;
     std::error_code ignored;
     if (::access(candidate.c_str(), X_OK) == 0 &&
         !std::filesystem::is_directory(candidate, ignored)) {
       return candidate;
     }
-    if (end == path.size()) {
-      return {};
-    }
-    path.remove_prefix(end + 1);
   }
+  return {};
 }
 
 /// This process's environment with `changes`. If a name occurs several times, the last one counts.
 std::vector<std::string> merged_environment(
     const std::vector<std::pair<std::string, std::string>>& changes) {
-  const auto changed = [&](std::string_view name, size_t from) {
-    return std::any_of(changes.begin() + static_cast<ptrdiff_t>(from), changes.end(),
-                       [&](const auto& change) { return change.first == name; });
-  };
   std::vector<std::string> merged;
   for (char** entry = environ; entry && *entry; ++entry) {
-    const std::string_view text = *entry;
-    if (!changed(text.substr(0, text.find('=')), 0)) {
-      merged.emplace_back(text);
-    }
+    merged.emplace_back(*entry);
   }
-  for (size_t i = 0; i < changes.size(); ++i) {
-    const auto& [name, value] = changes[i];
-    if (!changed(name, i + 1)) {
-      merged.push_back(name + "=" + value);
-    }
+  for (const auto& [name, value] : changes) {
+    std::erase_if(merged, [&name = name](const std::string& entry) {
+      return entry.substr(0, entry.find('=')) == name;
+    });
+    merged.push_back(name + "=" + value);
   }
   return merged;
 }

@@ -19,7 +19,6 @@
 #include <thread>
 
 #include "hasten/base/error.h"
-#include "hasten/base/files.h"
 
 namespace hasten::detail {
 
@@ -174,13 +173,11 @@ std::string_view StoreReader::text() {
   return text;
 }
 
-StoreChannel::~StoreChannel() { ::close(fd_); }
-
 bool StoreChannel::receive() {
   in_.erase(0, std::exchange(taken_, 0));
   char block[65536];
   for (int i = 0; i < 16; ++i) { // then the other connections have their turn
-    const ssize_t got = ::recv(fd_, block, sizeof block, MSG_DONTWAIT);
+    const ssize_t got = ::recv(fd(), block, sizeof block, MSG_DONTWAIT);
     if (got > 0) {
       in_.append(block, static_cast<size_t>(got));
     }
@@ -234,7 +231,7 @@ bool StoreChannel::flush() {
   size_t done = 0;
   while (done < out_.size()) {
     const ssize_t sent =
-        ::send(fd_, out_.data() + done, out_.size() - done, MSG_DONTWAIT | MSG_NOSIGNAL);
+        ::send(fd(), out_.data() + done, out_.size() - done, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) {
       continue;
     }
@@ -258,7 +255,7 @@ StoreChannel::Next StoreChannel::wait(std::string_view& frame, StoreClock::time_
     }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - StoreClock::now());
     const auto events = static_cast<short>(blocked() ? POLLIN | POLLOUT : POLLIN);
-    pollfd ready{fd_, events, 0};
+    pollfd ready{fd(), events, 0};
     const int count =
         ::poll(&ready, 1, static_cast<int>(std::clamp<int64_t>(left.count(), 0, 60'000)));
     if (count == 0 && left.count() <= 0) {
@@ -326,30 +323,26 @@ int try_connect(const StoreAddress& address) {
   constexpr int kType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
   if (!address.socket.empty()) {
     const auto [name, size] = abstract_address(address.socket);
-    const int fd = ::socket(AF_UNIX, kType, 0);
-    if (fd >= 0 && ::connect(fd, reinterpret_cast<const sockaddr*>(&name), size) == 0) {
-      return fd;
-    }
-    ::close(fd);
-    return -1;
+    FileDescriptor fd(::socket(AF_UNIX, kType, 0));
+    return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&name), size) == 0 ? fd.release()
+                                                                                    : -1;
   }
   const auto addresses = host_addresses(address.host, address.port);
   for (const addrinfo* a = addresses.get(); a != nullptr; a = a->ai_next) {
-    const int fd = ::socket(a->ai_family, kType, 0);
-    bool connected = fd >= 0 && ::connect(fd, a->ai_addr, a->ai_addrlen) == 0;
-    if (fd >= 0 && !connected && errno == EINPROGRESS) {
-      pollfd wait{fd, POLLOUT, 0};
+    FileDescriptor fd(::socket(a->ai_family, kType, 0));
+    bool connected = ::connect(fd.get(), a->ai_addr, a->ai_addrlen) == 0;
+    if (!connected && errno == EINPROGRESS) {
+      pollfd wait{fd.get(), POLLOUT, 0};
       int error = 1;
       socklen_t size = sizeof error;
       connected = ::poll(&wait, 1, 1000) == 1 &&
-                  ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+                  ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
     }
     if (connected) {
       const int on = 1;
-      ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-      return fd;
+      ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+      return fd.release();
     }
-    ::close(fd);
   }
   return -1;
 }

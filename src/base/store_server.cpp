@@ -37,19 +37,16 @@ struct StoreClient {
   size_t next_key = 0; // index of the first missing key
 };
 
-/// A socket that listens at `address`. Sets the address's host and port. Returns -1 and sets errno
+/// A socket that listens at `address`. Sets the address's host and port. Returns none and sets errno
 /// on failure.
-int listen_at(StoreAddress& address) {
+FileDescriptor listen_at(StoreAddress& address) {
   constexpr int kType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
   if (!address.socket.empty()) {
     const auto [name, size] = abstract_address(address.socket);
-    const int fd = ::socket(AF_UNIX, kType, 0);
-    if (::bind(fd, reinterpret_cast<const sockaddr*>(&name), size) == 0 &&
-        ::listen(fd, 4096) == 0) {
-      return fd;
-    }
-    ::close(fd);
-    return -1;
+    FileDescriptor fd(::socket(AF_UNIX, kType, 0));
+    const bool good = ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&name), size) == 0 &&
+                      ::listen(fd.get(), 4096) == 0;
+    return good ? std::move(fd) : FileDescriptor();
   }
   const bool everywhere = address.host.empty();
   // "::" also accepts IPv4 if the host has IPv6.
@@ -59,27 +56,24 @@ int listen_at(StoreAddress& address) {
     if (a == nullptr) {
       continue;
     }
-    const int fd = ::socket(a->ai_family, kType, 0);
+    FileDescriptor fd(::socket(a->ai_family, kType, 0));
     const int on = 1;
     const int off = 0;
-    ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    ::setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     sockaddr_in6 bound{};
     socklen_t size = sizeof bound;
-    if (fd >= 0 && ::bind(fd, a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd, 4096) == 0 &&
-        ::getsockname(fd, reinterpret_cast<sockaddr*>(&bound), &size) == 0) {
+    if (::bind(fd.get(), a->ai_addr, a->ai_addrlen) == 0 && ::listen(fd.get(), 4096) == 0 &&
+        ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&bound), &size) == 0) {
       address.host = everywhere ? "127.0.0.1" : address.host;
       address.port = ntohs(bound.sin6_port); // at the same offset as IPv4's
       return fd;
     }
-    const int error = errno;
-    ::close(fd);
-    errno = error;
-    if (error == EADDRINUSE) {
+    if (errno == EADDRINUSE) {
       break; // listening only at IPv4 would hide that the port is in use
     }
   }
-  return -1;
+  return {};
 }
 
 void raise_descriptor_limit(size_t wanted) {
@@ -96,35 +90,27 @@ class StoreServer::Loop {
       : key_(address.key), local_(!address.socket.empty()), limits_(limits) {
     const std::string asked = address.text();
     listen_fd_ = listen_at(address);
-    if (listen_fd_ < 0) {
+    if (listen_fd_.get() < 0) {
       throw InputError("comm::create",
                        "cannot listen at " + asked + " (" + std::strerror(errno) + ")",
                        "a free port", "choose another MASTER_PORT, or start with hasten launch");
     }
     raise_descriptor_limit(limits_.connections);
-    epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
-    stop_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    watch(listen_fd_, EPOLLIN, EPOLL_CTL_ADD);
-    watch(stop_fd_, EPOLLIN, EPOLL_CTL_ADD);
-  }
-
-  ~Loop() {
-    for (const int fd : {listen_fd_, epoll_fd_, stop_fd_}) {
-      ::close(fd);
-    }
+    watch(listen_fd_.get(), EPOLLIN, EPOLL_CTL_ADD);
+    watch(stop_fd_.get(), EPOLLIN, EPOLL_CTL_ADD);
   }
 
   void run() {
     epoll_event ready[64];
     while (true) {
       const bool timed = !strangers_.empty() || !listening_;
-      const int count = ::epoll_wait(epoll_fd_, ready, 64, timed ? 100 : -1);
+      const int count = ::epoll_wait(epoll_fd_.get(), ready, 64, timed ? 100 : -1);
       for (int i = 0; i < count; ++i) {
         const int fd = ready[i].data.fd;
-        if (fd == stop_fd_) {
+        if (fd == stop_fd_.get()) {
           return;
         }
-        if (fd == listen_fd_) {
+        if (fd == listen_fd_.get()) {
           accept_some();
           continue;
         }
@@ -136,30 +122,30 @@ class StoreServer::Loop {
       drop_late_strangers();
       if (!listening_) {
         listening_ = true;
-        watch(listen_fd_, EPOLLIN, EPOLL_CTL_ADD);
+        watch(listen_fd_.get(), EPOLLIN, EPOLL_CTL_ADD);
       }
     }
   }
-  void stop() const { ::eventfd_write(stop_fd_, 1); }
+  void stop() const { ::eventfd_write(stop_fd_.get(), 1); }
 
  private:
   void watch(int fd, uint32_t events, int operation) const {
     epoll_event event{};
     event.events = events;
     event.data.fd = fd;
-    ::epoll_ctl(epoll_fd_, operation, fd, &event);
+    ::epoll_ctl(epoll_fd_.get(), operation, fd, &event);
   }
 
   void accept_some() {
     // Only a few at a time, so that earlier connections can prove the secret in between.
     const size_t most = local_ ? 64 : std::clamp<size_t>(limits_.strangers / 4, 1, 64);
     for (size_t i = 0; i < most; ++i) {
-      const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+      const int fd = ::accept4(listen_fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd >= 0) {
         admit(fd);
       } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
         // Without descriptors the event would be reported endlessly.
-        watch(listen_fd_, 0, EPOLL_CTL_DEL);
+        watch(listen_fd_.get(), 0, EPOLL_CTL_DEL);
         listening_ = false;
         return;
       } else if (errno == EAGAIN) {
@@ -409,9 +395,9 @@ class StoreServer::Loop {
   const StoreKey key_;
   const bool local_;
   const StoreLimits limits_;
-  int listen_fd_ = -1;
-  int epoll_fd_ = -1;
-  int stop_fd_ = -1;
+  FileDescriptor listen_fd_{};
+  const FileDescriptor epoll_fd_{::epoll_create1(EPOLL_CLOEXEC)};
+  const FileDescriptor stop_fd_{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   bool listening_ = true; // false while there is no descriptor for new connections
   std::unordered_map<int, StoreClient> clients_; // by descriptor
   std::list<int> strangers_; // not yet proved; oldest first

@@ -65,7 +65,7 @@ std::string shortened(std::string_view text, size_t limit) {
 
 std::string write_nearest(std::string_view word, const std::vector<std::string>& names,
                           const std::string& otherwise) {
-  const std::string near = nearest_name(word, names.data(), names.data() + names.size());
+  const std::string near = nearest_name(word, names);
   return near.empty() ? otherwise : "write " + near;
 }
 
@@ -84,6 +84,12 @@ std::string format_digits(double value, int digits) {
 std::string format_exact(double value) {
   std::array<char, 32> text{};
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr};
+}
+
+std::string format_hex(uint64_t value) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(value));
+  return text.data();
 }
 
 std::string format_duration(double seconds) {

@@ -2,7 +2,6 @@
 
 #include <cstdlib>
 #include <limits>
-#include <sstream>
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
@@ -26,9 +25,8 @@ std::chrono::milliseconds default_heartbeat_timeout() {
 
 void check_timeout(std::string_view where, const char* name, double seconds) {
   if (!(seconds >= 0.1 && seconds <= 1e7)) { // NaN neither
-    std::ostringstream text;
-    text << name << "=" << seconds;
-    throw InputError(where, text.str(), "seconds, 0.1 to 1e7");
+    throw InputError(where, std::string(name) + "=" + format_digits(seconds),
+                     "seconds, 0.1 to 1e7");
   }
 }
 

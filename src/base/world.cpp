@@ -1,14 +1,20 @@
 #include "hasten/base/world.h"
 
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
+#include <iterator>
+#include <limits>
+#include <numeric>
+#include <optional>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
-#include "world_variables.h"
 
 namespace hasten {
 
@@ -17,6 +23,7 @@ namespace detail {
 constexpr int kMaxThreads = 4096;
 constexpr const char* kWorldWhere = "base::world_from_environment";
 
+/// The variable's value. Empty if it is not set or empty.
 std::optional<std::string> environment_value(const std::string& name) {
   const char* value = std::getenv(name.c_str());
   if (value == nullptr || *value == '\0') {
@@ -24,6 +31,30 @@ std::optional<std::string> environment_value(const std::string& name) {
   }
   return value;
 }
+
+constexpr int kAnyNumber = std::numeric_limits<int>::max();
+
+class WorldVariables {
+ public:
+  /// Returns `otherwise` if the variable is not set, or is not a number (which is a problem).
+  int number(const std::string& name, int least, int most, int otherwise);
+  /// Adds a problem unless `value` < `limit`. The names are those of variables.
+  void below(const std::string& name, int value, const std::string& limit_name, int limit);
+  void problem(std::string text) { problems_.push_back(std::move(text)); }
+  /// Throws InputError with all problems, if there are any.
+  void check(const std::string& expected, const std::string& fix) const;
+
+ private:
+  std::vector<std::string> problems_;
+};
+
+/// Names of variables.
+struct RankNames {
+  std::string rank;
+  std::string size;
+  std::string local_rank;
+  std::string local_size;
+};
 
 int WorldVariables::number(const std::string& name, int least, int most, int otherwise) {
   const auto text = environment_value(name);
@@ -54,31 +85,232 @@ void WorldVariables::check(const std::string& expected, const std::string& fix) 
   }
 }
 
+/// MASTER_PORT, or a port between 15000 and 24999 that is derived from `job`.
 int master_port_or(WorldVariables& variables, int64_t job) {
   return variables.number("MASTER_PORT", 1, 65535, 15'000 + static_cast<int>(job % 10'000));
 }
 
+/// HASTEN_STORE_FILE if no port is set; else empty.
 std::string store_file_name() {
   return environment_value("MASTER_PORT") ? std::string()
                                           : environment_value("HASTEN_STORE_FILE").value_or("");
 }
 
+World read_ranks(WorldVariables& variables, const RankNames& names, const char* source) {
+  World world;
+  world.source = source;
+  world.rank = variables.number(names.rank, 0, kAnyNumber, 0);
+  world.world_size = variables.number(names.size, 1, kMaxWorldSize, kAnyNumber);
+  world.local_rank = variables.number(names.local_rank, 0, kAnyNumber, 0);
+  world.local_world_size = variables.number(names.local_size, 1, kMaxWorldSize, 1);
+  return world;
+}
+
+void compare_ranks(WorldVariables& variables, const RankNames& names, const World& world) {
+  variables.below(names.rank, world.rank, names.size, world.world_size);
+  variables.below(names.local_rank, world.local_rank, names.local_size, world.local_world_size);
+  variables.below(names.local_size, world.local_world_size - 1, names.size, world.world_size);
+}
+
+// Each reads the world from one family, whose variables must all be set.
 World torchrun_world() {
   WorldVariables variables;
-  World world;
-  world.source = "torchrun";
-  world.rank = variables.number("RANK", 0, kAnyNumber, 0);
-  world.world_size = variables.number("WORLD_SIZE", 1, kMaxWorldSize, kAnyNumber);
-  world.local_rank = variables.number("LOCAL_RANK", 0, kAnyNumber, 0);
-  world.local_world_size = variables.number("LOCAL_WORLD_SIZE", 1, kMaxWorldSize, 1);
+  const RankNames names{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+  World world = read_ranks(variables, names, "torchrun");
   world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
-  variables.below("RANK", world.rank, "WORLD_SIZE", world.world_size);
-  variables.below("LOCAL_RANK", world.local_rank, "LOCAL_WORLD_SIZE", world.local_world_size);
-  variables.below("LOCAL_WORLD_SIZE", world.local_world_size - 1, "WORLD_SIZE", world.world_size);
+  compare_ranks(variables, names, world);
   variables.check("RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",
                   "start with hasten launch or torchrun, or unset them");
   world.master_addr = environment_value("MASTER_ADDR").value_or(world.master_addr);
   world.agent_store = environment_value("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  return world;
+}
+
+/// The nearest ancestor process that does not have `variable`: the launcher, even if a script is
+/// between them. 1 if /proc does not show it.
+int launcher_process(const std::string& variable) {
+  int process = ::getppid();
+  while (process > 1) {
+    std::ifstream file("/proc/" + std::to_string(process) + "/environ");
+    const std::string environment = '\0' + std::string(std::istreambuf_iterator<char>(file), {});
+    if (environment.find('\0' + variable + "=") == std::string::npos) {
+      return process;
+    }
+    process = process_stat(process).parent;
+  }
+  return 1;
+}
+
+/// A number that is the same in all ranks of this host and very probably another in other worlds.
+int64_t mpi_job(const std::string& rank_variable) {
+  std::string name;
+  for (const char* variable : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}) {
+    if (const auto value = environment_value(variable); value && name.empty()) {
+      name = *value;
+    }
+  }
+  if (name.empty() || rank_variable == "PMI_RANK") {
+    return launcher_process(rank_variable);
+  }
+  return static_cast<int64_t>(XXH3_64bits(name.data(), name.size()) >> 1);
+}
+
+/// Of mpirun and mpiexec. `command` starts ranks on several hosts.
+World mpi_world(const RankNames& names, const char* source, const std::string& command) {
+  WorldVariables variables;
+  World world = read_ranks(variables, names, source);
+  compare_ranks(variables, names, world);
+  if (world.local_world_size == world.world_size) {
+    world.master_port = master_port_or(variables, mpi_job(names.rank));
+  } else {
+    for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
+      if (!environment_value(name) && store_file_name().empty()) {
+        variables.problem(std::string(name) + " is not set, with " + names.local_size + "=" +
+                          std::to_string(world.local_world_size) + " and " + names.size + "=" +
+                          std::to_string(world.world_size));
+      }
+    }
+    world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
+    world.master_addr = environment_value("MASTER_ADDR").value_or(world.master_addr);
+  }
+  variables.check(names.rank + " < " + names.size + ", " + names.local_rank + " < " +
+                      names.local_size + " <= " + names.size +
+                      ", and on several hosts the address of rank 0's",
+                  command);
+  return world;
+}
+
+constexpr size_t kMostHosts = 65'536;
+
+/// Appends each number of "08-10,12", with leading zeros, to each of `stems`. False if the text has
+/// another form.
+bool append_ranges(const std::string& ranges, std::vector<std::string>& stems) {
+  std::vector<std::string> numbers;
+  for (const std::string& range : split(ranges)) {
+    const size_t dash = range.find('-');
+    const std::string first = range.substr(0, dash);
+    const auto low = parse_number<int>(first);
+    const auto high = dash == std::string::npos ? low : parse_number<int>(range.substr(dash + 1));
+    if (!low || !high || *low < 0 || *high < *low ||
+        numbers.size() + static_cast<size_t>(*high - *low) >= kMostHosts) {
+      return false;
+    }
+    for (int number = *low; number <= *high; ++number) {
+      const std::string digits = std::to_string(number);
+      const size_t width = std::max(first.size(), digits.size());
+      numbers.push_back(std::string(width - digits.size(), '0') + digits);
+    }
+  }
+  if (stems.size() * numbers.size() > kMostHosts) {
+    return false;
+  }
+  std::vector<std::string> names;
+  for (const std::string& stem : stems) {
+    for (const std::string& number : numbers) {
+      names.push_back(stem + number);
+    }
+  }
+  stems = std::move(names);
+  return true;
+}
+
+/// The hosts of one element: "rack[1-2]-n[01-04]".
+std::vector<std::string> expand_host_pattern(const std::string& pattern) {
+  std::vector<std::string> names{""};
+  for (size_t at = 0; at < pattern.size();) {
+    const size_t open = std::min(pattern.find('[', at), pattern.size());
+    for (std::string& name : names) {
+      name += pattern.substr(at, open - at);
+    }
+    if (open == pattern.size()) {
+      break;
+    }
+    const size_t close = pattern.find(']', open);
+    if (close == std::string::npos ||
+        !append_ranges(pattern.substr(open + 1, close - open - 1), names)) {
+      return {};
+    }
+    at = close + 1;
+  }
+  return names;
+}
+
+std::vector<std::string> expand_host_list(const std::string& text) {
+  std::vector<std::string> hosts;
+  for (size_t at = 0; at <= text.size();) {
+    // A comma in brackets separates ranges, not hosts.
+    size_t end = at;
+    for (bool inside = false; end < text.size() && (inside || text[end] != ','); ++end) {
+      inside = text[end] == '[' || (inside && text[end] != ']');
+    }
+    const std::string pattern = text.substr(at, end - at);
+    const auto some = expand_host_pattern(pattern);
+    if (pattern.empty() || pattern[0] == '[' || some.empty() ||
+        hosts.size() + some.size() > kMostHosts) {
+      return {};
+    }
+    hosts.insert(hosts.end(), some.begin(), some.end());
+    at = end + 1;
+  }
+  return hosts;
+}
+
+std::vector<int> expand_task_counts(const std::string& text) {
+  std::vector<int> counts;
+  for (const std::string& part : split(text)) {
+    const size_t times = std::min(part.find("(x"), part.size());
+    const auto tasks = parse_number<int>(part.substr(0, times));
+    std::optional<int> hosts = 1;
+    if (times != part.size()) {
+      hosts = part.back() == ')'
+                  ? parse_number<int>(part.substr(times + 2, part.size() - times - 3))
+                  : std::nullopt;
+    }
+    if (!tasks || !hosts || *tasks < 0 || *hosts < 1 ||
+        counts.size() + static_cast<size_t>(*hosts) > kMostHosts) {
+      return {};
+    }
+    counts.insert(counts.end(), static_cast<size_t>(*hosts), *tasks);
+  }
+  return counts;
+}
+
+World slurm_world() {
+  WorldVariables variables;
+  World world;
+  world.source = "Slurm";
+  world.rank = variables.number("SLURM_PROCID", 0, kAnyNumber, 0);
+  world.world_size = variables.number("SLURM_STEP_NUM_TASKS", 1, kMaxWorldSize, 1);
+  world.local_rank = variables.number("SLURM_LOCALID", 0, kAnyNumber, 0);
+  world.cpus_per_task = variables.number("SLURM_CPUS_PER_TASK", 1, kMaxWorldSize, 0);
+  const int node = variables.number("SLURM_NODEID", 0, kAnyNumber, 0);
+  const int job = variables.number("SLURM_JOB_ID", 0, kAnyNumber, 0);
+  const std::string list = *environment_value("SLURM_STEP_NODELIST");
+  const std::string tasks = *environment_value("SLURM_STEP_TASKS_PER_NODE");
+  const auto hosts = expand_host_list(list);
+  const auto counts = expand_task_counts(tasks);
+  variables.below("SLURM_PROCID", world.rank, "SLURM_STEP_NUM_TASKS", world.world_size);
+  if (hosts.empty()) {
+    variables.problem("SLURM_STEP_NODELIST=" + list + " is not a list of hosts");
+  }
+  if (counts.empty() || counts.size() != hosts.size() ||
+      std::accumulate(counts.begin(), counts.end(), int64_t{0}) != world.world_size) {
+    variables.problem("SLURM_STEP_TASKS_PER_NODE=" + tasks + " with SLURM_STEP_NODELIST=" + list +
+                      " and SLURM_STEP_NUM_TASKS=" + std::to_string(world.world_size));
+  } else if (static_cast<size_t>(node) >= counts.size()) {
+    variables.problem("SLURM_NODEID=" + std::to_string(node) + " with SLURM_STEP_NODELIST=" + list);
+  } else {
+    world.local_world_size = counts[static_cast<size_t>(node)];
+    variables.below("SLURM_LOCALID", world.local_rank, "SLURM_STEP_TASKS_PER_NODE",
+                    world.local_world_size);
+  }
+  // Concurrent steps of one job get different ports.
+  const auto step = parse_number<int>(environment_value("SLURM_STEP_ID").value_or("0"));
+  world.master_port = master_port_or(variables, job + int64_t{1009} * step.value_or(0));
+  variables.check("what srun sets in a step", "start with srun, torchrun or hasten launch");
+  if (hosts.size() > 1) {
+    world.master_addr = environment_value("MASTER_ADDR").value_or(hosts[0]);
+  }
   return world;
 }
 
@@ -92,8 +324,8 @@ struct WorldFamily {
   std::function<World()> read;
 
   bool present() const {
-    return std::any_of(signs.begin(), signs.end(),
-                       [](const auto& sign) { return environment_value(sign).has_value(); });
+    return std::ranges::any_of(
+        signs, [](const auto& sign) { return environment_value(sign).has_value(); });
   }
   /// "RANK is not set, WORLD_SIZE is not set"; empty if complete.
   std::string missing() const {
@@ -127,7 +359,7 @@ WorldFamily torchrun_family() {
 /// In order of precedence.
 std::vector<WorldFamily> world_families() {
   std::vector<WorldFamily> families{torchrun_family()};
-  const auto add_mpi = [&](const char* source, const MpiNames& n, const char* command) {
+  const auto add_mpi = [&](const char* source, const RankNames& n, const char* command) {
     families.push_back(
         {source, {n.rank, n.size}, {n.rank, n.size, n.local_rank, n.local_size}, [=] {
            return mpi_world(n, source, command);

@@ -15,9 +15,11 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
-#include "hasten/base/temporary_file.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ManifestEntry, size, xxh3)
 
 namespace detail {
 
@@ -40,10 +42,7 @@ ManifestEntry describe_file(const std::filesystem::path& path) {
   if (!file.eof()) {
     throw InputError(kManifestWhere, path.string() + ": cannot be read");
   }
-  char text[17];
-  std::snprintf(text, sizeof text, "%016llx",
-                static_cast<unsigned long long>(XXH3_64bits_digest(state.get())));
-  entry.xxh3 = text;
+  entry.xxh3 = format_hex(XXH3_64bits_digest(state.get()));
   return entry;
 }
 
@@ -55,16 +54,17 @@ std::vector<std::string> files_below(const std::filesystem::path& folder) {
       names.push_back(entry.path().lexically_relative(folder).string());
     }
   }
-  std::sort(names.begin(), names.end());
+  std::ranges::sort(names);
   return names;
 }
 
-std::string manifest_text(const std::map<std::string, ManifestEntry>& files) {
-  nlohmann::json json = {{"format", 1}, {"files", nlohmann::json::object()}};
-  for (const auto& [name, entry] : files) {
-    json["files"][name] = {{"size", entry.size}, {"xxh3", entry.xxh3}};
+// Errors name `target`.
+void make_folders(const std::filesystem::path& path, const std::filesystem::path& target) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) {
+    throw_file_error(kCommitWhere, target, error.value());
   }
-  return json.dump(2) + "\n";
 }
 
 void rename_or_throw(const std::filesystem::path& from, const std::filesystem::path& to) {
@@ -121,11 +121,10 @@ FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
                      target_.string() + ": the folder exists and is not empty",
                      "a new or empty folder", "use another folder, or allow overwriting it");
   }
-  std::filesystem::create_directories(detail::folder_of(target_), error);
-  const int failed =
-      error ? error.value() : make_beside(target_, ".tmp-", folder_, [](const auto& name) {
-        return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
-      });
+  detail::make_folders(detail::folder_of(target_), target_);
+  const int failed = make_beside(target_, ".tmp-", folder_, [](const auto& name) {
+    return ::mkdir(name.c_str(), 0777) == 0 ? 0 : errno;
+  });
   if (failed != 0) {
     detail::throw_file_error(detail::kCommitWhere, target_, failed);
   }
@@ -141,11 +140,7 @@ FolderCommit::~FolderCommit() {
 
 void FolderCommit::write(const std::string& name, std::string_view bytes) {
   const std::filesystem::path path = folder_ / name;
-  std::error_code error;
-  std::filesystem::create_directories(path.parent_path(), error);
-  if (error) {
-    detail::throw_file_error(detail::kCommitWhere, path, error.value());
-  }
+  detail::make_folders(path.parent_path(), path);
   detail::FileWriter file("io::write_file", path);
   file.write(bytes);
   file.finish();
@@ -169,7 +164,7 @@ void FolderCommit::commit() {
         files.emplace(name, std::move(entry)); // does not replace new entries
       }
     }
-    write(kManifestFile, detail::manifest_text(files));
+    write(kManifestFile, nlohmann::json{{"format", 1}, {"files", files}}.dump(2) + "\n");
     for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_)) {
       if (entry.is_directory()) {
         sync_path(entry.path());
@@ -200,11 +195,8 @@ void FolderCommit::commit_folder() {
 
 void FolderCommit::commit_files() {
   const auto names = detail::files_below(folder_);
+  detail::make_folders(target_, target_);
   std::error_code error;
-  std::filesystem::create_directories(target_, error);
-  if (error) {
-    detail::throw_file_error(detail::kCommitWhere, target_, error.value());
-  }
   // Until the last rename the folder has no manifest, because its files are mixed.
   std::filesystem::remove(target_ / kManifestFile, error);
   for (const auto& name : names) {
@@ -233,9 +225,7 @@ std::map<std::string, ManifestEntry> read_manifest(const std::filesystem::path& 
                        path.string() + ": format=" + json.at("format").dump(), "1",
                        "read it with the version that wrote it");
     }
-    for (const auto& [name, entry] : json.at("files").items()) {
-      files[name] = {entry.at("size").get<uint64_t>(), entry.at("xxh3").get<std::string>()};
-    }
+    json.at("files").get_to(files);
   } catch (const nlohmann::json::exception& error) {
     throw InputError(detail::kManifestWhere, path.string() + ": " + error.what());
   }

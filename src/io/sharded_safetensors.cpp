@@ -1,6 +1,7 @@
 #include "hasten/io/sharded_safetensors.h"
 
 #include <algorithm>
+#include <ranges>
 #include <regex>
 #include <system_error>
 #include <utility>
@@ -73,7 +74,7 @@ std::vector<std::string> extra_shards(const std::filesystem::path& index,
       extra.push_back(file);
     }
   }
-  std::sort(extra.begin(), extra.end());
+  std::ranges::sort(extra);
   return extra;
 }
 
@@ -122,11 +123,8 @@ ShardedSafetensorsReader::ShardedSafetensorsReader(const std::filesystem::path& 
 }
 
 std::vector<std::string> ShardedSafetensorsReader::names() const {
-  std::vector<std::string> names;
-  for (const auto& [name, number] : shard_) {
-    names.push_back(name);
-  }
-  return names;
+  const auto names = std::views::keys(shard_);
+  return {names.begin(), names.end()};
 }
 
 bool ShardedSafetensorsReader::contains(std::string_view name) const {
@@ -136,8 +134,7 @@ bool ShardedSafetensorsReader::contains(std::string_view name) const {
 const SafetensorsReader& ShardedSafetensorsReader::shard_of(std::string_view name) const {
   const auto found = shard_.find(name);
   if (found == shard_.end()) {
-    const auto all = names();
-    const std::string near = nearest_name(name, all.data(), all.data() + all.size());
+    const std::string near = nearest_name(name, names());
     throw InputError(detail::kShardedWhere,
                      path_.string() + ": no tensor \"" + std::string(name) + "\"",
                      near.empty() ? std::string() : "\"" + near + "\" perhaps");

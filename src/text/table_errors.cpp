@@ -36,8 +36,7 @@ void fail_unknown_column(const char* where, const std::string& asked,
     list.push_back(table_sample(columns[i]) + " (\"" +
                    table_sample(i < samples.size() ? samples[i] : "") + "\")");
   }
-  const std::string near = nearest_name(asked.substr(asked.find('=') + 1), columns.data(),
-                                        columns.data() + columns.size());
+  const std::string near = nearest_name(asked.substr(asked.find('=') + 1), columns);
   throw InputError(where, asked + " is not a column of " + path.string(),
                    "one of: " + first_items(std::move(list), 20),
                    near.empty() ? "" : "did you mean " + near + "?");

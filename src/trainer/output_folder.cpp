@@ -10,7 +10,7 @@
 #include <system_error>
 
 #include "hasten/base/error.h"
-#include "hasten/base/temporary_file.h"
+#include "hasten/base/files.h"
 #include "hasten/base/text.h"
 
 namespace hasten {

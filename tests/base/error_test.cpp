@@ -42,8 +42,8 @@ TEST(Error, KindsAreThoseOfTheStandardLibrarysErrorsToo) {
 
 TEST(Error, NearestNameIsOfferedOnlyWhenItIsNear) {
   const std::string names[] = {"text", "label", "source"};
-  EXPECT_EQ(nearest_name("lable", std::begin(names), std::end(names)), "label");
-  EXPECT_EQ(nearest_name("zzzzz", std::begin(names), std::end(names)), "");
+  EXPECT_EQ(nearest_name("lable", names), "label");
+  EXPECT_EQ(nearest_name("zzzzz", names), "");
 }
 
 // The value in the message has a megabyte, with or without spaces. "column=12" follows it.
@@ -77,7 +77,7 @@ TEST(Error, MessagesAreBoundedAndKeepTheirPlace) {
   }
   EXPECT_EQ(kept.find('\xE2'), kept.find("\xE2\x80\xA6"))
       << kept; // only the ellipsis has this byte
-  EXPECT_EQ(nearest_name(word, &word, &word + 1), ""); // returns immediately
+  EXPECT_EQ(nearest_name(word, {&word, 1}), ""); // returns immediately
 }
 
 } // namespace hasten

@@ -4,6 +4,7 @@
 // Threading: call set_error_rank() before other threads use hasten. Other functions: any thread.
 #pragma once
 
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -81,8 +82,8 @@ ErrorKind kind_of_errno(int error);
 /// Later messages start with "rank r/w ". Does nothing if world_size is 1.
 void set_error_rank(int rank, int world_size);
 
-/// Returns the candidate closest to `word`. Empty if its edit distance is above 2 (1 for words
+/// Returns the name closest to `word`. Empty if its edit distance is above 2 (1 for words
 /// shorter than 4) and above a third of the word's length.
-std::string nearest_name(std::string_view word, const std::string* first, const std::string* last);
+std::string nearest_name(std::string_view word, std::span<const std::string> names);
 
 } // namespace hasten

@@ -1,7 +1,10 @@
 // Reads, replaces and syncs whole files. hasten/io/commit.h replaces whole folders.
 #pragma once
 
+#include <sys/types.h>
+
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,6 +27,17 @@ void sync_path(const std::filesystem::path& path);
 /// Returns the 64-bit xxh3 hash as 16 hex digits.
 std::string hash_hex(std::string_view bytes);
 
+/// Creates something new with the name "<target><mark><pid>-<n>". Calls `make` with one name
+/// after the other while it returns EEXIST: a name may be left by an earlier process with this
+/// pid, or used by one in another container. `made` is the last name.
+/// Returns the result of `make`: 0, or errno.
+int make_beside(const std::filesystem::path& target, const char* mark, std::filesystem::path& made,
+                const std::function<int(const std::filesystem::path&)>& make);
+
+/// Whether a name ends like those of make_beside() with the mark ".tmp-", which files and folders
+/// have before they replace their target.
+bool is_temporary_name(std::string_view name);
+
 namespace detail {
 
 /// Writes all bytes, in one write(2) if the kernel accepts them. Returns 0 or errno.
@@ -36,6 +50,13 @@ int write_all(int fd, std::string_view bytes) noexcept;
 
 /// The folder of a file; "." for a bare name.
 std::filesystem::path folder_of(const std::filesystem::path& path);
+
+/// Appends what is left to read to `bytes`. `hint`: the expected size. Returns 0 or errno.
+int read_all(int fd, std::string& bytes, size_t hint = 0);
+
+/// Reads `count` bytes at an offset, fewer only at the end of the file. Returns how many, or -1
+/// with errno set.
+ssize_t read_at(int fd, void* to, size_t count, size_t offset) noexcept;
 
 /// Owns a descriptor; -1: none.
 class FileDescriptor {
@@ -54,7 +75,7 @@ class FileDescriptor {
   int close();
 
  private:
-  int fd_;
+  int fd_ = -1;
 };
 
 /// Writes a file in several parts and replaces the old file in one step: writes to "<path>.tmp-…".
@@ -76,7 +97,7 @@ class FileWriter {
   const char* where_;
   std::filesystem::path path_;
   std::filesystem::path temporary_{};
-  FileDescriptor file_;
+  FileDescriptor file_{};
   bool finished_ = false;
 };
 

@@ -27,6 +27,7 @@
 
 #include <sys/un.h>
 
+#include "hasten/base/files.h"
 #include "hasten/base/world.h"
 
 struct addrinfo;
@@ -112,11 +113,8 @@ class StoreChannel {
 
   /// Takes ownership of `fd`, which is non-blocking.
   explicit StoreChannel(int fd) : fd_(fd) {}
-  ~StoreChannel();
-  StoreChannel(const StoreChannel&) = delete;
-  StoreChannel& operator=(const StoreChannel&) = delete;
 
-  int fd() const { return fd_; }
+  int fd() const { return fd_.get(); }
   /// Reads what has arrived, up to a limit. False if the connection has ended.
   bool receive();
   /// Takes the next complete frame. It is valid until the next call of receive() or next().
@@ -141,7 +139,7 @@ class StoreChannel {
  private:
   StoreKey frame_hash(std::string_view frame, char direction, uint64_t& number);
 
-  int fd_ = -1;
+  FileDescriptor fd_;
   size_t limit_ = 128;
   std::string in_{};
   size_t taken_ = 0; // bytes of in_ that next() has returned

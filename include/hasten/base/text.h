@@ -43,6 +43,9 @@ std::string format_digits(double value, int digits = 6);
 /// The shortest decimal number that is read back as the same double.
 std::string format_exact(double value);
 
+/// "%016llx": 16 hex digits.
+std::string format_hex(uint64_t value);
+
 /// "1:02:03" or "02:03" from seconds; "--:--" if they are not finite.
 std::string format_duration(double seconds);
 /// "33,530".

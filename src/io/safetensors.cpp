@@ -6,23 +6,63 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <optional>
+#include <tuple>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/io/safetensors.h"
-#include "safetensors_dtypes.h"
 
 namespace hasten {
 
 namespace detail {
 
 constexpr const char* kReaderWhere = "io::SafetensorsReader";
+constexpr const char* kWriterWhere = "io::write_safetensors";
 constexpr uint64_t kMaxHeaderBytes = 100'000'000; // like the reference
+static_assert(std::endian::native == std::endian::little);
 constexpr const char* kReaderFix =
     "download or write the file again; it is damaged or not a safetensors file";
+
+struct SafetensorsDtype {
+  std::string_view name;
+  at::ScalarType dtype;
+};
+
+// In the order by which the reference writer sorts: its enumeration, ascending.
+constexpr std::array<SafetensorsDtype, 19> kSafetensorsDtypes = {{
+    {"BOOL", at::kBool},
+    {"U8", at::kByte},
+    {"I8", at::kChar},
+    {"F8_E5M2", at::kFloat8_e5m2},
+    {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F8_E8M0", at::kFloat8_e8m0fnu},
+    {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz},
+    {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
+    {"I16", at::kShort},
+    {"U16", at::kUInt16},
+    {"F16", at::kHalf},
+    {"BF16", at::kBFloat16},
+    {"I32", at::kInt},
+    {"U32", at::kUInt32},
+    {"F32", at::kFloat},
+    {"C64", at::kComplexFloat},
+    {"F64", at::kDouble},
+    {"I64", at::kLong},
+    {"U64", at::kUInt64},
+}};
+
+/// Index in the table; the table's size if the dtype is not in it.
+size_t safetensors_dtype_rank(at::ScalarType dtype) {
+  size_t rank = 0;
+  while (rank < kSafetensorsDtypes.size() && kSafetensorsDtypes[rank].dtype != dtype) {
+    ++rank;
+  }
+  return rank;
+}
 
 [[noreturn]] void throw_bad_file(const std::filesystem::path& path, const std::string& what,
                                  const std::string& expected = {}) {
@@ -30,7 +70,7 @@ constexpr const char* kReaderFix =
 }
 
 std::optional<std::vector<uint64_t>> unsigned_numbers(const nlohmann::json& value) {
-  const bool good = value.is_array() && std::all_of(value.begin(), value.end(), [](const auto& n) {
+  const bool good = value.is_array() && std::ranges::all_of(value, [](const auto& n) {
                       return n.is_number_unsigned();
                     });
   return good ? std::optional(value.get<std::vector<uint64_t>>()) : std::nullopt;
@@ -62,9 +102,9 @@ SafetensorsEntry parse_entry(const std::filesystem::path& path, const std::strin
                    "{\"dtype\", \"shape\", \"data_offsets\"}");
   }
   const auto& dtype = value["dtype"].get_ref<const std::string&>();
-  const auto known =
-      std::find_if(kSafetensorsDtypes.begin(), kSafetensorsDtypes.end(),
-                   [&](const SafetensorsDtype& candidate) { return candidate.name == dtype; });
+  const auto known = std::ranges::find_if(
+      kSafetensorsDtypes,
+      [&](const SafetensorsDtype& candidate) { return candidate.name == dtype; });
   if (known == kSafetensorsDtypes.end()) {
     throw InputError(kReaderWhere,
                      path.string() + ": " + subject + " has an unknown dtype=" + dtype,
@@ -137,23 +177,16 @@ struct SafetensorsReader::Mapping {
 
   // Reads the file instead of the mapping, whose pages are gone if the file has become shorter.
   void read(const std::filesystem::path& path, uint64_t at, void* to, uint64_t count) const {
-    auto* out = static_cast<char*>(to);
-    while (count > 0) {
-      const ssize_t got = ::pread(file.get(), out, count, static_cast<off_t>(at));
-      if (got < 0 && errno != EINTR) {
-        throw_missing(path, errno);
-      }
-      if (got == 0) {
-        throw InputError(
-            detail::kReaderWhere,
-            path.string() + " shrank while it was read: it had " + std::to_string(bytes) +
-                " bytes and ends at byte " + std::to_string(at),
-            "a file that does not change while it is read", "read it again when it is complete");
-      }
-      const auto done = static_cast<uint64_t>(std::max<ssize_t>(got, 0));
-      at += done;
-      out += done;
-      count -= done;
+    const ssize_t got = detail::read_at(file.get(), to, count, at);
+    if (got < 0) {
+      throw_missing(path, errno);
+    }
+    if (const uint64_t end = at + static_cast<uint64_t>(got); end < at + count) {
+      throw InputError(detail::kReaderWhere,
+                       path.string() + " shrank while it was read: it had " +
+                           std::to_string(bytes) + " bytes and ends at byte " + std::to_string(end),
+                       "a file that does not change while it is read",
+                       "read it again when it is complete");
     }
   }
   Mapping(const Mapping&) = delete;
@@ -175,12 +208,8 @@ SafetensorsReader::SafetensorsReader(const std::filesystem::path& path)
     detail::throw_bad_file(path_, "the file has " + std::to_string(file_bytes) + " bytes",
                            "at least the 8 bytes of the header's length");
   }
-  unsigned char length[8];
-  mapping_->read(path_, 0, length, sizeof(length));
   uint64_t header_bytes = 0;
-  for (int i = 7; i >= 0; --i) {
-    header_bytes = (header_bytes << 8) | length[i];
-  }
+  mapping_->read(path_, 0, &header_bytes, sizeof(header_bytes));
   if (header_bytes > detail::kMaxHeaderBytes || header_bytes > file_bytes - 8) {
     detail::throw_bad_file(
         path_,
@@ -219,7 +248,7 @@ void SafetensorsReader::parse_header(std::string_view header, uint64_t data_byte
       metadata_.emplace(key, text.get<std::string>());
     }
   }
-  std::sort(names_.begin(), names_.end(), [&](const auto& a, const auto& b) {
+  std::ranges::sort(names_, [&](const auto& a, const auto& b) {
     const auto& x = entries_.at(a);
     const auto& y = entries_.at(b);
     return std::tie(x.begin, x.end, a) < std::tie(y.begin, y.end, b);
@@ -260,7 +289,7 @@ bool SafetensorsReader::contains(std::string_view name) const { return find(name
 const SafetensorsEntry& SafetensorsReader::entry(std::string_view name) const {
   const std::string* stored = find(name);
   if (stored == nullptr) {
-    const std::string nearest = nearest_name(name, names_.data(), names_.data() + names_.size());
+    const std::string nearest = nearest_name(name, names_);
     throw InputError(detail::kReaderWhere,
                      path_.string() + ": no tensor \"" + std::string(name) + "\"",
                      nearest.empty() ? std::string{} : "\"" + nearest + "\" perhaps");
@@ -301,6 +330,120 @@ NamedTensors SafetensorsReader::read_all() const {
     }
   }
   return tensors;
+}
+
+namespace detail {
+
+struct TensorToWrite {
+  std::string name;
+  at::Tensor tensor;
+  size_t rank; // index of its dtype in the table
+};
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_alias_of(b) && a.data_ptr() == b.data_ptr() && a.scalar_type() == b.scalar_type() &&
+         a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+TensorToWrite checked_tensor(const std::string& name, const at::Tensor& tensor) {
+  const std::string subject = "tensor \"" + name + "\"";
+  if (name == "__metadata__") {
+    throw InputError(kWriterWhere, subject + " has a reserved name");
+  }
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta() ||
+      tensor.is_quantized()) {
+    throw InputError(kWriterWhere, subject + " is undefined, not dense, quantized or meta",
+                     "a defined, dense tensor on a device");
+  }
+  const size_t rank = safetensors_dtype_rank(tensor.scalar_type());
+  if (rank == kSafetensorsDtypes.size()) {
+    throw InputError(kWriterWhere, subject + " has dtype=" + c10::toString(tensor.scalar_type()),
+                     "a dtype of the safetensors format");
+  }
+  return {name, tensor.detach(), rank};
+}
+
+// Separates further names of the same memory, which go to `metadata`.
+std::vector<TensorToWrite> tensors_to_write(const NamedTensors& tensors,
+                                            std::map<std::string, std::string>& metadata) {
+  std::vector<TensorToWrite> result;
+  std::map<const void*, std::vector<size_t>> by_address;
+  for (const auto& [name, tensor] : tensors) {
+    TensorToWrite item = checked_tensor(name, tensor);
+    if (tensor.numel() > 0) {
+      auto& same_start = by_address[tensor.data_ptr()];
+      const auto tied = std::ranges::find_if(
+          same_start, [&](size_t i) { return same_memory(result[i].tensor, item.tensor); });
+      if (tied != same_start.end()) {
+        if (!metadata.emplace(name, result[*tied].name).second) {
+          throw InputError(kWriterWhere, "metadata key \"" + name + "\" is a tied tensor");
+        }
+        continue;
+      }
+      same_start.push_back(result.size());
+    }
+    result.push_back(std::move(item));
+  }
+  std::ranges::sort(result, [](const auto& a, const auto& b) {
+    return std::tie(b.rank, a.name) < std::tie(a.rank, b.name);
+  });
+  return result;
+}
+
+// Writes keys in the order and with the spacing of the reference writer.
+std::string header_text(const std::vector<TensorToWrite>& tensors,
+                        const std::map<std::string, std::string>& metadata) {
+  std::string text = "{";
+  const auto add = [&](const std::string& key, const nlohmann::ordered_json& value) {
+    text += text.size() > 1 ? "," : "";
+    text += nlohmann::json(key).dump() + ":" + value.dump();
+  };
+  try {
+    if (!metadata.empty()) {
+      add("__metadata__", nlohmann::ordered_json(metadata));
+    }
+    uint64_t at = 0;
+    for (const auto& item : tensors) {
+      const uint64_t end = at + static_cast<uint64_t>(item.tensor.nbytes());
+      add(item.name, {{"dtype", kSafetensorsDtypes[item.rank].name},
+                      {"shape", item.tensor.sizes().vec()},
+                      {"data_offsets", {at, end}}});
+      at = end;
+    }
+  } catch (const nlohmann::json::exception& error) {
+    throw InputError(kWriterWhere,
+                     std::string("a name or metadata value is not UTF-8: ") + error.what());
+  }
+  text += "}";
+  text.append((8 - text.size() % 8) % 8, ' ');
+  return text;
+}
+
+} // namespace detail
+
+std::string_view safetensors_dtype_name(at::ScalarType dtype) {
+  const size_t rank = detail::safetensors_dtype_rank(dtype);
+  return rank < detail::kSafetensorsDtypes.size() ? detail::kSafetensorsDtypes[rank].name
+                                                  : std::string_view{};
+}
+
+void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  auto all_metadata = metadata;
+  const auto items = detail::tensors_to_write(tensors, all_metadata);
+  const std::string header = detail::header_text(items, all_metadata);
+
+  detail::FileWriter file("io::write_file", path);
+  const uint64_t header_bytes = header.size();
+  file.write({reinterpret_cast<const char*>(&header_bytes), sizeof(header_bytes)});
+  file.write(header);
+  for (const auto& item : items) {
+    if (item.tensor.numel() > 0) {
+      const at::Tensor data = item.tensor.resolve_conj().resolve_neg().cpu().contiguous();
+      file.write({static_cast<const char*>(data.data_ptr()), data.nbytes()});
+    }
+  }
+  file.finish();
 }
 
 } // namespace hasten
