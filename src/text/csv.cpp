@@ -42,10 +42,9 @@ CsvReader::CsvReader(const std::filesystem::path& path, CsvOptions options)
     : CsvReader(TextFile::open(path, detail::kCsvReader), options) {}
 
 CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
-    : window_(std::move(file)),
+    : RecordReader(std::move(file)),
       delimiter_(detail::csv_delimiter(path(), options.delimiter)),
-      text_(window_.text()),
-      next_(window_.file().mark_bytes()) {
+      text_(window_.text()) {
   cr_ends_lines_ = detail::lacks_line_feeds(window_);
   if (!read_record()) {
     throw InputError(detail::kCsvReader, "file=" + path().string() + " is empty",
@@ -57,8 +56,8 @@ CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
   pending_ = !options.has_header;
 }
 
-size_t CsvReader::column(std::string_view name, std::string_view flag) const {
-  const auto found = std::find(columns_.begin(), columns_.end(), name);
+size_t CsvReader::column(std::string_view name, std::string_view flag) {
+  const auto found = std::ranges::find(columns_, name);
   const std::string asked = std::string(flag) + "=" + std::string(name);
   if (found != columns_.end()) {
     if (std::find(found + 1, columns_.end(), name) != columns_.end()) {
@@ -266,8 +265,6 @@ void CsvReader::check_width() const {
                        ", starting with \"" + detail::table_sample(fields_[0]) + "\"",
                    std::to_string(columns_.size()) + " fields, as in the file's first record", fix);
 }
-
-std::string CsvReader::position() const { return path().string() + ":" + std::to_string(line_); }
 
 // Reports the physical line and the character of byte `at`, and the line where the record starts if
 // that is a different one.

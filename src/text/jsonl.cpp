@@ -25,8 +25,7 @@ std::string json_as_text(const nlohmann::json& value) {
 
 } // namespace detail
 
-JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
-    : window_(std::move(file)), next_(window_.file().mark_bytes()) {
+JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file) : RecordReader(std::move(file)) {
   const TextWindow start = window_;
   std::string_view line;
   if (!find_line(line)) {
@@ -44,11 +43,11 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file)
 }
 
 size_t JsonlReader::column(std::string_view name, std::string_view flag) {
-  if (std::find(columns_.begin(), columns_.end(), name) == columns_.end()) {
+  if (std::ranges::find(columns_, name) == columns_.end()) {
     detail::fail_unknown_column(detail::kJsonlReader, std::string(flag) + "=" + std::string(name),
                                 path(), columns_, samples_);
   }
-  const auto found = std::find(wanted_.begin(), wanted_.end(), name);
+  const auto found = std::ranges::find(wanted_, name);
   if (found != wanted_.end()) {
     return static_cast<size_t>(found - wanted_.begin());
   }
@@ -113,7 +112,5 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
   }
   return std::move(value);
 }
-
-std::string JsonlReader::position() const { return path().string() + ":" + std::to_string(line_); }
 
 } // namespace hasten

@@ -39,7 +39,7 @@ std::vector<int64_t> stratified_counts(const std::vector<std::vector<int64_t>>& 
     remainders.emplace_back(static_cast<double>(counts[label]) - exact, label);
     all += size;
   }
-  std::sort(remainders.begin(), remainders.end()); // most underserved first
+  std::ranges::sort(remainders); // most underserved first
   int64_t missing = std::llround(share * static_cast<double>(all)) -
                     std::accumulate(counts.begin(), counts.end(), int64_t{0});
   for (const auto& [remainder, label] : remainders) {
@@ -157,8 +157,7 @@ constexpr size_t kShownLabels = 20; // in errors
       unknown.push_back(rows.names[i]);
     }
   }
-  const auto first =
-      static_cast<size_t>(std::find(numbers.begin(), numbers.end(), -1) - numbers.begin());
+  const auto first = static_cast<size_t>(std::ranges::find(numbers, -1) - numbers.begin());
   throw InputError(
       "data::label_numbers",
       rows.positions[first] + ": label=" + unknown[0] + " is unknown to " + owner +
@@ -171,7 +170,7 @@ constexpr size_t kShownLabels = 20; // in errors
 void number_labels(ScannedRows& rows, ProblemType problem_type, const std::string& owner,
                    TextSelection& selection) {
   const auto numbers = label_numbers(rows.names, selection.label_names);
-  if (std::find(numbers.begin(), numbers.end(), -1) != numbers.end()) {
+  if (std::ranges::find(numbers, -1) != numbers.end()) {
     fail_unknown_label(rows, numbers, selection.label_names, owner);
   }
   if (problem_type == ProblemType::single_label) {
@@ -186,7 +185,7 @@ void number_labels(ScannedRows& rows, ProblemType problem_type, const std::strin
     for (const size_t end : rows.ends) {
       std::vector<int32_t> set(begin, numbers.begin() + static_cast<std::ptrdiff_t>(end));
       begin += std::ssize(set);
-      std::sort(set.begin(), set.end());
+      std::ranges::sort(set);
       set.erase(std::unique(set.begin(), set.end()), set.end());
       selection.label_sets.push_back(std::move(set));
     }
@@ -204,7 +203,7 @@ std::vector<std::string> choose_label_names(const ScannedRows& rows,
   }
   auto names = distinct_labels(rows.names);
   const auto numbers = label_numbers(names, options.label_names);
-  const bool known = std::find(numbers.begin(), numbers.end(), -1) == numbers.end();
+  const bool known = std::ranges::find(numbers, -1) == numbers.end();
   return options.label_names.empty() || (options.replace_label_names && !known)
              ? names
              : options.label_names;
@@ -272,7 +271,7 @@ std::vector<TextHash> training_hashes(const SelectedRows& rows,
       sorted.push_back(hashes[row]);
     }
   }
-  std::sort(sorted.begin(), sorted.end());
+  std::ranges::sort(sorted);
   return sorted;
 }
 
@@ -282,8 +281,7 @@ void keep_out_of_evaluation(SelectedRows& rows, const std::vector<TextHash>& has
                             const std::vector<TextHash>& training, RowSide side,
                             TextClassificationReport& report) {
   for (size_t row = 0; row < hashes.size(); ++row) {
-    if (rows.sides[row] == RowSide::eval &&
-        std::binary_search(training.begin(), training.end(), hashes[row])) {
+    if (rows.sides[row] == RowSide::eval && std::ranges::binary_search(training, hashes[row])) {
       rows.sides[row] = side;
       ++report.duplicates;
     }
@@ -310,7 +308,7 @@ void count_row(int32_t label, ProblemType problem_type, const TextSelection& sel
 
 void warn_of_one_class(TextSelection& selection) {
   const auto& counts = selection.report.train.counts;
-  const auto only = std::find_if(counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
+  const auto only = std::ranges::find_if(counts, [](int64_t n) { return n > 0; });
   if (only != counts.end() && *only == selection.report.train.rows) {
     selection.report.warnings.push_back("the training data has only one class, label=" +
                                         selection.label_names[only - counts.begin()] +

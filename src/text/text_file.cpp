@@ -44,31 +44,28 @@ int64_t modified_ns(const struct stat& status) {
 
 TextFile::TextFile(std::filesystem::path path) : path_(std::move(path)) {}
 
-TextFile::~TextFile() {
-  if (file_ >= 0) {
-    ::close(file_);
-  }
-}
-
 std::shared_ptr<const TextFile> TextFile::open(const std::filesystem::path& path,
                                                const char* where) {
   std::shared_ptr<TextFile> file(new TextFile(path));
-  file->file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file->file_ < 0) {
+  detail::FileDescriptor opened(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (opened.get() < 0) {
     throw InputError(where, "file=" + path.string() + " cannot be opened: " + std::strerror(errno),
                      "a file that exists and may be read");
   }
   struct stat status {};
   std::string problem;
-  if (::fstat(file->file_, &status) != 0) {
+  if (::fstat(opened.get(), &status) != 0) {
     problem = std::strerror(errno);
   } else if (S_ISDIR(status.st_mode)) {
     problem = "it is a folder";
   } else if (S_ISREG(status.st_mode) && status.st_size > 0) {
     file->size_ = static_cast<size_t>(status.st_size);
     file->changed_ns_ = detail::modified_ns(status);
+    file->file_ = std::move(opened);
   } else {
-    problem = file->drain(std::exchange(file->file_, -1));
+    const int error = detail::read_all(opened.get(), file->read_);
+    problem = error != 0 ? std::strerror(error) : "";
+    file->size_ = file->read_.size();
   }
   if (!problem.empty()) {
     throw InputError(where, "file=" + path.string() + " cannot be read: " + problem, "a text file");
@@ -83,23 +80,6 @@ std::shared_ptr<const TextFile> TextFile::of_text(std::filesystem::path name, st
   file->read_ = std::move(text);
   file->mark_bytes_ = file->read_.starts_with("\xEF\xBB\xBF") ? 3 : 0;
   return file;
-}
-
-// Reads the whole `file` and closes it. Returns the error, or an empty string.
-std::string TextFile::drain(int file) {
-  char buffer[1 << 16];
-  ssize_t count = 0;
-  while ((count = ::read(file, buffer, sizeof(buffer))) != 0) {
-    if (count > 0) {
-      read_.append(buffer, static_cast<size_t>(count));
-    } else if (errno != EINTR) {
-      break;
-    }
-  }
-  const int error = errno;
-  ::close(file);
-  size_ = read_.size();
-  return count < 0 ? std::strerror(error) : "";
 }
 
 void TextFile::check_start(const char* where) {
@@ -118,23 +98,14 @@ void TextFile::check_start(const char* where) {
 }
 
 void TextFile::read(size_t at, char* to, size_t bytes) const {
-  if (file_ < 0) {
+  if (file_.get() < 0) {
     read_.copy(to, bytes, at);
     return;
   }
-  ssize_t count = 0;
-  for (size_t done = 0; done < bytes; done += static_cast<size_t>(count)) {
-    count = ::pread(file_, to + done, bytes - done, static_cast<off_t>(at + done));
-    if (count < 0 && errno == EINTR) {
-      count = 0;
-    } else if (count <= 0) {
-      break;
-    }
-  }
-  const int error = count < 0 ? errno : 0;
+  const int error = detail::read_at(file_.get(), to, bytes, at) < 0 ? errno : 0;
   struct stat status {};
-  if (error == 0 && ::fstat(file_, &status) == 0 && static_cast<size_t>(status.st_size) == size_ &&
-      detail::modified_ns(status) == changed_ns_) {
+  if (error == 0 && ::fstat(file_.get(), &status) == 0 &&
+      static_cast<size_t>(status.st_size) == size_ && detail::modified_ns(status) == changed_ns_) {
     return;
   }
   throw InputError("data::TextFile",

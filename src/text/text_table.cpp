@@ -5,7 +5,6 @@
 #include <string_view>
 #include <unordered_map>
 #include <utility>
-#include <variant>
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
@@ -46,43 +45,27 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
   return number;
 }
 
+std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
+                                           const TextTableOptions& options) {
+  if (is_jsonl(file->path())) {
+    check_jsonl_options(file->path(), options);
+    return std::make_unique<JsonlReader>(std::move(file));
+  }
+  return std::make_unique<CsvReader>(std::move(file), CsvOptions{.delimiter = options.delimiter,
+                                                                 .has_header = options.has_header});
+}
+
 } // namespace detail
-
-struct TextRowReader::Format {
-  using Reader = std::variant<CsvReader, JsonlReader>;
-  Reader reader;
-
-  Format(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
-      : reader(open(std::move(file), options)) {}
-
-  static Reader open(std::shared_ptr<const TextFile> file, const TextTableOptions& options) {
-    if (detail::is_jsonl(file->path())) {
-      detail::check_jsonl_options(file->path(), options);
-      return JsonlReader(std::move(file));
-    }
-    return CsvReader(std::move(file),
-                     {.delimiter = options.delimiter, .has_header = options.has_header});
-  }
-  size_t column(std::string_view name, const char* flag) {
-    return std::visit([&](auto& of) { return of.column(name, flag); }, reader);
-  }
-  bool next() {
-    return std::visit([](auto& of) { return of.next(); }, reader);
-  }
-  std::string_view field(size_t column) const {
-    return std::visit([&](const auto& of) { return of.field(column); }, reader);
-  }
-};
 
 TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
     : options_(options),
-      format_(std::make_unique<Format>(std::move(file), options)),
-      text_column_(format_->column(options.text_column, "text_column")) {
+      records_(detail::open_records(std::move(file), options)),
+      text_column_(records_->column(options.text_column, "text_column")) {
   for (const auto& column : options.label_columns) {
-    label_columns_.push_back(format_->column(column, "label_column"));
+    label_columns_.push_back(records_->column(column, "label_column"));
   }
   if (label_columns_.empty() && !options.label_column.empty()) {
-    label_columns_.push_back(format_->column(options.label_column, "label_column"));
+    label_columns_.push_back(records_->column(options.label_column, "label_column"));
   }
   for (const auto& filter : options.filters) {
     const size_t equals = filter.find('=');
@@ -90,23 +73,20 @@ TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTab
       throw InputError(detail::kTextTable, "filter=" + filter, "column=value",
                        "for example source=imdb");
     }
-    filters_.emplace_back(format_->column(filter.substr(0, equals), "filter column"),
+    filters_.emplace_back(records_->column(filter.substr(0, equals), "filter column"),
                           filter.substr(equals + 1));
   }
 }
 
-TextRowReader::~TextRowReader() = default;
-TextRowReader::TextRowReader(TextRowReader&&) noexcept = default;
-
 bool TextRowReader::next() {
   const bool needs_label =
       !label_columns_.empty() && options_.problem_type != ProblemType::multi_label;
-  while ((options_.max_rows == 0 || passed_ < options_.max_rows) && format_->next()) {
+  while ((options_.max_rows == 0 || passed_ < options_.max_rows) && records_->next()) {
     ++counts_.rows_read;
-    const bool passes = std::all_of(filters_.begin(), filters_.end(), [&](const auto& filter) {
-      return format_->field(filter.first) == filter.second;
+    const bool passes = std::ranges::all_of(filters_, [&](const auto& filter) {
+      return records_->field(filter.first) == filter.second;
     });
-    text_ = format_->field(text_column_);
+    text_ = records_->field(text_column_);
     if (!passes) {
       ++counts_.filtered_out;
     } else if (is_blank(text_) && !options_.keep_empty_text) {
@@ -122,35 +102,22 @@ bool TextRowReader::next() {
 }
 
 std::string_view TextRowReader::label(size_t column) const {
-  return column < label_columns_.size() ? trimmed(format_->field(label_columns_[column]))
+  return column < label_columns_.size() ? trimmed(records_->field(label_columns_[column]))
                                         : std::string_view();
-}
-
-int64_t TextRowReader::line() const {
-  return std::visit([](const auto& of) { return of.line(); }, format_->reader);
-}
-
-std::string TextRowReader::position() const {
-  return std::visit([](const auto& of) { return of.position(); }, format_->reader);
-}
-
-int64_t TextRowReader::bytes_read() const {
-  return std::visit([](const auto& of) { return static_cast<int64_t>(of.bytes_read()); },
-                    format_->reader);
 }
 
 void TextRowReader::require_rows() const {
   if (passed_ > 0) {
     return;
   }
-  const auto path = std::visit([](const auto& of) { return of.path(); }, format_->reader);
-  throw InputError(
-      detail::kTextTable,
-      "no sample of " + path.string() + " is left: records=" + std::to_string(counts_.rows_read) +
-          ", left out by filters " + std::to_string(counts_.filtered_out) + ", with empty text " +
-          std::to_string(counts_.empty_text) + ", with empty label " +
-          std::to_string(counts_.empty_label),
-      "at least one sample with a text and a label", "check the columns and the filters");
+  throw InputError(detail::kTextTable,
+                   "no sample of " + records_->path().string() +
+                       " is left: records=" + std::to_string(counts_.rows_read) +
+                       ", left out by filters " + std::to_string(counts_.filtered_out) +
+                       ", with empty text " + std::to_string(counts_.empty_text) +
+                       ", with empty label " + std::to_string(counts_.empty_label),
+                   "at least one sample with a text and a label",
+                   "check the columns and the filters");
 }
 
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {
@@ -163,7 +130,7 @@ std::vector<std::string> distinct_labels(const std::vector<std::string>& labels)
     }
     numbered.emplace_back(*number, label);
   }
-  std::sort(numbered.begin(), numbered.end());
+  std::ranges::sort(numbered);
   std::vector<std::string> names;
   for (auto& [number, label] : numbered) {
     names.push_back(std::move(label));

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
 
@@ -108,13 +109,11 @@ void TokenFileWriter::write(const void* data, size_t bytes) {
 class TokenFileIds : public TokenIds {
  public:
   // Takes over the descriptor and verifies the whole file.
-  TokenFileIds(const std::filesystem::path& path, int file, size_t bytes, const std::string& key)
-      : path_(path), file_(file), bytes_(bytes) {
+  TokenFileIds(const std::filesystem::path& path, FileDescriptor file, size_t bytes,
+               const std::string& key)
+      : path_(path), file_(std::move(file)), bytes_(bytes) {
     problem_ = find_problem(key);
   }
-  ~TokenFileIds() override { ::close(file_); }
-  TokenFileIds(const TokenFileIds&) = delete;
-  TokenFileIds& operator=(const TokenFileIds&) = delete;
 
   // Empty if the file is valid.
   const std::string& problem() const { return problem_; }
@@ -136,7 +135,7 @@ class TokenFileIds : public TokenIds {
                              first * kTokenBlock);
     const size_t begin = first * kTokenBlock;
     const size_t count = std::min(blocks.size(), bytes_ - begin);
-    bool good = read_all(begin, blocks.data(), count);
+    bool good = read_whole(begin, blocks.data(), count);
     for (size_t done = 0; good && done < count; done += kTokenBlock) {
       good = block_hash(blocks.data() + done, count - done) == hashes_[first + done / kTokenBlock];
     }
@@ -155,18 +154,8 @@ class TokenFileIds : public TokenIds {
     return XXH3_64bits(block, std::min(left, kTokenBlock));
   }
 
-  bool read_all(size_t at, char* to, size_t bytes) const {
-    while (bytes > 0) {
-      const ssize_t count = ::pread(file_, to, bytes, static_cast<off_t>(at));
-      if (count == 0 || (count < 0 && errno != EINTR)) {
-        return false;
-      }
-      const auto got = static_cast<size_t>(std::max<ssize_t>(count, 0));
-      at += got;
-      to += got;
-      bytes -= got;
-    }
-    return true;
+  bool read_whole(size_t at, char* to, size_t bytes) const {
+    return read_at(file_.get(), to, bytes, at) == static_cast<ssize_t>(bytes);
   }
 
   // Returns what is wrong with the file, or an empty string. Stores the hash of each block.
@@ -180,7 +169,7 @@ class TokenFileIds : public TokenIds {
     std::vector<char> piece(kTokenReadBuffer);
     for (size_t at = 0; at < bytes_; at += piece.size()) {
       const size_t count = std::min(piece.size(), bytes_ - at);
-      if (!read_all(at, piece.data(), count)) {
+      if (!read_whole(at, piece.data(), count)) {
         return "it cannot be read";
       }
       for (size_t done = 0; done < count; done += kTokenBlock) {
@@ -212,7 +201,7 @@ class TokenFileIds : public TokenIds {
   }
 
   std::filesystem::path path_;
-  int file_;
+  FileDescriptor file_;
   size_t bytes_;
   int64_t ids_ = 0;
   std::vector<uint64_t> hashes_{}; // [block]
@@ -263,21 +252,20 @@ std::unique_ptr<TokenFile> token_file_parts(const std::shared_ptr<TokenFileIds>&
 
 std::unique_ptr<TokenFile> open_token_file(const std::filesystem::path& path,
                                            const std::string& key, std::string& problem) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) {
+  FileDescriptor descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (descriptor.get() < 0) {
     if (errno != ENOENT) {
       problem = std::strerror(errno);
     }
     return nullptr;
   }
   struct stat status {};
-  if (::fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
-    ::close(descriptor);
+  if (::fstat(descriptor.get(), &status) != 0 || !S_ISREG(status.st_mode)) {
     problem = "it is not a regular file";
     return nullptr;
   }
-  const auto ids =
-      std::make_shared<TokenFileIds>(path, descriptor, static_cast<size_t>(status.st_size), key);
+  const auto ids = std::make_shared<TokenFileIds>(path, std::move(descriptor),
+                                                  static_cast<size_t>(status.st_size), key);
   problem = ids->problem();
   if (!problem.empty()) {
     return nullptr;

@@ -6,10 +6,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <exception>
+#include <future>
 #include <limits>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -25,7 +24,6 @@ std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
                                         const std::vector<std::string>& texts, int64_t max_length,
                                         size_t parts) {
   std::vector<Encoding> encodings(texts.size());
-  std::vector<std::exception_ptr> errors(parts); // [part]
   const auto run_part = [&](size_t part) {
     size_t row = texts.size() * part / parts;
     try {
@@ -33,22 +31,16 @@ std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
         encodings[row] = tokenizer.encode(texts[row], max_length);
       }
     } catch (const InputError& error) {
-      errors[part] = std::make_exception_ptr(
-          InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what()));
-    } catch (...) {
-      errors[part] = std::current_exception();
+      throw InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what());
     }
   };
-  std::vector<std::jthread> threads;
+  std::vector<std::future<void>> others;
   for (size_t part = 1; part < parts; ++part) {
-    threads.emplace_back(run_part, part);
+    others.push_back(std::async(std::launch::async, run_part, part));
   }
   run_part(0);
-  threads.clear(); // joins
-  for (const auto& error : errors) {
-    if (error) {
-      std::rethrow_exception(error); // of the first text with an error
-    }
+  for (auto& other : others) {
+    other.get(); // throws the error of the first text that has one
   }
   return encodings;
 }

@@ -99,7 +99,7 @@ struct WordPieceTokenizer::Impl {
         added.push_back({token, found->second, true});
       }
     }
-    std::stable_sort(added.begin(), added.end(), [](const auto& a, const auto& b) {
+    std::ranges::stable_sort(added, [](const auto& a, const auto& b) {
       return a.content.size() > b.content.size() ||
              (a.content.size() == b.content.size() && a.content < b.content);
     });

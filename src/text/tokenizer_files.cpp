@@ -191,7 +191,7 @@ void check_special_tokens(const std::filesystem::path& path, const std::vector<s
                             "copy it from the model again");
       }
     }
-    if (std::find(vocab.begin(), vocab.end(), token) == vocab.end()) {
+    if (std::ranges::find(vocab, token) == vocab.end()) {
       fail_tokenizer_file(
           path, "the vocabulary of pieces=" + std::to_string(vocab.size()) + " lacks " + token,
           "[UNK], [CLS], [SEP] and [PAD], or the names in tokenizer_config.json",
@@ -207,7 +207,7 @@ TokenizerJson added_token_json(const AddedToken& token) {
 
 std::vector<AddedToken> added_by_id(const WordPieceTokenizer& tokenizer) {
   auto tokens = tokenizer.added_tokens();
-  std::sort(tokens.begin(), tokens.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  std::ranges::sort(tokens, [](const auto& a, const auto& b) { return a.id < b.id; });
   return tokens;
 }
 

@@ -150,7 +150,7 @@ class PairJoiner {
       join_in_word(word, left, right, entry->second);
     }
     pairs_[pair].count = 0;
-    std::sort(changed_.begin(), changed_.end());
+    std::ranges::sort(changed_);
     changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
     for (const Pair grown : changed_) {
       queue_.push({pairs_[grown].count, grown});
@@ -237,7 +237,7 @@ std::vector<std::string> WordPieceLearner::learn(const WordPieceVocabOptions& vo
                      "at least 1 each");
   }
   detail::WordCounts words(counts_->counts.begin(), counts_->counts.end());
-  std::sort(words.begin(), words.end());
+  std::ranges::sort(words);
   if (words.empty()) {
     throw InputError(detail::kLearner, "texts=" + std::to_string(texts()) + " contain no word",
                      "texts to learn a vocabulary from");

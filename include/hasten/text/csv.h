@@ -30,7 +30,7 @@ struct CsvOptions {
   bool has_header = true;
 };
 
-class CsvReader {
+class CsvReader final : public RecordReader {
  public:
   /// Opens the file and reads the header.
   /// Throws InputError if the file is missing, a folder, empty or UTF-16, or if the delimiter is a
@@ -41,33 +41,18 @@ class CsvReader {
   CsvReader(CsvReader&&) noexcept = default;
   CsvReader& operator=(CsvReader&&) noexcept = default;
 
-  /// Names of the columns, in order. [column]
-  const std::vector<std::string>& columns() const { return columns_; }
+  /// Also throws InputError if two columns have this name.
+  size_t column(std::string_view name, std::string_view flag = "column") override;
 
-  /// Index of the column `name`. Throws InputError if no column or two columns have this name. If
-  /// none has it, the message lists the columns with their values in the next record, and the most
-  /// similar name. The message also contains `flag`: the option by which the user gave the name.
-  size_t column(std::string_view name, std::string_view flag = "column") const;
-
-  /// Moves to the next record. Returns false at the end of the file.
   /// Throws InputError with path:line and the column (in characters) if the record has another
   /// number of fields than the first, an unterminated quote, text after a closing quote, invalid
   /// UTF-8 or a NUL byte.
-  bool next();
+  bool next() override;
 
   /// Fields of the current record without their quotes, by column index. The views are valid until
   /// the next call of next().
   const std::vector<std::string_view>& fields() const { return fields_; }
-  std::string_view field(size_t column) const { return fields_[column]; }
-
-  /// Physical line at which the current record starts, counted from 1.
-  int64_t line() const { return line_; }
-  /// "path:line" of the current record.
-  std::string position() const;
-  /// Bytes of the file up to the end of the current record.
-  size_t bytes_read() const { return window_.begin() + next_; }
-
-  const std::filesystem::path& path() const { return window_.file().path(); }
+  std::string_view field(size_t column) const override { return fields_[column]; }
 
  private:
   CsvReader(const CsvReader&) = default; // to look ahead
@@ -84,15 +69,11 @@ class CsvReader {
   [[noreturn]] void fail(size_t at, std::string_view what, std::string_view expected,
                          std::string_view fix) const;
 
-  TextWindow window_;
   char delimiter_ = ',';
   bool cr_ends_lines_ = false;
   std::string_view text_{}; // the window's text; the offsets below refer to it
-  size_t next_ = 0; // where the next record starts, in bytes
   int64_t next_line_ = 1;
   size_t start_ = 0; // where the current record starts, in bytes
-  int64_t line_ = 0;
-  std::vector<std::string> columns_{};
   std::vector<std::string_view> fields_{};
   std::forward_list<std::string> unescaped_{}; // fields that held doubled quotes
   bool pending_ = false; // next() must return the record that the constructor has read

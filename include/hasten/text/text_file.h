@@ -12,6 +12,10 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
+
+#include "hasten/base/files.h"
 
 namespace hasten {
 
@@ -26,10 +30,6 @@ class TextFile {
   /// file.
   static std::shared_ptr<const TextFile> of_text(std::filesystem::path name, std::string text);
 
-  ~TextFile();
-  TextFile(const TextFile&) = delete;
-  TextFile& operator=(const TextFile&) = delete;
-
   const std::filesystem::path& path() const { return path_; }
   size_t size() const { return size_; }
   /// Bytes of the byte-order mark at the start: 3 or 0.
@@ -37,7 +37,7 @@ class TextFile {
 
   /// The whole content, if it is in memory: of a pipe or of of_text().
   std::optional<std::string_view> content() const {
-    return file_ < 0 ? std::optional<std::string_view>(read_) : std::nullopt;
+    return file_.get() < 0 ? std::optional<std::string_view>(read_) : std::nullopt;
   }
   /// Copies bytes [at, at + bytes) to `to`; at + bytes <= size(). Throws InputError with the file's
   /// name if the file has changed since it was opened.
@@ -45,11 +45,10 @@ class TextFile {
 
  private:
   explicit TextFile(std::filesystem::path path);
-  std::string drain(int file);
   void check_start(const char* where);
 
   std::filesystem::path path_;
-  int file_ = -1; // descriptor of a regular file
+  detail::FileDescriptor file_{}; // a regular file
   size_t size_ = 0; // bytes, when it was opened
   int64_t changed_ns_ = 0; // modification time at that moment
   size_t mark_bytes_ = 0;
@@ -84,6 +83,40 @@ class TextWindow {
   std::shared_ptr<char[]> buffer_{};
   std::string_view text_{};
   size_t begin_ = 0;
+};
+
+/// Reads a file's records one by one: CsvReader, JsonlReader.
+class RecordReader {
+ public:
+  virtual ~RecordReader() = default;
+
+  /// Names of the columns. [column]
+  const std::vector<std::string>& columns() const { return columns_; }
+  /// Returns the index of the column `name` for field(). Throws InputError if there is none. The
+  /// message lists the columns with their values in the next record, the most similar name, and
+  /// `flag`: the option by which the user gave the name.
+  virtual size_t column(std::string_view name, std::string_view flag = "column") = 0;
+  /// Moves to the next record. Returns false at the end of the file.
+  virtual bool next() = 0;
+  /// Value of a column in the current record. The view is valid until the next next().
+  virtual std::string_view field(size_t column) const = 0;
+
+  /// Physical line at which the current record starts, counted from 1.
+  int64_t line() const { return line_; }
+  /// "path:line" of the current record.
+  std::string position() const { return path().string() + ":" + std::to_string(line_); }
+  /// Bytes of the file up to the end of the current record.
+  size_t bytes_read() const { return window_.begin() + next_; }
+  const std::filesystem::path& path() const { return window_.file().path(); }
+
+ protected:
+  explicit RecordReader(std::shared_ptr<const TextFile> file)
+      : window_(std::move(file)), next_(window_.file().mark_bytes()) {}
+
+  TextWindow window_;
+  size_t next_; // where the next record starts, in bytes of the window
+  int64_t line_ = 0;
+  std::vector<std::string> columns_{};
 };
 
 } // namespace hasten

@@ -58,8 +58,6 @@ class TextRowReader {
   /// the columns with one value each), a filter without "=", or a delimiter or has_header=false
   /// with JSON Lines.
   TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options);
-  ~TextRowReader();
-  TextRowReader(TextRowReader&&) noexcept;
 
   /// Moves to the next sample that passes. Returns false if there is none. Throws InputError as the
   /// readers do.
@@ -70,21 +68,20 @@ class TextRowReader {
   /// there is no label column.
   std::string_view label(size_t column = 0) const;
   /// Line at which the sample starts, from 1.
-  int64_t line() const;
+  int64_t line() const { return records_->line(); }
   /// "path:line".
-  std::string position() const;
+  std::string position() const { return records_->position(); }
   const TextRowCounts& counts() const { return counts_; }
   /// Bytes of the file up to the end of the current sample, for progress.
-  int64_t bytes_read() const;
+  int64_t bytes_read() const { return static_cast<int64_t>(records_->bytes_read()); }
 
   /// Call it at the end of the file. Throws InputError if no sample passed. The message says how
   /// many samples each rule left out.
   void require_rows() const;
 
  private:
-  struct Format;
   TextTableOptions options_;
-  std::unique_ptr<Format> format_;
+  std::unique_ptr<RecordReader> records_;
   size_t text_column_ = 0;
   std::vector<size_t> label_columns_{};
   std::vector<std::pair<size_t, std::string>> filters_{}; // column, value
