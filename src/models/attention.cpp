@@ -1,13 +1,291 @@
 #include "attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
+#include <vector>
 
 #include "dropout.h"
-#include "narrow_attention.h"
+#include "hasten/base/error.h"
+#include "hasten/core/memory_rehearsal.h"
+#include "hasten/core/vector_kernels.h"
 
 namespace hasten::detail {
+
+// Sums and maxima of a row use this many partial results, so that the loops vectorise.
+constexpr int64_t kStrands = 16;
+
+// e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2] (Taylor's of 2^r). NaN
+// stays NaN.
+static inline float row_exp(float x) {
+  const float t = std::max(x, -87.0f) * 1.44269504f;
+  const float n = (t + 12582912.0f) - 12582912.0f; // to the nearest integer
+  const float r = t - n;
+  float y = 1.5403530e-4f;
+  y = y * r + 1.3333558e-3f;
+  y = y * r + 9.6181291e-3f;
+  y = y * r + 5.5504109e-2f;
+  y = y * r + 2.4022651e-1f;
+  y = y * r + 6.9314718e-1f;
+  y = y * r + 1.0f;
+  const auto power = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
+  const float result = y * std::bit_cast<float>(power);
+  return x == x ? result : x;
+}
+
+static inline float row_keep(const BlockDropout& dropout, uint32_t column) {
+  const uint32_t h = random_bits(column, dropout.key0, dropout.key1);
+  return h >= dropout.threshold ? dropout.scale : 0.0f;
+}
+
+/// softmax(scale scores + mask) of `count` columns. `work` has space for them, rounded up to
+/// kStrands.
+HASTEN_VECTOR_CLONES
+void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t count, float* work,
+                 uint16_t* out) {
+  const int64_t padded = (count + kStrands - 1) / kStrands * kStrands;
+  for (int64_t i = 0; i < count; ++i) {
+    work[i] = from_bf16(scores[i]) * scale;
+  }
+  if (mask != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      work[i] += mask[i];
+    }
+  }
+  for (int64_t i = count; i < padded; ++i) {
+    work[i] = -INFINITY;
+  }
+  float strand[kStrands];
+  std::fill(strand, strand + kStrands, -INFINITY);
+  for (int64_t i = 0; i < padded; i += kStrands) {
+    for (int64_t j = 0; j < kStrands; ++j) {
+      strand[j] = work[i + j] > strand[j] ? work[i + j] : strand[j];
+    }
+  }
+  const float largest = *std::max_element(strand, strand + kStrands);
+  std::fill(strand, strand + kStrands, 0.0f);
+  for (int64_t i = 0; i < padded; i += kStrands) {
+    for (int64_t j = 0; j < kStrands; ++j) {
+      const float e = row_exp(work[i + j] - largest);
+      work[i + j] = e;
+      strand[j] += i + j < count ? e : 0.0f;
+    }
+  }
+  float sum = 0;
+  for (const float part : strand) {
+    sum += part;
+  }
+  const float inverse = 1.0f / sum;
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = to_bf16(work[i] * inverse);
+  }
+}
+
+HASTEN_VECTOR_CLONES
+void drop_row(const uint16_t* in, const BlockDropout& dropout, int64_t count, uint16_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = to_bf16(from_bf16(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
+  }
+}
+
+/// Gradient of the scores from that of the dropped probabilities: p (g - sum(g p)) scale, g =
+/// gradient * kept.
+HASTEN_VECTOR_CLONES
+void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradient,
+                          const BlockDropout& dropout, float scale, int64_t count, float* work,
+                          uint16_t* out) {
+  if (dropout.threshold == 0) {
+    for (int64_t i = 0; i < count; ++i) {
+      work[i] = from_bf16(gradient[i]);
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      work[i] = from_bf16(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
+    }
+  }
+  float strand[kStrands];
+  std::fill(strand, strand + kStrands, 0.0f);
+  const int64_t whole = count / kStrands * kStrands;
+  for (int64_t i = 0; i < whole; i += kStrands) {
+    for (int64_t j = 0; j < kStrands; ++j) {
+      strand[j] += work[i + j] * from_bf16(probabilities[i + j]);
+    }
+  }
+  float sum = 0;
+  for (int64_t i = whole; i < count; ++i) {
+    sum += work[i] * from_bf16(probabilities[i]);
+  }
+  for (const float part : strand) {
+    sum += part;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = to_bf16(from_bf16(probabilities[i]) * (work[i] - sum) * scale);
+  }
+}
+
+static uint16_t* narrow_data(const at::Tensor& tensor) {
+  return static_cast<uint16_t*>(tensor.data_ptr());
+}
+
+// The part of a matrix without padding.
+struct Extent {
+  int64_t rows = 0;
+  int64_t columns = 0;
+};
+
+/// Calls function(row, offset, work) for each row of x [matrices, rows, columns] without padding.
+/// `row` counts only these rows.
+template <typename Function>
+void for_rows(const at::Tensor& x, const Extent& extent, const Function& function) {
+  const int64_t rows = in_memory_rehearsal() ? 0 : x.size(0) * extent.rows;
+  at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
+    std::vector<float> work(static_cast<size_t>(x.size(2) + kStrands));
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t place = row / extent.rows * x.size(1) + row % extent.rows;
+      function(row, place * x.size(2), work.data());
+    }
+  });
+}
+
+static void zero_padding_rows(const at::Tensor& x, const Extent& extent) {
+  if (x.size(1) > extent.rows) {
+    x.narrow(1, extent.rows, x.size(1) - extent.rows).zero_();
+  }
+}
+
+// Note [Few shapes]
+// oneDNN and torch cache about half a megabyte for each shape of a 16-bit product, up to a thousand
+// shapes. The number of tokens differs between batches. So tokens are padded with zeros to one of
+// few sizes. Zeros do not change sums.
+static int64_t padded_tokens(int64_t tokens) {
+  const int64_t step = tokens <= 128 ? 16 : tokens <= 256 ? 32 : 64;
+  return tokens == 1 ? 1 : (tokens + step - 1) / step * step;
+}
+
+/// x [B, T, heads * width] as [B * heads, padded T, width], contiguous.
+static at::Tensor by_head(const at::Tensor& x, int64_t heads) {
+  const int64_t width = x.size(2) / heads;
+  const int64_t tokens = x.size(1);
+  const int64_t padded = padded_tokens(tokens);
+  at::Tensor y = x.view({x.size(0), tokens, heads, width}).transpose(1, 2);
+  if (padded == tokens) {
+    y = y.contiguous();
+  } else {
+    const at::Tensor whole = at::empty({x.size(0), heads, padded, width}, x.options());
+    whole.narrow(2, 0, tokens).copy_(y);
+    whole.narrow(2, tokens, padded - tokens).zero_();
+    y = whole;
+  }
+  return y.view({x.size(0) * heads, padded, width});
+}
+
+static at::Tensor from_heads(const at::Tensor& x, int64_t heads, int64_t tokens) {
+  const int64_t rows = x.size(0) / heads;
+  return x.view({rows, heads, x.size(1), x.size(2)})
+      .narrow(2, 0, tokens)
+      .transpose(1, 2)
+      .reshape({rows, tokens, heads * x.size(2)});
+}
+
+static at::Tensor dropped(const at::Tensor& p, const Extent& extent, uint64_t seed,
+                          double dropout) {
+  if (dropout <= 0) {
+    return p;
+  }
+  at::Tensor out = at::empty_like(p);
+  for_rows(p, extent, [&](int64_t row, int64_t offset, float* /*work*/) {
+    uint16_t* to = narrow_data(out) + offset;
+    drop_row(narrow_data(p) + offset, block_dropout(seed, row, dropout), extent.columns, to);
+    std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
+  });
+  zero_padding_rows(out, extent);
+  return out;
+}
+
+class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q_in,
+                            const at::Tensor& k_in, const at::Tensor& v_in,
+                            const std::optional<at::Tensor>& mask, int64_t heads, double dropout) {
+    const at::Tensor q = by_head(q_in, heads);
+    const at::Tensor k = by_head(k_in, heads);
+    const at::Tensor v = by_head(v_in, heads);
+    const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+    const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).contiguous();
+    // Not in place, because an operator policy may keep the product's result.
+    const at::Tensor p = at::empty_like(scores);
+    const Extent extent{q_in.size(1), k_in.size(1)};
+    const int64_t rows_of_text = heads * extent.rows;
+    const float* masks = mask && !in_memory_rehearsal() ? mask->const_data_ptr<float>() : nullptr;
+    for_rows(scores, extent, [&](int64_t row, int64_t offset, float* work) {
+      uint16_t* to = narrow_data(p) + offset;
+      softmax_row(narrow_data(scores) + offset,
+                  masks == nullptr ? nullptr : masks + row / rows_of_text * extent.columns, scale,
+                  extent.columns, work, to);
+      std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
+    });
+    zero_padding_rows(p, extent);
+    const uint64_t seed = dropout > 0 ? draw_dropout_seed() : 0;
+    context->save_for_backward({q, k, v, p});
+    context->saved_data["heads"] = heads;
+    context->saved_data["dropout"] = dropout;
+    context->saved_data["seed"] = static_cast<int64_t>(seed);
+    context->saved_data["queries"] = extent.rows;
+    context->saved_data["tokens"] = extent.columns;
+    return from_heads(at::bmm(dropped(p, extent, seed, dropout), v), heads, extent.rows);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    if (at::GradMode::is_enabled()) {
+      throw InputError("models::attention", "a second-order gradient through attention in bf16",
+                       "first-order gradients", "compute the forward in fp32");
+    }
+    const int64_t heads = context->saved_data["heads"].toInt();
+    const double dropout = context->saved_data["dropout"].toDouble();
+    const auto seed = static_cast<uint64_t>(context->saved_data["seed"].toInt());
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &p = saved[3];
+    const Extent extent{context->saved_data["queries"].toInt(),
+                        context->saved_data["tokens"].toInt()};
+    const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+    const at::Tensor gradient = by_head(gradients[0].to(at::kBFloat16).contiguous(), heads);
+    const at::Tensor v_gradient =
+        at::bmm(dropped(p, extent, seed, dropout).transpose(1, 2), gradient);
+    const at::Tensor p_gradient = at::bmm(gradient, v.transpose(1, 2)).contiguous();
+    // The padding is 0 already, as a product with the zeros of gradient or v.
+    for_rows(p, extent, [&](int64_t row, int64_t offset, float* work) {
+      uint16_t* in_place = narrow_data(p_gradient) + offset;
+      softmax_backward_row(narrow_data(p) + offset, in_place, block_dropout(seed, row, dropout),
+                           scale, extent.columns, work, in_place);
+    });
+    return {from_heads(at::bmm(p_gradient, k), heads, extent.rows),
+            from_heads(at::bmm(p_gradient.transpose(1, 2), q), heads, extent.columns),
+            from_heads(v_gradient, heads, extent.columns),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor()};
+  }
+};
+
+bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const auto takes = [](const at::Tensor& x) {
+    return x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.numel() > 0;
+  };
+  return takes(q) && takes(k) && takes(v);
+}
+
+at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& mask, int64_t heads, double dropout) {
+  return NarrowAttention::apply(
+      q, k, v,
+      mask.defined() ? std::optional<at::Tensor>(mask.to(at::kFloat).contiguous()) : std::nullopt,
+      heads, dropout);
+}
 
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mask, int64_t heads, double dropout) {
@@ -17,7 +295,7 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
   const int64_t rows = q.size(0);
   const int64_t queries = q.size(1);
   const int64_t width = q.size(2) / heads;
-  const auto by_head = [&](const at::Tensor& x) { // [B, heads, T, width]
+  const auto split = [&](const at::Tensor& x) { // [B, heads, T, width]
     return x.view({rows, x.size(1), heads, width}).transpose(1, 2);
   };
   at::Tensor context;
@@ -26,14 +304,14 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
     if (mask.defined()) {
       bias = mask.expand({rows, heads, queries, k.size(1)});
     }
-    context = at::scaled_dot_product_attention(by_head(q), by_head(k), by_head(v), bias);
+    context = at::scaled_dot_product_attention(split(q), split(k), split(v), bias);
   } else {
     const double scale = 1.0 / std::sqrt(static_cast<double>(width));
-    at::Tensor scores = at::matmul(by_head(q) * scale, by_head(k).transpose(2, 3));
+    at::Tensor scores = at::matmul(split(q) * scale, split(k).transpose(2, 3));
     if (mask.defined()) {
       scores = scores + mask;
     }
-    context = at::matmul(dropout_add(at::softmax(scores, -1), {}, dropout), by_head(v));
+    context = at::matmul(dropout_add(at::softmax(scores, -1), {}, dropout), split(v));
   }
   return context.transpose(1, 2).reshape({rows, queries, heads * width});
 }

@@ -26,8 +26,8 @@ constexpr std::array<BertShape, 4> kBertShapes = {{
 }};
 
 const BertShape* find_shape(std::string_view name) {
-  const auto* found = std::find_if(kBertShapes.begin(), kBertShapes.end(),
-                                   [&](const BertShape& shape) { return shape.name == name; });
+  const auto* found =
+      std::ranges::find_if(kBertShapes, [&](const BertShape& shape) { return shape.name == name; });
   return found == kBertShapes.end() ? nullptr : found;
 }
 

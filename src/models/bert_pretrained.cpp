@@ -184,7 +184,7 @@ std::optional<std::vector<int64_t>> label_order(const std::vector<std::string>& 
                                                 const std::vector<std::string>& folder) {
   std::vector<int64_t> order;
   for (const auto& name : wanted) {
-    const auto at = std::find(folder.begin(), folder.end(), name);
+    const auto at = std::ranges::find(folder, name);
     if (at == folder.end()) {
       return std::nullopt;
     }

@@ -1,5 +1,5 @@
 // Attention and dropout in bf16 compared with fp32 on the rounded elements.
-#include "narrow_attention.h"
+#include "attention.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,7 +9,6 @@
 #include <set>
 #include <sstream>
 
-#include "attention.h"
 #include "dropout.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/op_scope.h"
