@@ -1,5 +1,7 @@
 #include "hasten/data/dataset.h"
 
+#include <ranges>
+
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 
@@ -8,12 +10,10 @@ namespace hasten {
 const at::Tensor& Batch::operator[](const std::string& name) const {
   const auto found = tensors.find(name);
   if (found == tensors.end()) {
-    std::vector<std::string> names;
-    for (const auto& [other, tensor] : tensors) {
-      names.push_back(other);
-    }
+    const auto names = std::views::keys(tensors);
     throw InputError("data::Batch", "no tensor name=" + name,
-                     "one of: " + (names.empty() ? "(the batch has none)" : joined(names)));
+                     "one of: " + (tensors.empty() ? "(the batch has none)"
+                                                   : joined({names.begin(), names.end()})));
   }
   return found->second;
 }

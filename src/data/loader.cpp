@@ -1,5 +1,7 @@
 #include "hasten/data/loader.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -12,6 +14,14 @@
 namespace hasten {
 
 namespace detail {
+
+std::thread start_worker_thread(std::function<void()> body, int torch_threads) {
+  const int threads = torch_threads > 0 ? torch_threads : at::get_num_threads();
+  return std::thread([threads, body = std::move(body)] {
+    at::set_num_threads(threads); // OpenMP has a setting per thread
+    body();
+  });
+}
 
 // Samples of one sorting group. Large enough that its batches have samples of nearly equal length;
 // small enough that an epoch of a few batches is still shuffled.

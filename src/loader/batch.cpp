@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 
 #include "hasten/base/error.h"
 #include "hasten/core/random.h"
@@ -39,20 +38,14 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
 
 [[noreturn]] void throw_not_rows(const PackedBatch& batch, size_t index,
                                  const std::string& expected) {
-  std::ostringstream what;
-  what << "tensor " << index;
-  if (index < batch.names.size()) {
-    what << " \"" << batch.names[index] << "\"";
-  }
-  what << " has sizes " << batch.tensors[index].sizes() << " in a batch of " << batch.rows
-       << " rows";
+  const std::string name =
+      index < batch.names.size() ? " \"" + batch.names[index] + "\"" : std::string();
   throw InputError(
-      "accelerator::PreparedLoader", what.str(), expected,
+      "accelerator::PreparedLoader",
+      c10::str("tensor ", index, name, " has sizes ", batch.tensors[index].sizes(),
+               " in a batch of ", batch.rows, " rows"),
+      expected,
       "make all batches alike, or set split_batches, even_batches and dispatch_batches to false");
-}
-
-size_t tensors_of_a_row(const PackedBatch& batch) {
-  return batch.rows > 0 ? batch.tensors.size() / static_cast<size_t>(batch.rows) : 0;
 }
 
 PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count) {
@@ -64,7 +57,7 @@ PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count) 
     part.indices.assign(batch.indices.begin() + begin, batch.indices.begin() + begin + count);
   }
   if (batch.lists_rows) {
-    const auto each = static_cast<int64_t>(tensors_of_a_row(batch));
+    const int64_t each = batch.rows > 0 ? std::ssize(batch.tensors) / batch.rows : 0;
     part.tensors.assign(batch.tensors.begin() + begin * each,
                         batch.tensors.begin() + (begin + count) * each);
     return part;
@@ -109,13 +102,10 @@ PackedBatch packed_concat(const std::vector<PackedBatch>& batches) {
       const at::Tensor& tensor = batch.tensors[i];
       if (!tensor.defined() || tensor.dim() != first.dim() ||
           tensor.sizes().slice(1) != first.sizes().slice(1)) {
-        std::ostringstream expected;
-        expected << "sizes [rows" << (first.dim() > 1 ? ", " : "");
-        for (int64_t d = 1; d < first.dim(); ++d) {
-          expected << first.size(d) << (d + 1 < first.dim() ? ", " : "");
-        }
-        expected << "], as in the batch it is joined with";
-        throw_not_rows(batch, i, expected.str());
+        const std::string others = c10::str(first.sizes().slice(1)).substr(1); // "3, 4]"
+        throw_not_rows(batch, i,
+                       "sizes [rows" + std::string(first.dim() > 1 ? ", " : "") + others +
+                           ", as in the batch it is joined with");
       }
       parts.push_back(tensor);
     }

@@ -26,10 +26,7 @@ void throw_not_sendable() {
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
   round = {};
   round.last = true;
-  const nlohmann::json failure = failure_of(error);
-  round.error = failure["what"];
-  round.is_input_error = failure["input"];
-  round.error_kind = failure["kind"];
+  round.failure = std::make_shared<const nlohmann::json>(failure_of(error));
 }
 
 int64_t aligned_bytes(int64_t bytes) {
@@ -41,9 +38,7 @@ int64_t aligned_bytes(int64_t bytes) {
 at::Tensor encode_round(const DispatchedRound& round) {
   nlohmann::json header = {{"last", round.last},
                            {"position", round.position},
-                           {"error", round.error},
-                           {"input", round.is_input_error},
-                           {"kind", round.error_kind}};
+                           {"failure", round.failure ? *round.failure : nlohmann::json()}};
   header["parts"] = nlohmann::json::array();
   std::vector<at::Tensor> data;
   int64_t offset = 0;
@@ -93,9 +88,9 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world
   DispatchedRound round;
   round.last = header["last"].get<bool>();
   round.position = header["position"].get<int64_t>();
-  round.error = header["error"].get<std::string>();
-  round.is_input_error = header["input"].get<bool>();
-  round.error_kind = header["kind"].get<ErrorKind>();
+  if (const auto& failure = header["failure"]; !failure.is_null()) {
+    round.failure = std::make_shared<const nlohmann::json>(failure);
+  }
   if (header["parts"].empty()) {
     return round;
   }
@@ -148,11 +143,9 @@ DispatchedRound LoaderLink::dispatch(DispatchedRound* round) const {
   }
   DispatchedRound received =
       decode_round(buffer, static_cast<size_t>(rank()), static_cast<size_t>(world_size()));
-  if (!received.error.empty()) {
+  if (received.failure) {
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",
-                  {{"what", received.error},
-                   {"input", received.is_input_error},
-                   {"kind", received.error_kind}});
+                  *received.failure);
   }
   return received;
 }

@@ -93,13 +93,18 @@ template <typename E>
 inline constexpr bool kListsRows<std::vector<E>> =
     !std::is_same_v<E, at::Tensor> && !std::is_arithmetic_v<E>;
 
+// A batch whose tensors have names.
+using TensorMap = std::map<std::string, at::Tensor>;
+template <typename T>
+inline constexpr bool kNamesTensors = std::is_same_v<T, Batch> || std::is_same_v<T, TensorMap>;
+inline TensorMap& named_tensors(Batch& batch) { return batch.tensors; }
+inline TensorMap& named_tensors(TensorMap& batch) { return batch; }
+
 // Calls `visit`, a TensorVisitor, on every tensor found in `batch`, in order.
 template <typename Value, typename Visit>
 void visit_batch(Value& batch, Visit& visit) {
-  if constexpr (std::is_same_v<Value, Batch>) {
-    visit_batch(batch.tensors, visit);
-  } else if constexpr (std::is_same_v<Value, std::map<std::string, at::Tensor>>) {
-    for (auto& entry : batch) {
+  if constexpr (kNamesTensors<Value>) {
+    for (auto& entry : named_tensors(batch)) {
       visit(entry.second);
     }
   } else if constexpr (requires { flatten(visit, batch); }) {
@@ -229,16 +234,13 @@ PackedBatch pack_batch(Value batch) {
   TensorTaker take;
   visit_batch(batch, take);
   packed.tensors = std::move(take.tensors);
-  const auto keep_names = [&packed](const auto& tensors) {
-    for (const auto& entry : tensors) {
+  if constexpr (kNamesTensors<Value>) {
+    for (const auto& entry : named_tensors(batch)) {
       packed.names.push_back(entry.first);
     }
-  };
+  }
   if constexpr (std::is_same_v<Value, Batch>) {
     packed.indices = batch.indices;
-    keep_names(batch.tensors);
-  } else if constexpr (std::is_same_v<Value, std::map<std::string, at::Tensor>>) {
-    keep_names(batch);
   }
   return packed;
 }
@@ -246,16 +248,14 @@ PackedBatch pack_batch(Value batch) {
 // The batch again; members that are not tensors are those of `like`.
 template <typename Value>
 Value unpack_batch(PackedBatch packed, Value like) {
-  if constexpr (std::is_same_v<Value, Batch>) {
-    like.tensors.clear();
+  if constexpr (kNamesTensors<Value>) {
+    auto& tensors = named_tensors(like);
+    tensors.clear();
     for (size_t i = 0; i < packed.names.size(); ++i) {
-      like.tensors[packed.names[i]] = packed.tensors[i];
+      tensors[packed.names[i]] = packed.tensors[i];
     }
-    like.indices = std::move(packed.indices);
-  } else if constexpr (std::is_same_v<Value, std::map<std::string, at::Tensor>>) {
-    like.clear();
-    for (size_t i = 0; i < packed.names.size(); ++i) {
-      like[packed.names[i]] = packed.tensors[i];
+    if constexpr (std::is_same_v<Value, Batch>) {
+      like.indices = std::move(packed.indices);
     }
   } else {
     if constexpr (kListsRows<Value>) {

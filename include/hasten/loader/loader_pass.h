@@ -12,12 +12,12 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "hasten/base/error.h"
 #include "hasten/data/prefetch.h"
 #include "hasten/loader/batch.h"
 #include "hasten/loader/loader_state.h"
@@ -69,23 +69,10 @@ class BatchDealer {
       cut(taken, round);
       return round;
     }
-    const int64_t position = taken.back().position;
-    const std::optional<Value> lent = lend(taken);
-    for (int rank = 0; rank < options_.world_size; ++rank) {
-      if (!options_.all_ranks && rank != options_.rank) {
-        continue;
-      }
-      const auto at = static_cast<size_t>(rank);
-      Item part;
-      if (at < taken.size()) {
-        part = std::move(taken[at]);
-      } else {
-        part.batch = form_;
-      }
-      part.position = position;
-      part.checksum = taken.back().checksum;
-      add(round, std::move(part), lent);
-    }
+    add_parts(round, taken, [&](int64_t rank) {
+      return rank < std::ssize(taken) ? std::move(taken[static_cast<size_t>(rank)])
+                                      : Item{.batch = form_};
+    });
     return round;
   }
 
@@ -103,11 +90,18 @@ class BatchDealer {
     }
     return std::nullopt;
   }
-  void add(Round& round, Item part, const std::optional<Value>& lent) {
-    if (!has_rows(part.batch)) {
-      part.lent = lent;
+  // Adds what `make` returns for each rank, or for this one.
+  template <typename Make>
+  void add_parts(Round& round, const std::vector<Item>& taken, const Make& make) {
+    const std::optional<Value> lent = lend(taken);
+    for (int64_t rank = 0; rank < options_.world_size; ++rank) {
+      if (options_.all_ranks || rank == options_.rank) {
+        Item& part = round.parts.emplace_back(make(rank));
+        part.position = taken.back().position;
+        part.checksum = taken.back().checksum;
+        part.lent = has_rows(part.batch) ? std::nullopt : lent;
+      }
     }
-    round.parts.push_back(std::move(part));
   }
   std::vector<Item> take_round() {
     std::vector<Item> taken;
@@ -162,21 +156,15 @@ class BatchDealer {
         joined = packed_filled(std::move(joined), first_, full);
       }
     }
-    const std::optional<Value> lent = lend(taken);
-    for (int64_t rank = 0; rank < world; ++rank) {
-      if (!options_.all_ranks && rank != options_.rank) {
-        continue;
-      }
+    add_parts(round, taken, [&](int64_t rank) {
       const int64_t each = joined.rows / world, more = joined.rows % world;
       const int64_t begin = rank * each + std::min(rank, more);
       const int64_t count = each + (rank < more ? 1 : 0);
       Item part;
       part.batch = unpack_batch(packed_rows(joined, begin, count), Value(*taken.front().batch));
       part.repeated = count - std::clamp<int64_t>(real - begin, 0, count);
-      part.position = taken.back().position;
-      part.checksum = taken.back().checksum;
-      add(round, std::move(part), lent);
-    }
+      return part;
+    });
   }
 
   std::function<std::optional<Item>()> read_;
@@ -194,9 +182,7 @@ struct DispatchedRound {
   std::vector<int64_t> repeated{}; // [rank]
   int64_t position = 0;
   bool last = false;
-  std::string error{}; // the message of an exception in reading; empty: none
-  bool is_input_error = false;
-  ErrorKind error_kind = ErrorKind::other;
+  std::shared_ptr<const nlohmann::json> failure{}; // failure_of() an exception in reading, or null
 };
 [[noreturn]] void throw_not_sendable();
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error);

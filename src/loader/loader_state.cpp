@@ -1,12 +1,14 @@
-// The position of a prepared loader, and the states of other types.
+// Positions of prepared loaders, what they need of their accelerator, and their errors.
+#include "hasten/loader/loader_state.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/comm/communicator.h"
 #include "hasten/core/random.h"
-#include "hasten/loader/loader_state.h"
 
 namespace hasten::detail {
 
@@ -70,6 +72,43 @@ void load_position(LoaderPosition& position, Stateful* range, const NamedTensors
   position.start = cursor;
   position.cursor = position.read = 0;
   position.start_random = random == tensors.end() ? at::Tensor() : random->second.clone();
+}
+
+int LoaderLink::rank() const { return communicator().rank(); }
+int LoaderLink::world_size() const { return communicator().world_size(); }
+
+void LoaderLink::refuse_no_row(const std::string& range) const {
+  const InputError error("accelerator::PreparedLoader",
+                         "this rank has no sample to train on: rank=" + std::to_string(rank()) +
+                             " of " + range + ", world_size=" + std::to_string(world_size()),
+                         "a sample for every rank from the range's shard()",
+                         "start fewer ranks, use more data, or set even_batches or "
+                         "dispatch_batches");
+  communicator().abort(error); // they wait for this rank
+  throw error;
+}
+
+void throw_no_empty_batch() {
+  throw InputError("accelerator::PreparedLoader",
+                   "the batches cannot be split evenly over ranks, and their type has no tensor "
+                   "from which to make a batch without samples",
+                   "a batch type with tensors, or with flatten(visit, batch)");
+}
+
+void throw_cannot_deal(const char* option) {
+  throw InputError("accelerator::PreparedLoader",
+                   std::string(option) + " for a range with its own shard()",
+                   "set_even_batches() and set_split_batches() of the range",
+                   "add them to the range, or set dispatch_batches");
+}
+
+void check_configuration(const DataLoaderConfiguration& config, int64_t skip) {
+  if (config.prefetch < 0 || skip < 0) {
+    throw InputError("accelerator::PreparedLoader",
+                     config.prefetch < 0 ? "prefetch=" + std::to_string(config.prefetch)
+                                         : "batches to skip=" + std::to_string(skip),
+                     "0 or more");
+  }
 }
 
 } // namespace hasten::detail
