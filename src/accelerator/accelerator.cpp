@@ -55,8 +55,9 @@ void Accelerator::backward(const at::Tensor& loss_sum, double weight, BackwardOp
   core_->batch.backward(loss_sum, weight, options);
 }
 
-void Accelerator::register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook) {
-  const size_t index = core_->models.index(&model, "accelerator::register_comm_hook");
+void Accelerator::register_comm_hook(const detail::ModelRef& model,
+                                     std::shared_ptr<CommHook> hook) {
+  const size_t index = core_->models.index(model.get(), "accelerator::register_comm_hook");
   core_->models[index].parallel->register_comm_hook(std::move(hook));
 }
 
@@ -109,8 +110,8 @@ ForwardGuard::ForwardGuard(detail::AcceleratorCore& core,
   }
 }
 
-bool Accelerator::shards_module(const torch::nn::Module& model) const {
-  return core_->models.sharded(&model) != nullptr;
+bool Accelerator::shards(const detail::ModelRef& model) const {
+  return core_->models.sharded(model.get()) != nullptr;
 }
 
 void Accelerator::run_summon_full_params(const std::function<void()>& use,
@@ -125,30 +126,31 @@ void Accelerator::run_load_full_params(const std::function<void()>& load,
                                  load);
 }
 
-NamedTensors Accelerator::state_dict_of(torch::nn::Module& model) {
+NamedTensors Accelerator::get_state_dict(const detail::ModelRef& model) {
   NamedTensors all;
   std::map<const void*, at::Tensor> copies; // by TensorImpl: tied tensors stay one
   run_summon_full_params(
       [&] {
-        for (const auto& [name, tensor] : detail::named_model_tensors(model)) {
+        for (const auto& [name, tensor] : detail::named_model_tensors(*model.get())) {
           at::Tensor& copy = copies[tensor.unsafeGetTensorImpl()];
           copy = copy.defined() ? copy : tensor.detach().clone();
           all.emplace(name, copy);
         }
       },
-      {&model});
+      {model.get()});
   return all;
 }
 
-void Accelerator::write_model(torch::nn::Module& model, const std::filesystem::path& folder) {
+void Accelerator::save_model(const detail::ModelRef& model,
+                             const std::filesystem::path& save_directory) {
   run_summon_full_params(
       [&] {
-        FolderCommit commit(folder, CommitMode::merge);
+        FolderCommit commit(save_directory, CommitMode::merge);
         write_safetensors(commit.folder() / detail::model_file_name(0),
-                          detail::named_model_tensors(model));
+                          detail::named_model_tensors(*model.get()));
         commit.commit();
       },
-      {&model});
+      {model.get()});
 }
 
 void Accelerator::save_state(const std::filesystem::path& folder, const SaveStateOptions& options) {

@@ -5,7 +5,6 @@
 #include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "accelerator_core.h"
 #include "hasten/accelerator/collect.h"
@@ -28,17 +27,10 @@ at::Tensor rows_on_cpu(const at::Tensor& tensor) {
   return own.dim() == 0 ? own.reshape({1}) : own.contiguous();
 }
 
-std::string form_of(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.scalar_type() << ' ' << tensor.sizes();
-  return text.str();
-}
-
 // Throws InputError on every rank unless all texts are equal. Collective.
 void require_same(Communicator& communicator, const char* where, const std::string& text) {
   const auto all = communicator.all_gather_object(text, where);
-  const auto other =
-      std::find_if(all.begin(), all.end(), [&](const auto& t) { return t != all[0]; });
+  const auto other = std::ranges::find_if(all, [&](const auto& t) { return t != all[0]; });
   if (other != all.end()) {
     throw InputError(std::string("accelerator::") + where,
                      "rank " + std::to_string(other - all.begin()) + " has " +
@@ -53,7 +45,8 @@ void require_same(Communicator& communicator, const char* where, const std::stri
 void check_form_in_debug(const AcceleratorCore& core, const char* where, const at::Tensor& tensor,
                          const std::string& behind = {}) {
   if (core.run.order_check() != nullptr) {
-    require_same(*core.run.communicator(), where, form_of(tensor) + behind);
+    require_same(*core.run.communicator(), where,
+                 c10::str(tensor.scalar_type(), ' ', tensor.sizes(), behind));
   }
 }
 
@@ -80,10 +73,6 @@ void compare_reading(const AcceleratorCore& core, const LoaderState& loader) {
   if (!all.eq(all[0]).all().item<bool>()) {
     throw_other_batches(loader.range);
   }
-}
-
-bool is_half(const at::Tensor& tensor) {
-  return tensor.is_floating_point() && tensor.element_size() == 2;
 }
 
 } // namespace detail
@@ -142,7 +131,7 @@ at::Tensor Collect::gather_for_metrics(const at::Tensor& rows) {
 
 at::Tensor Collect::reduce(const at::Tensor& tensor, ReduceOp op, double scale) {
   at::Tensor result = tensor.detach().cpu().clone(at::MemoryFormat::Contiguous);
-  const bool widen = scale != 1 && detail::is_half(result);
+  const bool widen = scale != 1 && result.is_floating_point() && result.element_size() == 2;
   if (widen) {
     result = result.to(at::kFloat); // rounded once, after scaling
   }
@@ -193,8 +182,8 @@ at::Tensor Collect::pad_across_processes(const at::Tensor& tensor, int64_t dim, 
                                          bool pad_first) {
   const char* where = "pad_across_processes";
   const auto all = gather_object(tensor.sizes().vec());
-  const auto other = std::find_if(all.begin(), all.end(),
-                                  [&](const auto& s) { return s.size() != all[0].size(); });
+  const auto other =
+      std::ranges::find_if(all, [&](const auto& s) { return s.size() != all[0].size(); });
   if (other != all.end()) {
     throw InputError(std::string("accelerator::") + where,
                      "rank " + std::to_string(other - all.begin()) + " has sizes " + other->dump() +

@@ -15,9 +15,9 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
       precision(run, windows.shared()),
       checks(models, windows, precision),
       announcer(run, models, windows),
-      batch(run, models, windows, precision, checks, loaders, announcer),
-      optimizers(run, models, windows, precision, checks, batch),
-      local(run, models, windows, precision, optimizers),
+      batch(window_parts(), loaders, announcer),
+      optimizers(window_parts(), batch),
+      local(window_parts(), optimizers),
       uneven(parts()),
       state(parts(), uneven) {
   if (run.order_check()) {
@@ -33,10 +33,6 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
   if (run.options().seed) {
     set_seed(*run.options().seed);
   }
-}
-
-TrainingParts AcceleratorCore::parts() {
-  return {run, models, windows, precision, checks, batch, loaders, optimizers, announcer, local};
 }
 
 // Sum of the values' bit patterns, which no rounding hides.

@@ -28,7 +28,8 @@ class AcceleratorCore {
   void finish();
 
  private:
-  TrainingParts parts();
+  WindowParts window_parts() { return {run, models, windows, precision, checks}; }
+  TrainingParts parts() { return {window_parts(), batch, loaders, optimizers, announcer, local}; }
 };
 
 } // namespace hasten::detail

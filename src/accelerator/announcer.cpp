@@ -42,12 +42,8 @@ void Announcer::even_out_buffers(uint64_t models, bool forward) {
 }
 
 bool Announcer::announce_models(uint64_t models) {
-  WindowTotals mine;
-  mine.buffers = true;
-  mine.models = models;
-  mine.steps = windows_.shared()->steps;
   WindowControl& control = control_of(models);
-  control.start(mine, at::Tensor());
+  control.start({.buffers = true, .models = models, .steps = windows_.shared()->steps}, {});
   return control.wait().finished > 0;
 }
 
@@ -83,19 +79,18 @@ void Announcer::announce_forward_outside(size_t model) {
 }
 
 void Announcer::announce_round(size_t model, uint64_t number, int64_t kind) {
-  WindowTotals mine;
-  mine.round = kind;
-  mine.number = number;
-  mine.models = uint64_t{1} << model;
-  mine.steps = windows_.shared()->steps;
-  control_.start(mine, at::Tensor());
+  control_.start({.models = uint64_t{1} << model,
+                  .number = number,
+                  .round = kind,
+                  .steps = windows_.shared()->steps},
+                 {});
   if (control_.wait().stale > 0) {
     share_state(); // of a window before the scope became local
   }
 }
 
 bool Announcer::announce_save() {
-  control_.start({}, at::Tensor());
+  control_.start({}, {});
   const WindowTotals totals = control_.wait();
   if (totals.stale > 0) {
     share_state();

@@ -77,9 +77,8 @@ int64_t find_executable_batch_size(const std::function<void(int64_t)>& attempt,
     if (communicator != nullptr) {
       all = communicator->all_gather_object(shortage, "batch size that fits");
     }
-    const auto first = std::find_if(all.begin(), all.end(), [](const nlohmann::json& text) {
-      return !text.get<std::string>().empty();
-    });
+    const auto first = std::ranges::find_if(
+        all, [](const nlohmann::json& text) { return !text.get<std::string>().empty(); });
     if (first == all.end()) {
       return size;
     }

@@ -89,14 +89,14 @@ bool GradientChecks::leaves_out_step(const std::vector<SlotList>& lists, uint64_
       precision_.update(found);
     }
   }
-  return std::any_of(lists.begin(), lists.end(), [&](const SlotList& list) {
+  return std::ranges::any_of(lists, [&](const SlotList& list) {
     return overflowed(list.model) || facts_of(list.model).bad_loss;
   });
 }
 
 bool GradientChecks::non_finite(const std::vector<SlotList>& lists) const {
-  return std::any_of(lists.begin(), lists.end(),
-                     [this](const SlotList& list) { return non_finite(list.model); });
+  return std::ranges::any_of(lists,
+                             [this](const SlotList& list) { return non_finite(list.model); });
 }
 
 } // namespace hasten::detail

@@ -54,4 +54,13 @@ class GradientChecks {
   uint64_t scaled_serial_ = 0;
 };
 
+/// The parts below batches, optimizers and the state.
+struct WindowParts {
+  RunContext& run_;
+  ModelSet& models_;
+  WindowSet& windows_;
+  MixedPrecision& precision_;
+  GradientChecks& checks_;
+};
+
 } // namespace hasten::detail

@@ -1,11 +1,206 @@
 #include "hasten/accelerator/gradients.h"
 
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
+#include "hasten/optim/gradient_norm.h"
 
 namespace hasten {
 
 namespace detail {
+
+double OptimizerSet::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
+  const bool by_value = how.clip_value > 0;
+  const char* where = by_value ? "accelerator::clip_grad_value_" : "accelerator::clip_grad_norm_";
+  batch_.complete_open_window(lists);
+  if (windows_.acts(lists) == WindowSet::Acts::in_window) {
+    return 0;
+  }
+  windows_.check_reduced(lists, where);
+  for (const SlotList& list : lists) {
+    if (by_value && precision_.scales()) { // clipped infinities cannot be seen any more
+      checks_.overflowed(list.model);
+    }
+  }
+  const at::NoGradGuard no_grad;
+  double pending = 1;
+  if (by_value) {
+    for (const SlotList& list : lists) {
+      models_[list.model].parallel->apply_pending_factor();
+    }
+  } else {
+    pending = common_factor(lists);
+  }
+  const Gathered found = gradients_of(lists);
+  const double norm = norm_of(lists, found, by_value ? INFINITY : how.norm_type) * pending;
+  if (how.error_if_nonfinite && !std::isfinite(norm)) {
+    refuse_non_finite(lists, where, norm);
+  }
+  const double factor = how.max_norm / (norm + 1e-6); // as torch.nn.utils does
+  if (by_value && !(norm <= how.clip_value)) {
+    clip_by_value_(found.pieces, how.clip_value);
+  } else if (!by_value && !(factor >= 1) && pending != 1) {
+    for (const SlotList& list : lists) {
+      models_[list.model].parallel->set_pending_factor(pending * factor);
+    }
+  } else if (!by_value && !(factor >= 1)) {
+    for (const at::Tensor& piece : found.pieces) {
+      piece.mul_(factor);
+    }
+  }
+  checks_.note_norm(lists, norm);
+  done_.push_back({[this, lists, how] { clip(lists, how); }});
+  return norm;
+}
+
+OptimizerSet::Gathered OptimizerSet::gradients_of(const std::vector<SlotList>& lists) {
+  Gathered found;
+  for (const SlotList& list : lists) {
+    FlatGradients& flat = models_[list.model].parallel->gradients();
+    const size_t first = found.gradients.size();
+    const auto count = static_cast<int64_t>(flat.layout().slots().size());
+    bool in_place = list.all;
+    for (int64_t i = 0; i < (list.all ? count : std::ssize(list.slots)); ++i) {
+      const int64_t slot = list.all ? i : list.slots[static_cast<size_t>(i)];
+      const auto& parameter = flat.layout().slots()[static_cast<size_t>(slot)].parameter;
+      in_place = in_place && flat.installed(slot);
+      if (!parameter.grad().defined()) {
+        continue; // it is not stepped
+      }
+      // It may be the user's own tensor.
+      if (parameter.grad().is_sparse() || parameter.grad().sizes() != parameter.sizes()) {
+        flat.install_slot(slot);
+      }
+      found.gradients.push_back(parameter.grad());
+    }
+    if (!in_place) {
+      found.pieces.insert(found.pieces.end(),
+                          found.gradients.begin() + static_cast<std::ptrdiff_t>(first),
+                          found.gradients.end());
+      continue;
+    }
+    found.pieces.insert(found.pieces.end(), flat.buffers().begin(), flat.buffers().end());
+  }
+  return found;
+}
+
+double OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
+                             double norm_type) {
+  const bool sharded = std::ranges::any_of(
+      lists, [this](const SlotList& list) { return models_[list.model].parallel->sharded(); });
+  if (!sharded) {
+    return gradient_norm(all.gradients, norm_type);
+  }
+  std::vector<double> norms;
+  for (const SlotList& list : lists) {
+    std::vector<double> own{gradient_norm(gradients_of({list}).gradients, norm_type)};
+    models_[list.model].parallel->reduce_norms(own, norm_type);
+    norms.push_back(own[0]);
+  }
+  return norm_of_norms(norms, norm_type);
+}
+
+void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
+                                     double norm) const {
+  std::string first;
+  int64_t count = 0, of = 0;
+  for (const SlotList& list : lists) {
+    const FlatLayout& layout = models_[list.model].parallel->gradients().layout();
+    // Slots lie in reverse order of registration.
+    for (int64_t slot = std::ssize(layout.slots()) - 1; slot >= 0; --slot) {
+      const FlatSlot& found = layout.slots()[static_cast<size_t>(slot)];
+      const at::Tensor& gradient = found.parameter.grad();
+      if (!gradient.defined() ||
+          (!list.all && std::ranges::find(list.slots, slot) == list.slots.end())) {
+        continue;
+      }
+      ++of;
+      std::vector<double> own{gradient_norm({gradient}, INFINITY)};
+      models_[list.model].parallel->reduce_norms(own, INFINITY);
+      if (!std::isfinite(own[0]) && ++count == 1) {
+        first = found.name + " (largest |g|=" + std::to_string(own[0]) + ")";
+      }
+    }
+  }
+  throw TrainingError(where,
+                      "the gradient is not finite: norm=" + std::to_string(norm) +
+                          (count == 0 ? ", although every gradient is finite: the sum is too large"
+                                      : ", first in " + first + ", in " + std::to_string(count) +
+                                            " of " + std::to_string(of) + " parameters"),
+                      "a finite gradient",
+                      "lower the learning rate, or check divisions and logarithms in that "
+                      "parameter's operations");
+}
+
+// "encoder.layer.3" of "encoder.layer.3.output.dense.weight".
+std::string norm_group(const std::string& parameter, NormsOf of) {
+  if (of == NormsOf::parameter) {
+    return parameter;
+  }
+  for (size_t at = 0; of == NormsOf::layer && at < parameter.size();) {
+    const size_t end = parameter.find('.', at);
+    if (end == std::string::npos) {
+      break;
+    }
+    if (std::all_of(parameter.begin() + static_cast<std::ptrdiff_t>(at),
+                    parameter.begin() + static_cast<std::ptrdiff_t>(end),
+                    [](unsigned char c) { return std::isdigit(c) != 0; })) {
+      return parameter.substr(0, end);
+    }
+    at = end + 1;
+  }
+  const size_t dot = parameter.rfind('.');
+  return dot == std::string::npos ? std::string() : parameter.substr(0, dot);
+}
+
+GradientNorms OptimizerSet::gradient_norms(size_t model, const GradientNormsOptions& options) {
+  const std::vector<SlotList> lists{{.model = model, .all = true, .slots = {}}};
+  GradientNorms result;
+  if (windows_.acts(lists) == WindowSet::Acts::in_window) {
+    return result;
+  }
+  windows_.check_reduced(lists, "accelerator::gradient_norms");
+  const DataParallel& spread = *models_[model].parallel;
+  std::vector<at::Tensor> gradients; // in order of registration
+  std::vector<std::string> names;
+  const auto& slots = spread.gradients().layout().slots();
+  for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
+    if (slot->parameter.grad().defined()) {
+      gradients.push_back(slot->parameter.grad());
+      names.push_back(slot->name);
+    }
+  }
+  const double p = options.norm_type;
+  std::vector<double> own = tensor_norms(gradients, p);
+  spread.reduce_norms(own, p);
+  for (size_t i = 0; i < own.size(); ++i) {
+    own[i] *= spread.pending_factor();
+    if (!std::isfinite(own[i]) && ++result.non_finite == 1) {
+      result.first_non_finite = names[i];
+    }
+  }
+  std::vector<std::vector<double>> parts; // [name]
+  for (size_t i = 0; i < own.size(); ++i) {
+    const std::string name = norm_group(names[i], options.of);
+    const auto known = std::ranges::find(result.names, name);
+    if (known == result.names.end()) {
+      result.names.push_back(name);
+      parts.push_back({own[i]});
+    } else {
+      parts[static_cast<size_t>(known - result.names.begin())].push_back(own[i]);
+    }
+  }
+  for (const auto& of_name : parts) {
+    result.norms.push_back(norm_of_norms(of_name, p));
+  }
+  result.total = norm_of_norms(own, p);
+  return result;
+}
 
 void require_clip(bool good, const char* where, const std::string& what) {
   if (!good) {
@@ -16,29 +211,22 @@ void require_clip(bool good, const char* where, const std::string& what) {
 GradientClip by_norm(double max_norm, double norm_type, bool error) {
   require_clip(max_norm > 0 && norm_type > 0, "accelerator::clip_grad_norm_",
                "max_norm=" + std::to_string(max_norm) + ", norm_type=" + std::to_string(norm_type));
-  GradientClip how;
-  how.max_norm = max_norm;
-  how.norm_type = norm_type;
-  how.error_if_nonfinite = error;
-  return how;
+  return {.max_norm = max_norm, .norm_type = norm_type, .error_if_nonfinite = error};
 }
 
 GradientClip by_value(double clip_value, bool error) {
   require_clip(clip_value > 0, "accelerator::clip_grad_value_",
                "clip_value=" + std::to_string(clip_value));
-  GradientClip how;
-  how.clip_value = clip_value;
-  how.error_if_nonfinite = error;
-  return how;
+  return {.clip_value = clip_value, .error_if_nonfinite = error};
 }
 
 } // namespace detail
 
-double Gradients::clip_norm(torch::nn::Module& model, double max_norm, double norm_type,
-                            bool error_if_nonfinite) {
+double Gradients::clip_grad_norm_(const detail::ModelRef& model, double max_norm, double norm_type,
+                                  bool error_if_nonfinite) {
   const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
-  const size_t index = core_->models.index(&model, "accelerator::clip_grad_norm_");
-  return core_->optimizers.clip({{.model = index, .all = true, .slots = {}}}, how);
+  const size_t index = core_->models.index(model.get(), "accelerator::clip_grad_norm_");
+  return core_->optimizers.clip({{.model = index, .all = true}}, how);
 }
 
 double Gradients::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
@@ -47,11 +235,11 @@ double Gradients::clip_grad_norm_(const std::vector<at::Tensor>& parameters, dou
   return core_->optimizers.clip(core_->models.slots_of(parameters), how);
 }
 
-double Gradients::clip_value_of(torch::nn::Module& model, double clip_value,
-                                bool error_if_nonfinite) {
+double Gradients::clip_grad_value_(const detail::ModelRef& model, double clip_value,
+                                   bool error_if_nonfinite) {
   const auto how = detail::by_value(clip_value, error_if_nonfinite);
-  const size_t index = core_->models.index(&model, "accelerator::clip_grad_value_");
-  return core_->optimizers.clip({{.model = index, .all = true, .slots = {}}}, how);
+  const size_t index = core_->models.index(model.get(), "accelerator::clip_grad_value_");
+  return core_->optimizers.clip({{.model = index, .all = true}}, how);
 }
 
 double Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
@@ -60,10 +248,10 @@ double Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters, do
   return core_->optimizers.clip(core_->models.slots_of(parameters), how);
 }
 
-GradientNorms Gradients::norms_of(torch::nn::Module& model,
-                                  const GradientNormsOptions& options) const {
+GradientNorms Gradients::gradient_norms(const detail::ModelRef& model,
+                                        const GradientNormsOptions& options) const {
   return core_->optimizers.gradient_norms(
-      core_->models.index(&model, "accelerator::gradient_norms"), options);
+      core_->models.index(model.get(), "accelerator::gradient_norms"), options);
 }
 
 } // namespace hasten

@@ -13,7 +13,6 @@
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "state/state_load.h"
 #include "state/state_parts.h"
 #include "training_state.h"
 
@@ -31,7 +30,7 @@ void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
                    "tensors of the prepared model, which has none with this name");
     }
   }
-  auto copies = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const auto& [name, target] : targets) {
     const auto apart = load.shared_tensors.find("model." + std::to_string(index) + "." + name);
     const bool is_apart = apart != load.shared_tensors.end();
@@ -51,14 +50,9 @@ void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
               c10::toString(saved.scalar_type()),
           "the model's " + c10::str(target.sizes()) + " " + c10::toString(target.scalar_type()));
     }
-    copies->emplace_back(target, saved);
+    copies.emplace_back(target, saved);
   }
-  load.apply.push_back([copies] {
-    const at::NoGradGuard no_grad;
-    for (auto& [target, saved] : *copies) {
-      target.copy_(saved);
-    }
-  });
+  load.copy(std::move(copies));
 }
 
 void TrainingState::plan_models(StateLoad& load) {
@@ -129,8 +123,7 @@ void TrainingState::plan_gradients(StateLoad& load) {
 void TrainingState::plan_objects(StateLoad& load) {
   const auto& saved = load.shared.at("objects");
   for (const auto& [name, object] : saved.items()) {
-    if (std::none_of(objects_.begin(), objects_.end(),
-                     [&](const auto& mine) { return mine.name == name; })) {
+    if (std::ranges::none_of(objects_, [&](const auto& mine) { return mine.name == name; })) {
       refuse_state(load.state_file(),
                    "it has the state of \"" + name + "\", which is not registered here",
                    "the same objects", "register_for_checkpointing(\"" + name + "\", object)");
@@ -216,7 +209,7 @@ LoadedState TrainingState::load(const std::filesystem::path& folder,
     });
   } catch (...) {
     if (loaded) { // here, but not on another rank
-      undo_objects(load);
+      undo_objects(load, load.objects.size());
     }
     throw;
   }

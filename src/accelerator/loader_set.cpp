@@ -4,7 +4,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/core/device.h"
-#include "state/state_load.h"
+#include "state/state_parts.h"
 
 namespace hasten::detail {
 
@@ -76,8 +76,7 @@ const LoaderState* LoaderSet::current(const std::vector<size_t>& models) const {
 }
 
 bool LoaderSet::in_pass() const {
-  return std::any_of(training_.begin(), training_.end(),
-                     [](const auto& loader) { return loader->open; });
+  return std::ranges::any_of(training_, [](const auto& loader) { return loader->open; });
 }
 
 bool LoaderSet::close_passes() {

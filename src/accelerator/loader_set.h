@@ -11,8 +11,6 @@
 
 namespace hasten::detail {
 
-struct StateLoad;
-
 class LoaderSet {
  public:
   /// Ties the loaders of one prepare() call to its models.

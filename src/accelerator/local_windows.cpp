@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
-#include "state/state_load.h"
+#include "state/state_parts.h"
 
 namespace hasten::detail {
 
@@ -110,20 +110,15 @@ void LocalWindows::plan(StateLoad& load) {
     return;
   }
   const size_t model = scope_->model();
-  auto copies = std::make_shared<std::vector<std::pair<at::Tensor, at::Tensor>>>();
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (const auto& [name, target] : named_model_tensors(*models_[model].parallel->module())) {
     const auto found = load.own_tensors.find("local.model." + name);
     if (found == load.own_tensors.end() || found->second.sizes() != target.sizes()) {
       refuse_state(load.rank_file, "\"" + name + "\" is missing or has another shape");
     }
-    copies->emplace_back(target, found->second);
+    copies.emplace_back(target, found->second);
   }
-  load.apply.push_back([copies] {
-    const at::NoGradGuard no_grad;
-    for (auto& [target, own] : *copies) {
-      target.copy_(own);
-    }
-  });
+  load.copy(std::move(copies));
   optimizers_.plan_local(model, load);
   const bool attempted = load.own.at("local").at("attempted").get<bool>();
   load.apply.push_back([this, model, attempted] {

@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "announcer.h"
 #include "hasten/core/stateful.h"
 #include "optimizer_set.h"
 
@@ -31,15 +30,10 @@ class LocalScope : public Stateful {
   virtual void loaded() = 0;
 };
 
-class LocalWindows {
+class LocalWindows : private WindowParts {
  public:
-  LocalWindows(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
-               OptimizerSet& optimizers)
-      : run_(run),
-        models_(models),
-        windows_(windows),
-        precision_(precision),
-        optimizers_(optimizers) {}
+  LocalWindows(const WindowParts& parts, OptimizerSet& optimizers)
+      : WindowParts(parts), optimizers_(optimizers) {}
 
   /// Throws InputError if there is a scope, or the model's window is open.
   void open(LocalScope& scope);
@@ -64,10 +58,6 @@ class LocalWindows {
   void plan(StateLoad& load);
 
  private:
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
   OptimizerSet& optimizers_;
   LocalScope* scope_ = nullptr;
 };

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 #include "hasten/core/precision_probe.h"
-#include "state/state_load.h"
+#include "state/state_parts.h"
 
 namespace hasten::detail {
 
@@ -40,11 +40,9 @@ static Precision automatic_precision(const std::vector<nlohmann::json>& all) {
     possible = possible && rank.value("why_not", "").empty();
   }
   const bool chosen = possible && speedup >= kWorthwhileSpeedup;
-  char number[32];
-  std::snprintf(number, sizeof number, "%.1f", speedup);
   log_info(std::string("precision: ") + (chosen ? "bf16" : "fp32") +
-           ", selected automatically: a layer in bf16 is " + number + " times as fast as in fp32" +
-           (all.size() > 1 ? " on every rank" : ""));
+           ", selected automatically: a layer in bf16 is " + format_fixed(speedup, 1) +
+           " times as fast as in fp32" + (all.size() > 1 ? " on every rank" : ""));
   return chosen ? Precision::bf16 : Precision::no;
 }
 

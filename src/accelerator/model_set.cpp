@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
-#include <sstream>
 #include <unordered_set>
 
 #include "hasten/base/error.h"
@@ -61,7 +60,7 @@ uint64_t ModelSet::of_loss(const at::Tensor& loss) const {
   uint64_t found = 0;
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto reached = models_[i].parallel->gradients().layout().reachable(loss);
-    found |= uint64_t{std::find(reached.begin(), reached.end(), 1) != reached.end()} << i;
+    found |= uint64_t{std::ranges::find(reached, 1) != reached.end()} << i;
   }
   if (found == 0) {
     throw InputError("accelerator::backward",
@@ -78,17 +77,16 @@ std::vector<SlotList> ModelSet::slots_of(const std::vector<at::Tensor>& paramete
   for (const at::Tensor& parameter : parameters) {
     const auto owner = parameter_owner_.find(parameter.unsafeGetTensorImpl());
     if (owner == parameter_owner_.end()) {
-      std::ostringstream what;
-      what << "parameter " << position << " " << parameter.sizes()
-           << " belongs to no prepared model";
-      throw InputError("accelerator::prepare", what.str(),
-                       "parameters of models that are prepared in the same call or earlier",
-                       "prepare the model, too, and build the optimizer from its parameters");
+      throw InputError(
+          "accelerator::prepare",
+          c10::str("parameter ", position, " ", parameter.sizes(), " belongs to no prepared model"),
+          "parameters of models that are prepared in the same call or earlier",
+          "prepare the model, too, and build the optimizer from its parameters");
     }
     const size_t model = owner->second.first;
     SlotList& list = lists.try_emplace(model, SlotList{model}).first->second;
     const auto slot = models_[model].parallel->gradients().layout().find(parameter);
-    if (slot >= 0 && std::find(list.slots.begin(), list.slots.end(), slot) == list.slots.end()) {
+    if (slot >= 0 && std::ranges::find(list.slots, slot) == list.slots.end()) {
       list.slots.push_back(slot); // once, also where it is tied; none if frozen
     }
     ++position;
@@ -155,8 +153,7 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   };
   const auto parameters = module->named_parameters();
   const auto buffers = module->named_buffers();
-  if (std::any_of(parameters.begin(), parameters.end(), elsewhere) ||
-      std::any_of(buffers.begin(), buffers.end(), elsewhere)) {
+  if (std::ranges::any_of(parameters, elsewhere) || std::ranges::any_of(buffers, elsewhere)) {
     materialize(*module); // only memory of the CPU is deferred
     module->to(run_.device()); // same tensors, new storage: flatten only after it
   }
@@ -212,7 +209,7 @@ void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& mod
     equal.insert({prefix + "running_mean", prefix + "running_var"});
   }
   const auto named = module->named_buffers();
-  if (std::all_of(named.begin(), named.end(), [&](const auto& item) {
+  if (std::ranges::all_of(named, [&](const auto& item) {
         return !item.value().defined() || !item.value().is_floating_point() ||
                equal.count(item.key()) > 0;
       })) {

@@ -7,17 +7,6 @@
 
 namespace hasten::detail {
 
-OpenBatch::OpenBatch(RunContext& run, ModelSet& models, WindowSet& windows,
-                     MixedPrecision& precision, GradientChecks& checks, LoaderSet& loaders,
-                     Announcer& announcer)
-    : run_(run),
-      models_(models),
-      windows_(windows),
-      precision_(precision),
-      checks_(checks),
-      loaders_(loaders),
-      announcer_(announcer) {}
-
 void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
                      const std::vector<torch::nn::Module*>& modules) {
   const char* where = "accelerator::accumulate";
@@ -36,18 +25,8 @@ void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> 
     loaders_.train_on(loader);
   }
   GradientWindow& next = windows_.get(mask, where);
-  WindowBatch batch{.weight = weight};
-  if (loader != nullptr) {
-    batch.data_ends = loader->last;
-    batch.rows = loader->rows;
-    if (!weight && batch.rows) {
-      batch.weight = static_cast<double>(*batch.rows);
-    }
-    batch.stand_in = loader->stand_in;
-  }
-  note_reading(loader.get());
-  batch.backward_communicates = models_.synced(mask) != 0;
-  begin_models(mask);
+  WindowBatch batch = begin(mask, loader.get(), weight);
+  batch.data_ends = loader != nullptr && loader->last;
   if (next.opens()) {
     announcer_.even_out_buffers(mask, true);
   } else {
@@ -134,15 +113,7 @@ void OpenBatch::backward_outside(const at::Tensor& loss, std::optional<double> s
   const bool reduce = reduces(mask);
   GradientWindow& own = windows_.get(mask, where);
   const LoaderState* loader = loaders_.current(models);
-  WindowBatch batch;
-  if (loader != nullptr && loader->rows) {
-    batch.rows = loader->rows;
-    batch.weight = static_cast<double>(*loader->rows);
-    batch.stand_in = loader->stand_in;
-  }
-  note_reading(loader);
-  batch.backward_communicates = models_.synced(mask) != 0;
-  begin_models(mask);
+  const WindowBatch batch = begin(mask, loader, std::nullopt);
   try {
     own.backward_outside(loss, sum_weight, batch, reduce, options.retain_graph);
   } catch (...) {
@@ -202,12 +173,6 @@ bool OpenBatch::sync_gradients() const {
   return last_batch_completed_ && quiet == 0;
 }
 
-// The next window's control vector compares it.
-void OpenBatch::note_reading(const LoaderState* loader) {
-  windows_.shared()->read = loader != nullptr ? loader->first_read : 0;
-  windows_.shared()->range = loader != nullptr ? loader->range : "";
-}
-
 void OpenBatch::check_parameters() {
   for (size_t i = 0; i < models_.size(); ++i) {
     models_.check_parameters(i);
@@ -215,7 +180,18 @@ void OpenBatch::check_parameters() {
   announcer_.forget_forwards();
 }
 
-void OpenBatch::begin_models(uint64_t models) {
+WindowBatch OpenBatch::begin(uint64_t models, const LoaderState* loader,
+                             std::optional<double> weight) {
+  WindowBatch batch{.weight = weight};
+  if (loader != nullptr && loader->rows) {
+    batch.rows = loader->rows;
+    batch.weight = weight.value_or(static_cast<double>(*loader->rows));
+    batch.stand_in = loader->stand_in;
+  }
+  batch.backward_communicates = models_.synced(models) != 0;
+  // The next window's control vector compares it.
+  windows_.shared()->read = loader != nullptr ? loader->first_read : 0;
+  windows_.shared()->range = loader != nullptr ? loader->range : "";
   opened_.resize(models_.size());
   for (const size_t i : models_.in(models)) {
     // Building names costs more than a small step. So it looks at first, then ever more rarely, and
@@ -225,6 +201,7 @@ void OpenBatch::begin_models(uint64_t models) {
     }
     checks_.begins(i);
   }
+  return batch;
 }
 
 void OpenBatch::refuse_sharded_outside(const std::vector<size_t>& models) const {
@@ -287,7 +264,7 @@ void OpenBatch::complete_without_backward(GradientWindow& last) {
 void OpenBatch::complete_open_window(const std::vector<SlotList>& lists) {
   const auto open = [this](const SlotList& list) { return windows_.of(list.model) == window_; };
   if (window_ != nullptr && window_->data_ends() && window_->lacks_last_backward() &&
-      reduces(window_->models_mask()) && std::any_of(lists.begin(), lists.end(), open)) {
+      reduces(window_->models_mask()) && std::ranges::any_of(lists, open)) {
     complete_without_backward(*window_);
   }
 }

@@ -12,10 +12,10 @@
 
 namespace hasten::detail {
 
-class OpenBatch {
+class OpenBatch : private WindowParts {
  public:
-  OpenBatch(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
-            GradientChecks& checks, LoaderSet& loaders, Announcer& announcer);
+  OpenBatch(const WindowParts& parts, LoaderSet& loaders, Announcer& announcer)
+      : WindowParts(parts), loaders_(loaders), announcer_(announcer) {}
 
   /// accumulate(). `loader` null: the one that is tied to the models.
   void open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
@@ -54,17 +54,12 @@ class OpenBatch {
 
   void backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
                         const BackwardOptions& options);
-  void begin_models(uint64_t models);
+  /// A batch of `loader`, or null.
+  WindowBatch begin(uint64_t models, const LoaderState* loader, std::optional<double> weight);
   void refuse_sharded_outside(const std::vector<size_t>& models) const;
   uint64_t quiet_models() const;
   bool reduces(uint64_t models) const;
-  void note_reading(const LoaderState* loader);
 
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
-  GradientChecks& checks_;
   LoaderSet& loaders_;
   Announcer& announcer_;
   GradientWindow* window_ = nullptr; // the open batch's

@@ -26,30 +26,31 @@ static void move_optimizer_state(torch::optim::Optimizer& optimizer, const at::D
   }
 }
 
+static std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return parameters;
+}
+
+static size_t parameter_count(const torch::optim::Optimizer& optimizer) {
+  size_t count = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    count += group.params().size();
+  }
+  return count;
+}
+
 std::shared_ptr<OptimizerState> OptimizerSet::prepare(
     const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
   auto state = std::make_shared<OptimizerState>();
-  state->parameters = [optimizer] {
-    std::vector<at::Tensor> parameters;
-    for (const auto& group : optimizer->param_groups()) {
-      parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-    }
-    return parameters;
-  };
-  state->parameter_count = [optimizer] {
-    size_t count = 0;
-    for (const auto& group : optimizer->param_groups()) {
-      count += group.params().size();
-    }
-    return count;
-  };
-  state->known_count = state->parameter_count();
-  auto lists = models_.slots_of(state->parameters());
+  state->known_count = parameter_count(*optimizer);
+  auto lists = models_.slots_of(parameters_of(*optimizer));
   models_.check_optimizer(*optimizer, lists);
   slots_.push_back(std::move(lists));
   move_optimizer_state(*optimizer, run_.device());
   models_.shard_optimizer_state(*optimizer);
-  state->step = [optimizer] { optimizer->step(); };
   state->optimizer = optimizer;
   state->fused = dynamic_cast<FusedOptimizer*>(optimizer.get());
   state->index = static_cast<int64_t>(optimizers_.size());
@@ -64,7 +65,7 @@ void OptimizerSet::decide_who_scales() {
     const auto& lists = lists_of(*optimizer);
     windows_.shared()->steps_scale =
         windows_.shared()->steps_scale && optimizer->fused != nullptr &&
-        std::all_of(lists.begin(), lists.end(), [](const SlotList& list) { return list.all; });
+        std::ranges::all_of(lists, [](const SlotList& list) { return list.all; });
   }
 }
 
@@ -87,11 +88,13 @@ std::shared_ptr<SchedulerState> OptimizerSet::prepare_scheduler(
 
 // Looks up parameters that were added to the optimizer since it was prepared.
 void OptimizerSet::update_slots(OptimizerState& optimizer) {
-  if (optimizer.parameter_count() == optimizer.known_count) {
+  const size_t count = parameter_count(*optimizer.optimizer);
+  if (count == optimizer.known_count) {
     return;
   }
-  slots_[static_cast<size_t>(optimizer.index)] = models_.slots_of(optimizer.parameters());
-  optimizer.known_count = optimizer.parameter_count();
+  slots_[static_cast<size_t>(optimizer.index)] =
+      models_.slots_of(parameters_of(*optimizer.optimizer));
+  optimizer.known_count = count;
   decide_who_scales();
 }
 
@@ -135,7 +138,7 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
 
 double OptimizerSet::common_factor(const std::vector<SlotList>& lists) {
   const double factor = lists.empty() ? 1 : models_[lists[0].model].parallel->pending_factor();
-  const bool common = std::all_of(lists.begin(), lists.end(), [&](const SlotList& list) {
+  const bool common = std::ranges::all_of(lists, [&](const SlotList& list) {
     return list.all && models_[list.model].parallel->pending_factor() == factor;
   });
   for (size_t i = 0; !common && i < lists.size(); ++i) {
@@ -155,7 +158,7 @@ void OptimizerSet::step_scaled(OptimizerState& optimizer, const std::vector<Slot
     }
   }
   if (factor == 1 || optimizer.fused == nullptr) {
-    optimizer.step();
+    optimizer.optimizer->step();
   } else {
     optimizer.fused->step_scaled(factor);
   }
@@ -229,7 +232,7 @@ void OptimizerSet::complete_at_end(const LoaderState* loader) {
                  slots_.at(static_cast<size_t>(action.optimizer)),
                  [&](const SlotList& list) { return windows_.of(list.model) == last; });
     };
-    if (std::none_of(done.begin(), done.end(), steps_with_it)) {
+    if (std::ranges::none_of(done, steps_with_it)) {
       throw InputError("accelerator::accumulate",
                        "the last batch of the data had no backward, and no step of a "
                        "prepared optimizer came after it: the gradients of " +
@@ -252,7 +255,7 @@ std::vector<std::shared_ptr<OptimizerState>> OptimizerSet::of_model(size_t model
   std::vector<std::shared_ptr<OptimizerState>> found;
   for (const auto& optimizer : optimizers_) {
     const auto& lists = lists_of(*optimizer);
-    if (std::any_of(lists.begin(), lists.end(), [&](const SlotList& list) {
+    if (std::ranges::any_of(lists, [&](const SlotList& list) {
           return list.model == model && !list.slots.empty();
         })) {
       found.push_back(optimizer);
@@ -279,7 +282,7 @@ void OptimizerSet::tick_until(const int64_t* ticks) {
 
 bool OptimizerSet::is_shared(const OptimizerState& optimizer) const {
   const auto& lists = lists_of(optimizer);
-  return std::none_of(lists.begin(), lists.end(), [this](const SlotList& list) {
+  return std::ranges::none_of(lists, [this](const SlotList& list) {
     return windows_.is_local(list.model) || models_[list.model].sharded;
   });
 }

@@ -21,16 +21,9 @@ struct GradientClip {
   bool error_if_nonfinite = false;
 };
 
-class OptimizerSet {
+class OptimizerSet : private WindowParts {
  public:
-  OptimizerSet(RunContext& run, ModelSet& models, WindowSet& windows, MixedPrecision& precision,
-               GradientChecks& checks, OpenBatch& batch)
-      : run_(run),
-        models_(models),
-        windows_(windows),
-        precision_(precision),
-        checks_(checks),
-        batch_(batch) {}
+  OptimizerSet(const WindowParts& parts, OpenBatch& batch) : WindowParts(parts), batch_(batch) {}
 
   std::shared_ptr<OptimizerState> prepare(
       const std::shared_ptr<torch::optim::Optimizer>& optimizer);
@@ -46,7 +39,7 @@ class OptimizerSet {
   /// A window is complete, and nothing was done with it yet.
   void forget_done() { done_.clear(); }
 
-  // gradient_clip.cpp
+  // gradients.cpp
   double clip(const std::vector<SlotList>& lists, const GradientClip& how);
   GradientNorms gradient_norms(size_t model, const GradientNormsOptions& options);
 
@@ -93,15 +86,9 @@ class OptimizerSet {
 
   Gathered gradients_of(const std::vector<SlotList>& lists);
   double norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
-  double clip_now(const std::vector<SlotList>& lists, const GradientClip& how);
   [[noreturn]] void refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                       double norm) const;
 
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
-  GradientChecks& checks_;
   OpenBatch& batch_;
   std::vector<std::shared_ptr<OptimizerState>> optimizers_;
   std::vector<std::vector<SlotList>> slots_; // [optimizer]

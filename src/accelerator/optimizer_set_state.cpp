@@ -7,7 +7,7 @@
 #include "hasten/base/error.h"
 #include "hasten/optim/optimizer_state.h"
 #include "optimizer_set.h"
-#include "state/state_load.h"
+#include "state/state_parts.h"
 
 namespace hasten::detail {
 

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "hasten/base/error.h"
 #include "hasten/core/random.h"
@@ -12,12 +11,10 @@ namespace hasten::detail {
 
 void OrderCheck::entered(std::string_view operation, std::string_view name,
                          const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << operation << " \"" << name << '"';
+  calls_.push_back(c10::str(operation, " \"", name, '"'));
   if (tensor.defined()) { // shape and dtype, too: equal on all ranks
-    text << " of " << tensor.scalar_type() << ' ' << tensor.sizes();
+    calls_.back() += c10::str(" of ", tensor.scalar_type(), ' ', tensor.sizes());
   }
-  calls_.push_back(text.str());
 }
 
 void OrderCheck::compare(const nlohmann::json& more) {
@@ -29,8 +26,8 @@ void OrderCheck::compare(const nlohmann::json& more) {
   const auto ranks =
       inner_->all_gather_object({{"calls", digest}, {"more", more}}, "comparing the ranks");
   const auto differs = [&ranks](const char* key) {
-    return std::find_if(ranks.begin(), ranks.end(),
-                        [&](const auto& rank) { return rank.at(key) != ranks.front().at(key); });
+    return std::ranges::find_if(
+        ranks, [&](const auto& rank) { return rank.at(key) != ranks.front().at(key); });
   };
   const auto fail = [&ranks](auto at, const std::string& what, const char* fix) {
     throw CommunicationError("accelerator::debug",

@@ -11,15 +11,93 @@
 #include "hasten/base/text.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "model_set.h"
-#include "sharded_model.h"
 
 namespace hasten::detail {
 
-ShardingStrategy sharding_of(Strategy strategy) {
-  return strategy == Strategy::zero1   ? ShardingStrategy::zero1
-         : strategy == Strategy::zero2 ? ShardingStrategy::zero2
-                                       : ShardingStrategy::fsdp;
-}
+// Adapts FullyShard to the interface that a gradient window uses. Every rank has the batches of a
+// window, at least stand-ins: a rank without one would miss the messages in forward.
+class ShardedModel final : public DataParallel {
+ public:
+  ShardedModel(std::shared_ptr<Communicator> communicator,
+               std::shared_ptr<torch::nn::Module> module,
+               const std::vector<std::shared_ptr<torch::nn::Module>>& units,
+               FullyShardOptions options)
+      : sharded_(std::move(communicator), std::move(module), units, std::move(options)),
+        parameters_(shards_of(sharded_)),
+        gradients_(FlatLayout(parameters_)) {}
+
+  FullyShard& shards() { return sharded_; }
+
+  void begin(bool /*in_place*/) override { sharded_.begin(); }
+  void start_backward(bool reduce, DdpBackward /*backward*/) override {
+    const ShardUnitReport before = sharded_.report().total;
+    sharded_.start_backward(reduce);
+    report_ = {};
+    report_.bytes = -before.reduced_bytes;
+    report_.buckets = -before.reductions;
+    report_.exposed_seconds = -before.exposed_seconds;
+  }
+  void finish_backward() override { sharded_.finish_backward(); }
+  void finish(double factor, const DdpRanks& ranks, bool /*defer*/) override {
+    sharded_.finish(factor, ranks);
+    const ShardUnitReport after = sharded_.report().total;
+    report_.bytes += after.reduced_bytes;
+    report_.buckets += after.reductions;
+    report_.exposed_seconds += after.exposed_seconds;
+    report_.communication_seconds = report_.exposed_seconds;
+  }
+  void wait() override { sharded_.wait(); }
+  void cancel() noexcept override { sharded_.cancel(); }
+  // The multiplication is never deferred, so the factor is always 1.
+  double pending_factor() const override { return 1; }
+  void set_pending_factor(double /*factor*/) override {}
+  void apply_pending_factor() override {}
+  bool has_aside() const override { return false; }
+  bool has_foreign_gradients() override { return false; } // an error at once
+  bool sharded() const override { return true; }
+  void reduce_norms(std::vector<double>& norms, double norm_type) const override {
+    sharded_.reduce_norms(norms, norm_type);
+  }
+  void register_comm_hook(std::shared_ptr<CommHook> hook) override {
+    if (hook) {
+      throw InputError("parallel::FullyShard", "communication hook=" + hook->description(),
+                       "no hook with a sharded model",
+                       "set fully_shard.precision.reduce_dtype to reduce in 16 bits");
+    }
+  }
+  const std::shared_ptr<CommHook>& comm_hook() const override { return no_hook_; }
+  void sync_buffers(const DdpRanks& ranks) override { sharded_.sync_buffers(ranks); }
+  bool evens_out_buffers(bool any_dtype) const override {
+    return sharded_.evens_out_buffers(any_dtype);
+  }
+  void set_local(bool local) override { sharded_.set_local(local); }
+  FlatGradients& gradients() override { return gradients_; }
+  const FlatGradients& gradients() const override { return gradients_; }
+  const std::shared_ptr<torch::nn::Module>& module() const override { return sharded_.module(); }
+  const FlatLayout::NamedParameters& parameters() const override { return parameters_; }
+  const ReductionReport& reduction() const override { return report_; }
+  void save_state(NamedTensors& tensors, nlohmann::json& values) const override {
+    sharded_.save_state(tensors, values);
+  }
+  void load_state(const NamedTensors& tensors, const nlohmann::json& values) override {
+    sharded_.load_state(tensors, values);
+  }
+
+ private:
+  static FlatLayout::NamedParameters shards_of(const FullyShard& sharded) {
+    FlatLayout::NamedParameters named;
+    for (const ShardedParameter& entry : sharded.parameters()) {
+      named.emplace_back(entry.name, entry.parameter);
+    }
+    return named;
+  }
+
+  FullyShard sharded_;
+  FlatLayout::NamedParameters parameters_; // shards
+  FlatGradients gradients_; // only inspected; its memory is never used
+  std::shared_ptr<CommHook> no_hook_;
+  ReductionReport report_;
+};
 
 std::vector<std::shared_ptr<torch::nn::Module>> named_units(const torch::nn::Module& model,
                                                             const std::vector<std::string>& names) {
@@ -93,9 +171,8 @@ FullyShard* ModelSet::sharded(const torch::nn::Module* module) const {
 
 bool ModelSet::has_replicas(uint64_t mask) const {
   const auto models = in(mask);
-  return replicas_ != nullptr && std::any_of(models.begin(), models.end(), [this](size_t i) {
-           return models_[i].sharded != nullptr;
-         });
+  return replicas_ != nullptr &&
+         std::ranges::any_of(models, [this](size_t i) { return models_[i].sharded != nullptr; });
 }
 
 void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
@@ -108,7 +185,10 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
     how.precision.param_dtype = precision == Precision::bf16 ? at::kBFloat16 : at::kHalf;
     how.precision.cast_forward_inputs = false;
   }
-  how.strategy = sharding_of(run_.options().strategy);
+  const Strategy strategy = run_.options().strategy;
+  how.strategy = strategy == Strategy::zero1   ? ShardingStrategy::zero1
+                 : strategy == Strategy::zero2 ? ShardingStrategy::zero2
+                                               : ShardingStrategy::fsdp;
   open_shard_groups();
   how.replicas = replicas_;
   how.everyone = replicas_ ? run_.communicator() : nullptr;
@@ -116,7 +196,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
                          ? repeated_blocks(*module)
                          : named_units(*module, run_.options().shard_units);
   if (units.empty() && run_.world().world_size > 1 && run_.world().rank == 0) {
-    log_warning(std::string("strategy=") + strategy_name(run_.options().strategy) +
+    log_warning(std::string("strategy=") + strategy_name(strategy) +
                 " finds no block by which to shard the model: all parameters are gathered "
                 "together. Call repeated layers of a Sequential or a ModuleList by "
                 "hasten::call_block, or name them in shard_units");
@@ -137,9 +217,8 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
 void ModelSet::check_optimizer(const torch::optim::Optimizer& optimizer,
                                const std::vector<SlotList>& lists) const {
   const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
-  const bool sharded = std::any_of(lists.begin(), lists.end(), [this](const SlotList& list) {
-    return models_[list.model].sharded != nullptr;
-  });
+  const bool sharded = std::ranges::any_of(
+      lists, [this](const SlotList& list) { return models_[list.model].sharded != nullptr; });
   if (sharded && fused != nullptr && !fused->by_elements()) {
     throw InputError(
         "accelerator::prepare",

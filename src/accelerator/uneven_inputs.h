@@ -12,12 +12,7 @@
 namespace hasten::detail {
 
 /// The parts that the end of the data and a saved state concern.
-struct TrainingParts {
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
-  GradientChecks& checks_;
+struct TrainingParts : WindowParts {
   OpenBatch& batch_;
   LoaderSet& loaders_;
   OptimizerSet& optimizers_;

@@ -16,8 +16,6 @@ namespace hasten::detail {
 /// Added to the mask of the models in the key of windows that reduce nothing beyond their replica.
 inline constexpr uint64_t kLocalWindow = uint64_t{1} << 63;
 
-struct StateLoad;
-
 class WindowSet {
  public:
   /// What a handle does with the gradients of its parameters: nothing inside a window,
@@ -72,7 +70,7 @@ class WindowSet {
   /// Throws InputError inside a window.
   void set_steps(int64_t steps);
 
-  // window_set_state.cpp
+  // For saved states, and ranks that trained to the end.
   nlohmann::json save_standing(size_t model) const;
   void load_standing(size_t model, const nlohmann::json& values);
   nlohmann::json save_counts() const;

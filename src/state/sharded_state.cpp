@@ -4,7 +4,7 @@
 // which rank has which rows. A load, on any number of ranks and with sharded or unsharded models,
 // takes the rows that it needs from the files that have them. Nothing is sent and no rank holds a
 // whole model.
-#include "sharded_state.h"
+#include "state_parts.h"
 
 #include <ATen/ATen.h>
 

@@ -7,7 +7,6 @@
 #include "hasten/base/json.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "state_load.h"
 #include "state_parts.h"
 
 namespace hasten::detail {
@@ -70,31 +69,22 @@ void check_other_world(const StateLoad& load, int world_size) {
   }
   const std::string then = load.shared.at("world_size").dump();
   const std::string fix = "resume with " + then + " processes";
-  if (load.shared.at("open_window").get<bool>()) {
-    refuse_state(load.state_file(),
-                 "it was saved in the middle of an accumulation window by " + then +
-                     " processes, here there are " + std::to_string(world_size),
-                 "the same number of processes: partial gradients belong to ranks",
-                 fix + ", or save where sync_gradients() is true");
-  }
-  if (load.shared.at("comm_hooks").get<bool>()) {
-    refuse_state(load.state_file(),
-                 "it was saved with a communication hook by " + then +
-                     " processes, here there are " + std::to_string(world_size),
-                 "the same number of processes: a hook's state belongs to ranks", fix);
-  }
-  if (load.shared.value("local", false)) {
-    refuse_state(load.state_file(),
-                 "it was saved inside a LocalSGD scope by " + then + " processes, here there are " +
-                     std::to_string(world_size),
-                 "the same number of processes: each has its own parameters",
-                 fix + ", or save after finish()");
-  }
+  const std::string worlds = then + " processes, here there are " + std::to_string(world_size);
+  const auto refuse_if = [&](bool bad, const char* what, const char* owner, const char* or_else) {
+    if (bad) {
+      refuse_state(load.state_file(), std::string("it was saved ") + what + " by " + worlds,
+                   std::string("the same number of processes: ") + owner, fix + or_else);
+    }
+  };
+  refuse_if(load.shared.at("open_window").get<bool>(), "in the middle of an accumulation window",
+            "partial gradients belong to ranks", ", or save where sync_gradients() is true");
+  refuse_if(load.shared.at("comm_hooks").get<bool>(), "with a communication hook",
+            "a hook's state belongs to ranks", "");
+  refuse_if(load.shared.value("local", false), "inside a LocalSGD scope",
+            "each has its own parameters", ", or save after finish()");
   for (const auto& [name, object] : load.shared.at("objects").items()) {
     if (object.at("scope") == "per_rank") {
-      refuse_state(load.state_file(),
-                   "\"" + name + "\" has a state per rank, of " + then +
-                       " processes, here there are " + std::to_string(world_size),
+      refuse_state(load.state_file(), "\"" + name + "\" has a state per rank, of " + worlds,
                    "the same number of processes", fix);
     }
   }
@@ -147,6 +137,13 @@ nlohmann::json save_stateful(const Stateful& object, const std::string& name, Na
   return values;
 }
 
+void undo_objects(const StateLoad& load, size_t count) {
+  while (count-- > 0) {
+    const StatefulLoad& object = load.objects[count];
+    object.object->load_state(object.old_tensors, object.old_values);
+  }
+}
+
 void load_objects(StateLoad& load) {
   for (StatefulLoad& object : load.objects) {
     object.object->save_state(object.old_tensors, object.old_values);
@@ -167,17 +164,8 @@ void load_objects(StateLoad& load) {
       }
     }
   } catch (...) {
-    while (done-- > 0) {
-      const StatefulLoad& object = load.objects[done];
-      object.object->load_state(object.old_tensors, object.old_values);
-    }
+    undo_objects(load, done);
     throw;
-  }
-}
-
-void undo_objects(StateLoad& load) {
-  for (auto object = load.objects.rbegin(); object != load.objects.rend(); ++object) {
-    object->object->load_state(object->old_tensors, object->old_values);
   }
 }
 

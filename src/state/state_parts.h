@@ -3,20 +3,23 @@
 
 #include <filesystem>
 #include <functional>
-#include <memory>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hasten/comm/agree.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/core/stateful.h"
+#include "hasten/state/saved_state.h"
 
 namespace hasten::detail {
 
-// One rank's view: `shared` is the same on every rank, and one of them writes it.
 inline constexpr const char* kSaveWhere = "accelerator::save_state";
+inline constexpr const char* kLoadWhere = "accelerator::load_state";
 
+// One rank's view: `shared` is the same on every rank, and one of them writes it.
 struct StateParts {
   NamedTensors shared{};
   nlohmann::json shared_values = nlohmann::json::object();
@@ -33,5 +36,82 @@ std::string rank_file_name(int rank);
 // values that are not finite.
 nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
                              const std::string& prefix);
+
+[[noreturn]] void refuse_state(const std::filesystem::path& file, const std::string& what,
+                               const std::string& expected = {}, const std::string& fix = {});
+
+// Throws InputError unless as many objects are prepared here as were saved.
+void check_count(const struct StateLoad& load, const char* what, size_t saved, size_t mine);
+
+// An object whose load may throw.
+struct StatefulLoad {
+  std::filesystem::path file{};
+  Stateful* object = nullptr;
+  NamedTensors tensors{};
+  nlohmann::json values{};
+  // The old state, to restore after a failure.
+  NamedTensors old_tensors{};
+  nlohmann::json old_values = nlohmann::json::object();
+};
+
+struct StateLoad {
+  std::filesystem::path folder{};
+  nlohmann::json shared{};
+  nlohmann::json own{};
+  NamedTensors shared_tensors{};
+  NamedTensors own_tensors{};
+  bool same_world = true;
+  std::filesystem::path rank_file{};
+  std::vector<StatefulLoad> objects{};
+  std::vector<std::function<void()>> apply{}; // these do not throw
+
+  std::filesystem::path state_file() const { return folder / kStateFile; }
+  void add(const std::filesystem::path& file, Stateful* object, NamedTensors tensors,
+           const nlohmann::json& values) {
+    objects.push_back({file, object, std::move(tensors), values});
+  }
+  // Targets and their new values.
+  void copy(std::vector<std::pair<at::Tensor, at::Tensor>> pairs) {
+    apply.push_back([pairs = std::move(pairs)] {
+      const at::NoGradGuard no_grad;
+      for (const auto& [target, saved] : pairs) {
+        target.copy_(saved);
+      }
+    });
+  }
+};
+
+// Reads the folder's files but the models'; `verify`: also their checksums, on rank 0.
+void read_state_files(StateLoad& load, int rank, int world_size, bool verify);
+// Throws InputError for state that has no meaning with another number of ranks.
+void check_other_world(const StateLoad& load, int world_size);
+// Loads load.objects. If one throws, those before it get their old state back.
+void load_objects(StateLoad& load);
+// Gives the first `count` of load.objects their old state back.
+void undo_objects(const StateLoad& load, size_t count);
+
+// The shard that this rank holds of a parameter: rows [first, first + count) of dimension 0.
+struct HeldRows {
+  std::vector<int64_t> sizes{}; // of the whole tensor
+  int64_t first = 0;
+  int64_t count = 0;
+};
+// By the names of parameter_names(), every name of a tied one.
+using HeldRowsByName = std::map<std::string, HeldRows>;
+
+// Rows of the whole tensor. A 0-d tensor counts as one row.
+at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held);
+
+// Moves this rank's shards of parameters, and of tensors with their shape (moments), from
+// parts.shared to parts.own, and records in parts.shared_values which rank has which rows.
+// `models`: the shards of the models' parameters, by name. `ranks`: how many hold a replica
+// together, the first ones; `writes`: this is one of them. Local.
+void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsByName& held,
+                  int ranks, bool writes);
+
+// Puts into load.shared_tensors the rows that this rank holds now of every tensor that belongs to a
+// parameter, from the file of any rank that has them, or from a whole tensor. Local. Throws
+// InputError naming the file that is missing or has unexpected rows.
+void join_shards(StateLoad& load, const HeldRowsByName& held);
 
 } // namespace hasten::detail

@@ -199,10 +199,7 @@ class Accelerator : public Gradients {
     return ForwardGuard(*core_, {detail::module_of(models).get()...});
   }
   /// True if the model was prepared with a sharding strategy and the world has several ranks.
-  template <detail::ModelHolder Model>
-  bool shards(const Model& model) const {
-    return shards_module(*detail::module_of(model));
-  }
+  bool shards(const detail::ModelRef& model) const;
   /// Runs `use` on rank 0, where the models' parameters are unsharded meanwhile: for example to
   /// save them in your own format. It does not run on other ranks. Values that `use` writes into
   /// parameters of sharded models are lost. Call it between windows. Collective, blocking. Memory
@@ -219,16 +216,10 @@ class Accelerator : public Gradients {
   }
   /// The model's unsharded parameters and buffers by name, on rank 0; empty on the others. Between
   /// windows. Collective, blocking. Memory on rank 0: a copy of the model, twice if it is sharded.
-  template <detail::ModelHolder Model>
-  NamedTensors get_state_dict(const Model& model) {
-    return state_dict_of(*detail::module_of(model));
-  }
+  NamedTensors get_state_dict(const detail::ModelRef& model);
   /// Writes get_state_dict()'s tensors to model.safetensors in the folder, tied tensors once. Other
   /// files in the folder stay. Rank 0 writes. Collective, blocking.
-  template <detail::ModelHolder Model>
-  void save_model(const Model& model, const std::filesystem::path& save_directory) {
-    write_model(*detail::module_of(model), save_directory);
-  }
+  void save_model(const detail::ModelRef& model, const std::filesystem::path& save_directory);
 
   /// While the guard lives, backward of losses that depend on these models (all models if none is
   /// passed) is local. The next backward outside it reduces everything accumulated:
@@ -250,10 +241,7 @@ class Accelerator : public Gradients {
   /// From the next window on, this hook reduces the model's gradients
   /// (hasten/parallel/comm_hook.h). Null: the plain all-reduce again. One hook per model.
   /// Collective. Throws InputError on every rank if the ranks' hooks differ.
-  template <detail::ModelHolder Model>
-  void register_comm_hook(const Model& model, std::shared_ptr<CommHook> hook) {
-    register_hook(*detail::module_of(model), std::move(hook));
-  }
+  void register_comm_hook(const detail::ModelRef& model, std::shared_ptr<CommHook> hook);
   /// Synchronises the buffers of models that have floating-point buffers now. Use it to evaluate
   /// inside a window on a range that was not prepared. Collective, blocking.
   void sync_buffers();
@@ -331,14 +319,10 @@ class Accelerator : public Gradients {
     static_assert(sizeof...(Models) > 0, "accumulate needs a model");
     return AccumulateGuard(core_, std::move(loader), weight, {detail::module_of(models).get()...});
   }
-  bool shards_module(const torch::nn::Module& model) const;
   void run_summon_full_params(const std::function<void()>& use,
                               const std::vector<torch::nn::Module*>& models);
-  NamedTensors state_dict_of(torch::nn::Module& model);
-  void write_model(torch::nn::Module& model, const std::filesystem::path& folder);
   void run_load_full_params(const std::function<void()>& load,
                             const std::vector<torch::nn::Module*>& models);
-  void register_hook(torch::nn::Module& model, std::shared_ptr<CommHook> hook);
 };
 
 template <typename... Objects>

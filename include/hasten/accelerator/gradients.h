@@ -53,11 +53,8 @@ class Gradients : public Collect {
   /// pass over the gradients, and another if they are scaled.
   /// Throws TrainingError if `error_if_nonfinite` is set and the norm is not finite, naming the
   /// first such parameter; the gradients are then unchanged.
-  template <detail::ModelHolder Model>
-  double clip_grad_norm_(const Model& model, double max_norm, double norm_type = 2.0,
-                         bool error_if_nonfinite = false) {
-    return clip_norm(*detail::module_of(model), max_norm, norm_type, error_if_nonfinite);
-  }
+  double clip_grad_norm_(const detail::ModelRef& model, double max_norm, double norm_type = 2.0,
+                         bool error_if_nonfinite = false);
   /// The same over some parameters of prepared models.
   double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                          double norm_type = 2.0, bool error_if_nonfinite = false);
@@ -67,30 +64,20 @@ class Gradients : public Collect {
   /// clip_value, so check the returned value or set `error_if_nonfinite` as above. clip_value > 0.
   /// Cost: two passes over the gradients, and another one before if
   /// AcceleratorOptions::scale_in_step has deferred their multiplication.
-  template <detail::ModelHolder Model>
-  double clip_grad_value_(const Model& model, double clip_value, bool error_if_nonfinite = false) {
-    return clip_value_of(*detail::module_of(model), clip_value, error_if_nonfinite);
-  }
+  double clip_grad_value_(const detail::ModelRef& model, double clip_value,
+                          bool error_if_nonfinite = false);
   double clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
                           bool error_if_nonfinite = false);
 
   /// Returns norms by parameter, module or layer; call it before clipping. One pass over the
   /// gradients, which stay unchanged.
-  template <detail::ModelHolder Model>
-  GradientNorms gradient_norms(const Model& model, const GradientNormsOptions& options = {}) const {
-    return norms_of(*detail::module_of(model), options);
-  }
+  GradientNorms gradient_norms(const detail::ModelRef& model,
+                               const GradientNormsOptions& options = {}) const;
 
  protected:
   using Collect::Collect;
   ~Gradients() = default;
   Gradients(Gradients&&) noexcept = default;
-
- private:
-  double clip_norm(torch::nn::Module& model, double max_norm, double norm_type,
-                   bool error_if_nonfinite);
-  double clip_value_of(torch::nn::Module& model, double clip_value, bool error_if_nonfinite);
-  GradientNorms norms_of(torch::nn::Module& model, const GradientNormsOptions& options) const;
 };
 
 } // namespace hasten

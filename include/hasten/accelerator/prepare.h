@@ -136,6 +136,17 @@ std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
   }
 }
 
+// An argument of Accelerator's functions: a prepared model, by its holder.
+class ModelRef {
+ public:
+  template <ModelHolder Holder>
+  ModelRef(const Holder& holder) : module_(module_of(holder).get()) {} // NOLINT: implicit
+  torch::nn::Module* get() const { return module_; }
+
+ private:
+  torch::nn::Module* module_;
+};
+
 // Makes one object's handle. prepare() treats models first, then optimizers, then the rest,
 // whatever the order of the arguments.
 template <typename Object>

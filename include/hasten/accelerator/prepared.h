@@ -48,10 +48,7 @@ class AcceleratorCore;
 
 // The core's state of a prepared optimizer or scheduler.
 struct OptimizerState {
-  std::function<std::vector<at::Tensor>()> parameters{}; // of all groups, now
-  std::function<size_t()> parameter_count{}; // of all groups, now
-  size_t known_count = 0;
-  std::function<void()> step{};
+  size_t known_count = 0; // of parameters, when they were looked up
   std::shared_ptr<torch::optim::Optimizer> optimizer{};
   FusedOptimizer* fused = nullptr; // `optimizer`, if it is a FusedOptimizer
   int64_t index = 0; // in order of preparation, the same on every rank
@@ -67,8 +64,20 @@ struct SchedulerState {
   int64_t ticks = 0;
 };
 
-class OptimizerHandle {
+// Shares the state of a prepared object.
+template <typename State>
+class Handle {
+ protected:
+  Handle(std::shared_ptr<AcceleratorCore> core, std::shared_ptr<State> state)
+      : core_(std::move(core)), state_(std::move(state)) {}
+
+  std::shared_ptr<AcceleratorCore> core_;
+  std::shared_ptr<State> state_;
+};
+
+class OptimizerHandle : public Handle<OptimizerState> {
  public:
+  using Handle::Handle;
   /// Steps if the window of its parameters is complete and it has not stepped for it yet; else does
   /// nothing. Local, because gradients are equal on every rank by then.
   /// Throws InputError for gradients that would make ranks differ (they wait under no_sync(), or
@@ -78,28 +87,29 @@ class OptimizerHandle {
   /// Makes the gradients undefined, like torch's zero_grad(), unless a window is incomplete. Throws
   /// InputError if backwards under no_sync() wait to be reduced. Local.
   void zero_grad();
-
- protected:
-  OptimizerHandle(std::shared_ptr<AcceleratorCore> core, std::shared_ptr<OptimizerState> state)
-      : core_(std::move(core)), state_(std::move(state)) {}
-
- private:
-  std::shared_ptr<AcceleratorCore> core_;
-  std::shared_ptr<OptimizerState> state_;
 };
 
-class SchedulerHandle {
+class SchedulerHandle : public Handle<SchedulerState> {
  public:
+  using Handle::Handle;
   /// Returns true if it stepped. Local.
   bool step();
+};
 
- protected:
-  SchedulerHandle(std::shared_ptr<AcceleratorCore> core, std::shared_ptr<SchedulerState> state)
-      : core_(std::move(core)), state_(std::move(state)) {}
+// `->` and `*` access the object itself.
+template <typename Object, typename Base>
+class Prepared : public Base {
+ public:
+  template <typename State>
+  Prepared(std::shared_ptr<AcceleratorCore> core, std::shared_ptr<Object> object,
+           std::shared_ptr<State> state)
+      : Base(std::move(core), std::move(state)), object_(std::move(object)) {}
+
+  Object* operator->() const { return object_.get(); }
+  Object& operator*() const { return *object_; }
 
  private:
-  std::shared_ptr<AcceleratorCore> core_;
-  std::shared_ptr<SchedulerState> state_;
+  std::shared_ptr<Object> object_;
 };
 
 } // namespace detail
@@ -107,37 +117,13 @@ class SchedulerHandle {
 /// A prepared optimizer: step(), zero_grad(). `->` accesses the optimizer itself. If backward was called outside
 /// accumulate(), step() and zero_grad() always act.
 template <typename Optimizer>
-class PreparedOptimizer : public detail::OptimizerHandle {
- public:
-  PreparedOptimizer(std::shared_ptr<detail::AcceleratorCore> core,
-                    std::shared_ptr<Optimizer> optimizer,
-                    std::shared_ptr<detail::OptimizerState> state)
-      : OptimizerHandle(std::move(core), std::move(state)), optimizer_(std::move(optimizer)) {}
-
-  Optimizer* operator->() const { return optimizer_.get(); }
-  Optimizer& operator*() const { return *optimizer_; }
-
- private:
-  std::shared_ptr<Optimizer> optimizer_;
-};
+using PreparedOptimizer = detail::Prepared<Optimizer, detail::OptimizerHandle>;
 
 /// A learning-rate scheduler that steps once for every window for which its optimizers have stepped
 /// (those of its prepare() call; all, if it had none). Its unit is the optimizer step, for any
 /// number of ranks (see AcceleratorOptions::scheduler_ticks). If backward was called outside
 /// accumulate(), it always steps, except after a skipped optimizer step.
 template <typename Scheduler>
-class PreparedScheduler : public detail::SchedulerHandle {
- public:
-  PreparedScheduler(std::shared_ptr<detail::AcceleratorCore> core,
-                    std::shared_ptr<Scheduler> scheduler,
-                    std::shared_ptr<detail::SchedulerState> state)
-      : SchedulerHandle(std::move(core), std::move(state)), scheduler_(std::move(scheduler)) {}
-
-  Scheduler* operator->() const { return scheduler_.get(); }
-  Scheduler& operator*() const { return *scheduler_; }
-
- private:
-  std::shared_ptr<Scheduler> scheduler_;
-};
+using PreparedScheduler = detail::Prepared<Scheduler, detail::SchedulerHandle>;
 
 } // namespace hasten
