@@ -120,7 +120,7 @@ void print_eval(const nlohmann::ordered_json& result, const nlohmann::json& repo
 } // namespace detail
 
 int run_command(const EvalCommand& command) {
-  const auto accelerator = std::make_shared<Accelerator>();
+  const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions());
   Communicator& communicator = *accelerator->communicator();
   const bool is_main = accelerator->is_main_process();
   std::optional<detail::TextClassifier> classifier;

@@ -57,7 +57,8 @@ TEST(NetworkInterface, AnOptionIsAnAddressOrANameAndComesBeforeTheVariable) {
 // As with a model on a GPU.
 TEST(TensorChecks, ATensorOfAnotherDeviceIsRefusedWithTheOptionThatHelps) {
   try {
-    check_tensor("broadcast", at::empty({2}, at::kMeta));
+    check_collective({.kind = Collective::Kind::broadcast, .output = at::empty({2}, at::kMeta)}, 0,
+                     2);
     FAIL() << "was accepted";
   } catch (const InputError& error) {
     const std::string text = error.what();

@@ -61,7 +61,8 @@ ssize_t read_at(int fd, void* to, size_t count, size_t offset) noexcept;
 /// Owns a descriptor; -1: none.
 class FileDescriptor {
  public:
-  explicit FileDescriptor(int fd = -1) : fd_(fd) {}
+  FileDescriptor() = default;
+  explicit FileDescriptor(int fd) : fd_(fd) {}
   ~FileDescriptor() { close(); }
   FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
   FileDescriptor& operator=(FileDescriptor&& other) noexcept {
