@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "hasten/data/loader.h"
 #include "hasten/metrics/classification.h"
@@ -87,7 +88,7 @@ EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
     return parts.loss_function(batch);
   };
   for (const Batch& host_batch : loader) {
-    parts.throw_if_interrupted();
+    throw_if_interrupted();
     if (host_batch.rows() == 0 && accelerator.shards(parts.model)) {
       run(dataset.collate({0}).to(accelerator.device())); // the other ranks gather parameters
     } else if (host_batch.rows() > 0) {

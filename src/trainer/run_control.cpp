@@ -17,16 +17,6 @@
 
 namespace hasten::detail {
 
-bool TrainerParts::terminates() const {
-  return saves_when_terminated && interrupt_signal() == SIGTERM;
-}
-
-void TrainerParts::throw_if_interrupted() const {
-  if (!terminates()) {
-    hasten::throw_if_interrupted();
-  }
-}
-
 uint32_t request_bits(const TrainerControl& control) {
   return (control.should_training_stop ? kRequestStop : 0u) |
          (control.should_save ? kRequestSave : 0u) |
@@ -93,8 +83,9 @@ void RunControl::ask(uint32_t bits, bool common) {
 }
 
 void RunControl::heed_signals() {
-  parts_.throw_if_interrupted();
-  if (parts_.terminates() && !std::exchange(asked_to_terminate_, true)) {
+  throw_if_interrupted(); // not for SIGTERM if the run can save
+  if (interrupt_signal() == SIGTERM && !parts_.arguments.output_dir.empty() &&
+      !std::exchange(asked_to_terminate_, true)) {
     ask(kRequestTerminate, false);
   }
 }

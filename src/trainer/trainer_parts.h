@@ -35,8 +35,6 @@ struct TrainerParts {
   bool precision_settled = false;
   // The choice of enable_checkpointing(); empty: none, or the model had its own.
   std::optional<GradientCheckpointingOptions> checkpointing{};
-  /// train() saves on SIGTERM after the step; until then other calls ignore the signal.
-  bool saves_when_terminated = false;
   const OutputDirLock* output_lock = nullptr; // rank 0's, while train() runs
 
   template <typename Call>
@@ -53,10 +51,6 @@ struct TrainerParts {
     }
   }
   bool is_main() const { return accelerator->is_main_process(); }
-  /// True if SIGTERM is remembered and train() will handle it.
-  bool terminates() const;
-  /// Throws Interrupted for any other remembered signal.
-  void throw_if_interrupted() const;
 };
 
 /// Throws InputError because the evaluation record lacks a required metric.

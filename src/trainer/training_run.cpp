@@ -121,7 +121,7 @@ TrainOutput TrainingRun::run() {
   std::optional<TerminationDeferral> deferral;
   try {
     begin();
-    if (parts_.saves_when_terminated) { // SIGTERM takes effect at the end of a step
+    if (!output_dir_.empty()) { // SIGTERM takes effect at the end of a step, after a save
       deferral.emplace();
     }
     if (progress_.epoch_ended &&
@@ -132,11 +132,8 @@ TrainOutput TrainingRun::run() {
     for (; !last_step() && !terminated_; ++progress_.epoch) {
       run_epoch();
     }
-    const TrainOutput output = terminated_ ? TrainOutput{} : finish();
-    parts_.saves_when_terminated = false;
-    return output;
+    return terminated_ ? TrainOutput{} : finish();
   } catch (const std::exception& error) {
-    parts_.saves_when_terminated = false;
     deferral.reset();
     parts_.communicator().abort(error);
     if (local_sgd_) {
@@ -192,7 +189,6 @@ void TrainingRun::begin() {
   }
   reset_peak_memory(parts_.accelerator->device());
   bytes_sent_before_ = tcp_bytes_sent();
-  parts_.saves_when_terminated = !output_dir_.empty();
   control_.compare_callbacks();
   const RunDescription description = describe();
   control_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
