@@ -6,6 +6,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 
 #include "group_core.h"
 #include "hasten/base/error.h"
@@ -151,6 +152,15 @@ std::shared_ptr<Communicator> Communicator::create(const World& world,
   set_log_rank(world.rank, world.world_size);
   const auto link = detail::WorldLink::join(world, options);
   return factory({link->world(), options, link});
+}
+
+std::vector<nlohmann::json> Communicator::all_gather_object(const nlohmann::json& value,
+                                                            std::string_view name) {
+  return exchange("all_gather_object", name, value);
+}
+
+nlohmann::json Communicator::broadcast_object(const nlohmann::json& value, std::string_view name) {
+  return exchange("broadcast_object", name, rank() == 0 ? value : nlohmann::json())[0];
 }
 
 void Communicator::abort(const std::exception& error) noexcept {

@@ -23,9 +23,8 @@ class GlooGroup final : public Communicator {
   const CommunicatorOptions& options() const override { return core_->options; }
   Work start(const Collective& what) override;
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override;
-  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
-                                                std::string_view name) override;
-  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override;
+  std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
+                                       const nlohmann::json& value) override;
   void barrier(std::string_view name) override;
   void abort(std::string_view reason, ErrorKind kind) noexcept override {
     core_->abort(reason, kind);

@@ -126,16 +126,10 @@ void GlooGroup::barrier(std::string_view name) {
   }).wait();
 }
 
-std::vector<nlohmann::json> GlooGroup::all_gather_object(const nlohmann::json& value,
-                                                         std::string_view name) {
-  const std::string operation = operation_label("all_gather_object", name);
-  return core_->exchange(operation, core_->enter(operation), value);
-}
-
-nlohmann::json GlooGroup::broadcast_object(const nlohmann::json& value, std::string_view name) {
-  const std::string operation = operation_label("broadcast_object", name);
-  return core_->exchange(operation, core_->enter(operation),
-                         rank() == 0 ? value : nlohmann::json())[0];
+std::vector<nlohmann::json> GlooGroup::exchange(std::string_view operation, std::string_view name,
+                                                const nlohmann::json& value) {
+  const std::string label = operation_label(operation, name);
+  return core_->exchange(label, core_->enter(label), value);
 }
 
 at::Tensor GlooGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {

@@ -50,14 +50,10 @@ class LocalGroup final : public Communicator {
     check("all_gather_rows", name);
     return rows.detach().clone();
   }
-  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
-                                                std::string_view name) override {
-    check("all_gather_object", name);
+  std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
+                                       const nlohmann::json& value) override {
+    check(operation, name);
     return std::vector<nlohmann::json>(1, value);
-  }
-  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override {
-    check("broadcast_object", name);
-    return value;
   }
   void barrier(std::string_view name) override { check("barrier", name); }
 

@@ -210,11 +210,15 @@ class Communicator {
 
   /// Gathers small values of all ranks, in rank order, on every rank. For shapes, counts and
   /// messages, not for data. Blocking, through the store.
-  virtual std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
-                                                        std::string_view name) = 0;
+  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value, std::string_view name);
 
   /// Returns rank 0's value on every rank. Blocking, through the store.
-  virtual nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) = 0;
+  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name);
+
+  /// Gathers values for `operation`: what the two functions above call, and what a back end
+  /// implements.
+  virtual std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
+                                               const nlohmann::json& value) = 0;
 
   /// Blocks until every rank has called it.
   virtual void barrier(std::string_view name) = 0;

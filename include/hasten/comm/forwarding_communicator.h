@@ -26,14 +26,10 @@ class ForwardingCommunicator : public Communicator {
     entered("all_gather_rows", name, {}); // dim 0 may differ
     return inner_->all_gather_rows(rows, name);
   }
-  std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value,
-                                                std::string_view name) override {
-    entered("all_gather_object", name, {});
-    return inner_->all_gather_object(value, name);
-  }
-  nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name) override {
-    entered("broadcast_object", name, {});
-    return inner_->broadcast_object(value, name);
+  std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
+                                       const nlohmann::json& value) override {
+    entered(operation, name, {});
+    return inner_->exchange(operation, name, value);
   }
   void barrier(std::string_view name) override {
     entered("barrier", name, {});
