@@ -137,11 +137,10 @@ StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
   }
 }
 
-StorePtr open_store(const World& world, const StoreAddress& address, int generation,
+StorePtr open_store(const World& world, const StoreAddress& address, std::string prefix,
                     CommClock::time_point deadline, const std::atomic<bool>& cancelled) {
   StorePtr store;
   std::optional<StoreKey> key;
-  std::string prefix = std::to_string(generation);
   if (world.agent_store) { // the store outlives a restart of the workers
     const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
     prefix = std::string("hasten/") + (attempt != nullptr ? attempt : "0") + "/" + prefix;

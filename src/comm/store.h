@@ -46,12 +46,11 @@ StoreAddress store_address(const World& world);
 /// system chooses the address. Throws InputError if the server cannot listen.
 std::shared_ptr<StoreServer> serve_store(const World& world);
 
-/// Connects to the store of `world`, at `address` or at an agent's. `generation` counts the worlds
-/// that this process has joined, because a launcher's store keeps the keys of earlier ones.
+/// Connects to the store of `world`, at `address` or at an agent's. `prefix` begins all keys.
 /// Blocks until a server listens, until `deadline` or until `cancelled`. The timeout of the
 /// returned store is the time until `deadline`, at least a second.
 /// Throws like connect_store().
-StorePtr open_store(const World& world, const StoreAddress& address, int generation,
+StorePtr open_store(const World& world, const StoreAddress& address, std::string prefix,
                     CommClock::time_point deadline, const std::atomic<bool>& cancelled);
 
 /// While an object lives, c10d does not print a stack trace for a broken connection. When a run

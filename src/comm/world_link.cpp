@@ -4,7 +4,6 @@
 #include <atomic>
 #include <nlohmann/json.hpp>
 #include <thread>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
@@ -65,19 +64,20 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
       arrived += progress.hellos[i].has_value();
     }
     const std::string difference = first_difference(progress.hellos);
-    if (!difference.empty() || arrived == progress.hellos.size()) {
+    if (!difference.empty()) {
       store.add("greeted", 1);
       // The store must last until all ranks have seen the difference, including those that start
       // a little later.
       const CommClock::time_point until = CommClock::now() + milliseconds(5000);
-      while (!difference.empty() && serves_store(world) && !cancelled && CommClock::now() < until &&
+      while (serves_store(world) && !cancelled && CommClock::now() < until &&
              store.add("greeted", 0) < own.world_size) {
         std::this_thread::sleep_for(milliseconds(10));
       }
-      if (!difference.empty()) {
-        throw InputError("comm::create", difference, "the same on all ranks",
-                         "start every rank with the same build and the same command line");
-      }
+      throw InputError("comm::create", difference, "the same on all ranks",
+                       "start every rank with the same build and the same command line");
+    }
+    if (arrived == progress.hellos.size()) {
+      store.add("greeted", 1);
       break;
     }
     pause();
@@ -90,23 +90,16 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
 }
 
 StoreConnections::StoreConnections(const WorldRanks& ranks, CommClock::time_point deadline)
-    : thread(StoreThread::start([world = ranks.first_world, address = ranks.store,
-                                 generation = ranks.generation, revision = ranks.revision, deadline,
-                                 watch = watch](const std::atomic<bool>& cancelled) {
-        const auto open = [&]() -> StorePtr {
-          StorePtr store = open_store(world, address, generation, deadline, cancelled);
-          if (revision > 0) {
-            store =
-                c10::make_intrusive<c10d::PrefixStore>("world " + std::to_string(revision), store);
-          }
-          return store;
-        };
-        StorePtr store = open();
-        // Opened before this rank says hello: if connecting is slow, the start is slow, and no
-        // peer takes a late connection for a lost store.
-        *watch = open();
-        return store;
-      })) {}
+    : thread(
+          StoreThread::start([world = ranks.first_world, address = ranks.store, keys = ranks.keys(),
+                              deadline, watch = watch](const std::atomic<bool>& cancelled) {
+            const auto open = [&] { return open_store(world, address, keys, deadline, cancelled); };
+            StorePtr store = open();
+            // Opened before this rank says hello: if connecting is slow, the start is slow, and no
+            // peer takes a late connection for a lost store.
+            *watch = open();
+            return store;
+          })) {}
 
 WorldLink::WorldLink(WorldRanks ranks, const StoreConnections& store)
     : ranks_(std::move(ranks)),

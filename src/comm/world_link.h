@@ -37,13 +37,18 @@ bool await_future(std::future<T>& future, CommClock::time_point deadline, const 
 struct WorldRanks {
   World world{};
   World first_world{}; // the world in which the ranks joined the store
-  int generation = 0; // of the store's keys: counts the worlds that this process has joined
+  int generation = 0; // counts the worlds that this process has joined
   int revision = 0; // how often the world has shrunk
   std::chrono::milliseconds timeout{};
   std::chrono::milliseconds heartbeat_timeout{};
   StoreAddress store{};
   std::shared_ptr<StoreServer> server{}; // on the rank that serves the store
   std::vector<Hello> hellos{}; // [rank] empty before the handshake
+
+  /// The prefix of the store's keys, because a store outlives a world.
+  std::string keys() const {
+    return std::to_string(generation) + (revision > 0 ? "/world " + std::to_string(revision) : "");
+  }
 };
 
 /// Connections to the store. The thread opens Liveness's connection, too, before any function that
