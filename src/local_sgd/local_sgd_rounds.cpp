@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <sstream>
 
 #include "hasten/base/error.h"
@@ -22,11 +23,9 @@ bool SpreadWatch::grows(const AverageReport& report, double learning_rate) {
   if (last_.size() > kRounds) {
     last_.pop_front();
   }
-  bool growing = last_.size() == kRounds && !said_;
-  for (size_t i = 1; i < last_.size(); ++i) {
-    growing = growing && last_[i] > last_[i - 1];
-  }
-  growing = growing && last_.back() > 2 * last_.front();
+  const bool growing =
+      !said_ && last_.size() == kRounds && last_.back() > 2 * last_.front() &&
+      std::adjacent_find(last_.begin(), last_.end(), std::greater_equal<>()) == last_.end();
   said_ = said_ || growing;
   return growing;
 }
@@ -115,9 +114,6 @@ void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
 
 } // namespace detail
 
-// Kind and fragment in one number ≥ 1.
-int64_t round_code(int64_t part, int64_t fragment) { return 1 + part + 4 * (fragment + 1); }
-
 bool LocalSGD::Impl::step() {
   if (!active || !count_step()) {
     return false;
@@ -184,8 +180,8 @@ void LocalSGD::Impl::begin_local() {
 }
 
 void LocalSGD::Impl::announce(Part part, int64_t fragment) {
-  core->announcer.announce_round(index, static_cast<uint64_t>(progress.rounds) + 1,
-                                 round_code(static_cast<int64_t>(part), fragment));
+  const int64_t code = 1 + static_cast<int64_t>(part) + 4 * (fragment + 1); // join_round reads it
+  core->announcer.announce_round(index, static_cast<uint64_t>(progress.rounds) + 1, code);
 }
 
 void LocalSGD::Impl::join_round(int64_t code) {
@@ -200,7 +196,8 @@ void LocalSGD::Impl::run(Part part, int64_t fragment) {
   report_round(); // of the previous one, whose spread has arrived by now
   const auto start = Clock::now();
   if (part == Part::finish) {
-    end_round();
+    averager->finish();
+    committed();
   } else if (part == Part::inner) {
     average_group();
   } else {
@@ -272,11 +269,6 @@ void LocalSGD::Impl::average_group() {
   }
   taken_group_weight = 0;
   progress.inner_rounds += 1;
-}
-
-void LocalSGD::Impl::end_round() {
-  averager->finish();
-  committed();
 }
 
 void LocalSGD::Impl::synchronize() {

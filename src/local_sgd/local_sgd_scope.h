@@ -132,7 +132,6 @@ class LocalSGD::Impl final : public detail::LocalScope {
   void run(Part part, int64_t fragment);
   void begin_round(int64_t fragment, bool delayed);
   void close_round(int64_t fragment);
-  void end_round();
   void committed();
   void average_group();
   void open_group(const Averager::NamedTensorList& tensors);

@@ -131,11 +131,11 @@ OuterOptimizer::Piece& OuterOptimizer::piece_of(int64_t index, const at::Tensor&
 
 void OuterOptimizer::step(int64_t index, at::Tensor anchor, at::Tensor mean, double) {
   Piece& piece = piece_of(index, anchor);
-  if (const auto values = loaded_values_.find(index); values != loaded_values_.end()) {
+  if (const auto loaded = loaded_.find(index); loaded != loaded_.end()) {
+    const auto& [tensors, values] = loaded->second;
     prepare_optimizer_load(*piece.optimizer, {{piece.parameter.unsafeGetTensorImpl(), "anchor"}},
-                           detail::tensors_below(loaded_, std::to_string(index) + "."),
-                           parse_json("parallel::OuterOptimizer", "the state", values->second))();
-    loaded_values_.erase(values);
+                           tensors, parse_json("parallel::OuterOptimizer", "the state", values))();
+    loaded_.erase(loaded);
   }
   piece.parameter.mutable_grad() = mean.sub_(anchor).neg_();
   piece.optimizer->step();
@@ -151,22 +151,23 @@ void OuterOptimizer::save_state(NamedTensors& tensors, nlohmann::json& values) c
     detail::put_below(tensors, std::to_string(index) + ".", own);
     values[std::to_string(index)] = std::move(value);
   }
-  for (const auto& [index, value] : loaded_values_) { // pieces that have not stepped since loading
+  for (const auto& [index, loaded] : loaded_) {
     const std::string number = std::to_string(index);
-    detail::put_below(tensors, number + ".", detail::tensors_below(loaded_, number + "."));
-    values[number] = parse_json("parallel::OuterOptimizer", "the state", value);
+    detail::put_below(tensors, number + ".", loaded.first);
+    values[number] = parse_json("parallel::OuterOptimizer", "the state", loaded.second);
   }
 }
 
 void OuterOptimizer::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   pieces_.clear();
   loaded_.clear();
-  loaded_values_.clear();
-  for (const auto& [name, tensor] : tensors) {
-    loaded_.emplace(name, tensor.clone());
-  }
   for (const auto& [index, value] : values.items()) {
-    loaded_values_[std::stoll(index)] = value.dump();
+    auto& [own, text] = loaded_[std::stoll(index)];
+    own = detail::tensors_below(tensors, index + ".");
+    for (auto& [name, tensor] : own) {
+      tensor = tensor.clone();
+    }
+    text = value.dump();
   }
 }
 

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <sstream>
+#include <tuple>
 
 #include "hasten/base/error.h"
 #include "hasten/core/device.h"
@@ -150,13 +151,9 @@ CommHook::Step PowerSgdHook::reduce(Communicator& communicator, const GradientBu
       }
     }
     start(communicator, *pending);
-    bool second = false;
-    step = [this, &communicator, pending, second]() mutable {
-      if (!second) {
-        second = true;
-        if (send_second_factor(communicator, *pending)) {
-          return true;
-        }
+    step = [this, &communicator, pending, second = false]() mutable {
+      if (!std::exchange(second, true) && send_second_factor(communicator, *pending)) {
+        return true;
       }
       finish(*pending);
       return false;
@@ -299,11 +296,8 @@ void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json&
     }
     return values[key].get<int64_t>();
   };
-  const int64_t iteration = number("iteration");
-  const int64_t numbers = number("numbers"), sent = number("sent");
-  iteration_ = iteration;
-  numbers_ = numbers;
-  sent_ = sent;
+  std::tie(iteration_, numbers_, sent_) =
+      std::tuple{number("iteration"), number("numbers"), number("sent")}; // in this order
   factors_ = detail::tensors_below(tensors, "factor.");
   errors_ = detail::tensors_below(tensors, "error.");
   for (NamedTensors* kept : {&factors_, &errors_}) {

@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "hasten/core/stateful.h"
@@ -123,8 +124,8 @@ class OuterOptimizer : public OuterStep {
   Factory make_;
   std::string description_;
   std::map<int64_t, Piece> pieces_{};
-  NamedTensors loaded_{}; // of pieces that have not stepped since
-  std::map<int64_t, std::string> loaded_values_{}; // JSON
+  /// A state's tensors and JSON, of pieces that have not stepped since.
+  std::map<int64_t, std::pair<NamedTensors, std::string>> loaded_{};
 };
 
 } // namespace hasten
