@@ -2,43 +2,21 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-#include <cstring>
 #include <string>
 
 #include "hasten/base/error.h"
-#include "hasten/core/random.h"
+#include "hasten/core/named_tensors.h"
 
 namespace hasten::detail {
 
-constexpr int64_t kSampled = 16; // elements of a tensor
-
-template <typename Bits>
-static uint64_t sample_bits(const void* data, int64_t numel) {
-  const auto* bytes = static_cast<const char*>(data);
-  const int64_t step = std::max<int64_t>(1, (numel - 1) / (kSampled - 1));
-  uint64_t sample = 0;
-  for (int64_t i = 0; i < numel; i += step) {
-    Bits bits;
-    std::memcpy(&bits, bytes + i * sizeof(Bits), sizeof(Bits));
-    sample = mix(sample ^ bits, 0);
-  }
-  return sample;
-}
+constexpr int64_t kWatched = 16; // elements of a tensor
 
 WindowWatch::Mark WindowWatch::mark_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided) {
     return {};
   }
-  Mark mark{tensor.const_data_ptr(), static_cast<uint32_t>(tensor._version()), 0};
-  if (tensor.is_cpu() && tensor.is_non_overlapping_and_dense()) {
-    const auto sample = tensor.element_size() == 8   ? sample_bits<uint64_t>
-                        : tensor.element_size() == 4 ? sample_bits<uint32_t>
-                        : tensor.element_size() == 2 ? sample_bits<uint16_t>
-                                                     : sample_bits<uint8_t>;
-    mark.sample = sample(mark.data, tensor.numel());
-  }
-  return mark;
+  return {tensor.const_data_ptr(), static_cast<uint32_t>(tensor._version()),
+          sample_of(tensor, kWatched)};
 }
 
 void WindowWatch::remember(const std::vector<std::shared_ptr<DataParallel>>& models) {

@@ -7,11 +7,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <sstream>
 #include <unordered_set>
 
-#include "hasten/core/random.h"
+#include "hasten/core/named_tensors.h"
 
 namespace hasten::detail {
 
@@ -25,35 +24,19 @@ std::string SavedShape::text() const {
   return text.str();
 }
 
-// Hash of four of a tensor's elements; an optimizer step changes all elements.
-static uint64_t sample_of(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.numel() == 0 ||
-      !tensor.is_contiguous()) {
-    return 0;
-  }
-  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
-  const size_t size = tensor.element_size();
-  const auto last = static_cast<size_t>(tensor.numel() - 1);
-  uint64_t sample = 0;
-  for (const size_t element : {size_t{0}, last / 3, last - last / 3, last}) {
-    uint64_t bits = 0;
-    std::memcpy(&bits, data + element * size, std::min(size, sizeof(bits)));
-    sample = mix(sample, bits);
-  }
-  return sample;
-}
+constexpr int64_t kSampled = 4; // elements of a parameter; an optimizer step changes all
 
 static Unchanged unchanged_now(const at::Tensor& tensor, bool parameter) {
   const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  return {parameter ? tensor : at::Tensor(), counter,        counter.current_version(),
-          parameter ? sample_of(tensor) : 0, tensor.numel(), tensor.scalar_type()};
+  return {parameter ? tensor : at::Tensor(),           counter,        counter.current_version(),
+          parameter ? sample_of(tensor, kSampled) : 0, tensor.numel(), tensor.scalar_type()};
 }
 
 bool Unchanged::holds() const {
   const bool compared =
       tensor.defined() && tensor.numel() == numel && tensor.scalar_type() == dtype;
-  return !counter.enabled() ||
-         (counter.current_version() == version && (!compared || sample_of(tensor) == sample));
+  return !counter.enabled() || (counter.current_version() == version &&
+                                (!compared || sample_of(tensor, kSampled) == sample));
 }
 
 ForwardState ForwardState::now(const std::vector<at::Tensor>& inputs, bool preserve_rng_state) {

@@ -2,6 +2,11 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
+#include <cstring>
+
+#include "hasten/core/random.h"
+
 namespace hasten::detail {
 
 NamedTensors named_model_tensors(const torch::nn::Module& module) {
@@ -30,6 +35,23 @@ void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTens
   for (const auto& [name, tensor] : more) {
     tensors.emplace(prefix + name, tensor);
   }
+}
+
+uint64_t sample_of(const at::Tensor& tensor, int64_t count) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided ||
+      !tensor.is_non_overlapping_and_dense()) {
+    return 0;
+  }
+  const auto* bytes = static_cast<const char*>(tensor.const_data_ptr());
+  const size_t size = tensor.element_size();
+  const int64_t step = std::max<int64_t>(1, (tensor.numel() - 1) / (count - 1));
+  uint64_t sample = 0;
+  for (int64_t i = 0; i < tensor.numel(); i += step) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, bytes + static_cast<size_t>(i) * size, std::min(size, sizeof(bits)));
+    sample = mix(sample ^ bits, 0);
+  }
+  return sample;
 }
 
 } // namespace hasten::detail

@@ -1,5 +1,7 @@
-// Tensors by name. Threading: free functions.
+// Tensors by name, and samples of their values. Threading: free functions.
 #pragma once
+
+#include <cstdint>
 
 #include "hasten/core/stateful.h"
 
@@ -17,5 +19,9 @@ NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefi
 
 /// Adds `more` to `tensors`, with `prefix` before each name.
 void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
+
+/// A hash of about `count` elements, evenly spaced. It shows writes that change no version counter.
+/// 0 for a tensor that has holes or is not on the CPU.
+uint64_t sample_of(const at::Tensor& tensor, int64_t count);
 
 } // namespace hasten::detail
