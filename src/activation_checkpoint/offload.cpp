@@ -24,7 +24,7 @@ namespace detail {
 constexpr int64_t kOffloadPage = 4096;
 
 // A file without a name. Its pieces are whole pages and are reused.
-class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
+class OffloadFile {
  public:
   explicit OffloadFile(const std::filesystem::path& folder) {
     std::string name = (folder / "hasten-offload-XXXXXX").string();
@@ -36,8 +36,6 @@ class OffloadFile : public std::enable_shared_from_this<OffloadFile> {
     }
     ::unlink(name.c_str());
   }
-  OffloadFile(const OffloadFile&) = delete;
-  OffloadFile& operator=(const OffloadFile&) = delete;
   ~OffloadFile() { ::close(fd_); }
 
   /// Writes `bytes` from `data` to a piece. Returns its offset.

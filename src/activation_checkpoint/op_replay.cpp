@@ -32,11 +32,8 @@ WriteGuard::~WriteGuard() {
 }
 
 bool WriteGuard::outside(const at::Tensor& tensor) const {
-  if (!tensor.has_storage()) {
-    return false;
-  }
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  return std::find(made_.begin(), made_.end(), storage) == made_.end();
+  const auto* storage = storage_of(tensor);
+  return storage != nullptr && std::find(made_.begin(), made_.end(), storage) == made_.end();
 }
 
 // Copies replace the tensors in the arguments, and the tensors replace the copies in the results.
@@ -65,11 +62,7 @@ void WriteGuard::pass(const OpPassing& passing) {
       }
     }
     if (info.fresh) { // a view of an existing tensor does not make it the guard's own
-      visit_tensors(result, [&](const at::Tensor& tensor) {
-        if (tensor.has_storage()) {
-          made_.push_back(tensor.storage().unsafeGetStorageImpl());
-        }
-      });
+      visit_tensors(result, [&](const at::Tensor& tensor) { made_.push_back(storage_of(tensor)); });
     }
   }
 }
