@@ -17,9 +17,13 @@ namespace detail {
 
 static thread_local int inside_blocks = 0;
 
-InsideBlock::InsideBlock() { ++inside_blocks; }
-InsideBlock::~InsideBlock() { --inside_blocks; }
-bool InsideBlock::now() { return inside_blocks > 0; }
+// Marks that this thread is inside a block. Blocks inside it belong to it.
+struct InsideBlock {
+  InsideBlock() { ++inside_blocks; }
+  InsideBlock(const InsideBlock&) = delete;
+  InsideBlock& operator=(const InsideBlock&) = delete;
+  ~InsideBlock() { --inside_blocks; }
+};
 
 RegionForward block_part(const std::shared_ptr<torch::nn::Module>& block, Forward forward) {
   auto ran = std::make_shared<std::atomic<bool>>(false);
@@ -72,7 +76,7 @@ class HandlerLink final : public BlockInterceptor {
       : handler_(std::move(handler)), name_(std::move(name)) {}
   std::vector<at::Tensor> intercept(const BlockCall& call, std::vector<at::Tensor> inputs,
                                     Forward forward) override {
-    if (InsideBlock::now() || !at::GradMode::is_enabled()) {
+    if (inside_blocks > 0 || !at::GradMode::is_enabled()) {
       return forward(std::move(inputs));
     }
     handler_->called = true;

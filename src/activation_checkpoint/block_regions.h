@@ -1,6 +1,8 @@
-// Block handlers that gradient_checkpointing_enable attaches.
+// Block handlers that gradient_checkpointing_enable attaches, and what planner, plans and the
+// measurement of blocks share.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -15,16 +17,6 @@
 #include "hasten/core/device.h"
 
 namespace hasten::detail {
-
-/// Marks that this thread is inside a block. Blocks inside it belong to it.
-class InsideBlock {
- public:
-  InsideBlock();
-  InsideBlock(const InsideBlock&) = delete;
-  InsideBlock& operator=(const InsideBlock&) = delete;
-  ~InsideBlock();
-  static bool now();
-};
 
 /// Runs `forward` as a part of its block. From its second call on, a RecomputeNotice reports the
 /// recomputation.
@@ -82,6 +74,25 @@ class StepMeter : public BlockHandler {
 void meter_step(const std::shared_ptr<torch::nn::Module>& model,
                 const std::shared_ptr<StepMeter>& meter, const std::shared_ptr<BlockHandler>& after,
                 const std::function<at::Tensor()>& loss);
+
+/// Peak of a block at the end of a recomputation, with its backward.
+inline int64_t alone_bytes(const BlockProfile& block) {
+  return block.recompute_peak > 0 ? block.recompute_peak
+                                  : block.output_bytes + block.saved_bytes +
+                                        std::max(block.forward_extra, block.backward_extra);
+}
+
+/// The plans with which others are compared: keep everything, sqrt(n) regions, each block.
+struct SimplePlan {
+  const char* name = "";
+  std::vector<PlanRegion> regions{};
+};
+std::vector<SimplePlan> simple_plans(const ChainProfile& profile);
+
+/// Cost of one forward and backward. observe_peak() returns its peak.
+PlanCost observe_step(const std::shared_ptr<torch::nn::Module>& model,
+                      const std::function<at::Tensor()>& loss);
+
 /// Calls `hook` with the gradient of the first of the tensors that gets one.
 void on_gradient(const std::vector<at::Tensor>& tensors,
                  std::function<void(const at::Tensor&)> hook);

@@ -6,10 +6,10 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "block_regions.h"
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
-#include "plan_cost.h"
 
 namespace hasten {
 

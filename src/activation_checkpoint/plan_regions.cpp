@@ -180,11 +180,20 @@ class PlanPass {
       written.inputs.push_back(program_->value_of(input));
     }
     written.state = ForwardState::now(inputs, options_.preserve_rng_state);
-    add_inputs(inputs, written.inputs);
+    // From outermost to innermost, each under the hooks of the region around it.
+    for (size_t depth = 0; depth < open_.size(); ++depth) {
+      save_inputs(depth, inputs, written.inputs);
+      *open_[depth].last_step = program_->steps.size();
+    }
     open_regions(index, step, inputs, written.inputs);
     const RegionForward part = written.forward; // the vector of steps may be reallocated
-    std::vector<at::Tensor> outputs =
-        open_.empty() ? part(std::move(inputs)) : run_innermost(part, std::move(inputs));
+    std::vector<at::Tensor> outputs;
+    if (open_.empty()) {
+      outputs = part(std::move(inputs));
+    } else { // the region's kept results are saved under the hooks of the region around it
+      const HookScope under(hooks_around(open_.size() - 1));
+      outputs = open_.back().region->run_forward(part, std::move(inputs));
+    }
     for (const at::Tensor& output : outputs) {
       program_->steps[step].outputs.push_back(program_->value_of(output));
     }
@@ -210,21 +219,7 @@ class PlanPass {
     return depth == 0 ? current_hook_factory() : open_[depth - 1].region.get();
   }
 
-  // The region's kept results are saved under the hooks of the region around it.
-  std::vector<at::Tensor> run_innermost(const RegionForward& part, std::vector<at::Tensor> inputs) {
-    const HookScope under(hooks_around(open_.size() - 1));
-    return open_.back().region->run_forward(part, std::move(inputs));
-  }
-
-  // Saves inputs that the open regions do not have yet: from outermost to innermost, each under the
-  // hooks of the region around it.
-  void add_inputs(const std::vector<at::Tensor>& inputs, const std::vector<int>& values) {
-    for (size_t depth = 0; depth < open_.size(); ++depth) {
-      save_inputs(depth, inputs, values);
-      *open_[depth].last_step = program_->steps.size();
-    }
-  }
-
+  // Saves inputs that the open region at this depth does not have yet.
   void save_inputs(size_t depth, const std::vector<at::Tensor>& inputs,
                    const std::vector<int>& values) {
     OpenRegion& open = open_[depth];

@@ -21,11 +21,11 @@
 #include <cmath>
 #include <limits>
 
+#include "block_regions.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
-#include "plan_cost.h"
 
 namespace hasten {
 

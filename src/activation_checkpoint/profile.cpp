@@ -23,7 +23,6 @@
 #include "hasten/base/files.h"
 #include "hasten/core/memory.h"
 #include "op_replay.h"
-#include "plan_cost.h"
 #include "region.h"
 
 namespace hasten {
@@ -266,7 +265,11 @@ class ProfileHandler final : public StepMeter {
     hashed_ += name + shapes + "\n";
     if (profile.blocks.empty()) {
       profile.before_bytes = live_now() - level;
-      watch_first(inputs);
+      // When the input of the chain has its gradient, the backward of all blocks is done.
+      on_gradient(inputs, [this](const at::Tensor&) {
+        first_derived_ = true;
+        reset_peak_memory();
+      });
     } else {
       profile.other_seconds += other_.seconds();
     }
@@ -295,14 +298,6 @@ class ProfileHandler final : public StepMeter {
   ChainProfile profile{};
 
  private:
-  // When the input of the chain has its gradient, the backward of all blocks is done.
-  void watch_first(const std::vector<at::Tensor>& inputs) {
-    on_gradient(inputs, [this](const at::Tensor&) {
-      first_derived_ = true;
-      reset_peak_memory();
-    });
-  }
-
   // When the output of a block has its gradient, the backward of what follows is done. The last
   // block's output counts.
   void watch_last(const std::vector<at::Tensor>& outputs) {
@@ -340,16 +335,6 @@ void meter_step(const std::shared_ptr<torch::nn::Module>& model,
   meter->end();
 }
 
-static void require_loss_of_profile(const at::Tensor& loss) {
-  if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
-    throw InputError("activation_checkpoint::profile_activations",
-                     std::string("loss=") + (!loss.defined()     ? "undefined"
-                                             : loss.numel() != 1 ? "of several elements"
-                                                                 : "without a graph"),
-                     "a scalar that depends on parameters");
-  }
-}
-
 } // namespace detail
 
 ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model,
@@ -357,7 +342,13 @@ ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model
   const auto handler = std::make_shared<detail::ProfileHandler>();
   detail::meter_step(model, handler, nullptr, [&] {
     at::Tensor value = loss();
-    detail::require_loss_of_profile(value);
+    if (!value.defined() || value.numel() != 1 || !value.requires_grad()) {
+      throw InputError("activation_checkpoint::profile_activations",
+                       std::string("loss=") + (!value.defined()     ? "undefined"
+                                               : value.numel() != 1 ? "of several elements"
+                                                                    : "without a graph"),
+                       "a scalar that depends on parameters");
+    }
     return value;
   });
   if (handler->profile.blocks.empty()) {
