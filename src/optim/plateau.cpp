@@ -56,10 +56,6 @@ bool ReduceLrOnPlateau::step(double metric) {
   }
   cooldown_counter_ = options_.cooldown;
   num_bad_epochs_ = 0;
-  return reduce();
-}
-
-bool ReduceLrOnPlateau::reduce() {
   bool reduced = false;
   for (auto& group : optimizer_.param_groups()) {
     const double old = group.options().get_lr();

@@ -69,8 +69,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> SGDParamState::clone() const 
   return std::make_unique<SGDParamState>(*this);
 }
 void SGDParamState::serialize(torch::serialize::InputArchive& archive) {
-  detail::read_state_tensor(archive, "momentum_buffer", momentum_buffer());
-  detail::read_state_tensor(archive, "master", master());
+  archive.try_read("momentum_buffer", momentum_buffer(), /*is_buffer=*/true);
+  archive.try_read("master", master(), /*is_buffer=*/true);
   c10::IValue count;
   if (archive.try_read("step", count)) {
     step(count.toInt());

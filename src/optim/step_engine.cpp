@@ -370,11 +370,6 @@ void write_state_tensor(torch::serialize::OutputArchive& archive, const char* na
   }
 }
 
-void read_state_tensor(torch::serialize::InputArchive& archive, const char* name,
-                       at::Tensor& tensor) {
-  archive.try_read(name, tensor, /*is_buffer=*/true);
-}
-
 } // namespace detail
 
 } // namespace hasten

@@ -98,26 +98,20 @@ class SteppedByEngine : public Base, public FusedOptimizer {
 
 void write_state_tensor(torch::serialize::OutputArchive& archive, const char* name,
                         const at::Tensor& tensor);
-void read_state_tensor(torch::serialize::InputArchive& archive, const char* name,
-                       at::Tensor& tensor);
-
-template <typename T>
-void read_field(torch::serialize::InputArchive& archive, const char* name, T& value) {
-  c10::IValue saved;
-  if (archive.try_read(name, saved)) {
-    value = saved.to<T>();
-  } else {
-    constexpr bool optional = std::is_same_v<T, at::Tensor> || requires { value.has_value(); };
-    TORCH_CHECK(optional, "no ", name, " in the archive");
-  }
-}
 
 /// Options or a state whose saved fields are those that Self::fields() lists.
 template <typename Self, typename Base>
 struct SavedByFields : Base {
   void serialize(torch::serialize::InputArchive& archive) override {
-    Self::fields(static_cast<Self&>(*this),
-                 [&](const char* name, auto& value) { read_field(archive, name, value); });
+    Self::fields(static_cast<Self&>(*this), [&]<typename T>(const char* name, T& value) {
+      c10::IValue saved;
+      if (archive.try_read(name, saved)) {
+        value = saved.to<T>();
+      } else {
+        constexpr bool optional = std::is_same_v<T, at::Tensor> || requires { value.has_value(); };
+        TORCH_CHECK(optional, "no ", name, " in the archive");
+      }
+    });
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     Self::fields(static_cast<const Self&>(*this), [&](const char* name, const auto& value) {
@@ -138,6 +132,23 @@ struct SavedOptions : SavedByFields<Self, torch::optim::OptimizerCloneableOption
 template <typename Self>
 using SavedState = SavedByFields<Self, torch::optim::OptimizerCloneableParamState<Self>>;
 
+/// Running means of a parameter's gradients and of their squares. One that the optimizer does not
+/// have is undefined.
+struct MeansState final : SavedState<MeansState> {
+  TORCH_ARG(int64_t, step) = 0;
+  TORCH_ARG(at::Tensor, exp_avg);
+  TORCH_ARG(at::Tensor, exp_avg_sq);
+  TORCH_ARG(at::Tensor, master);
+
+ public:
+  static void fields(auto& of, const auto& field) {
+    field("step", of.step());
+    field("exp_avg", of.exp_avg());
+    field("exp_avg_sq", of.exp_avg_sq());
+    field("master", of.master());
+  }
+};
+
 /// The state of one of torch's optimizers, with the fp32 copy of a 16-bit parameter.
 template <typename State>
 struct WithMaster final : State {
@@ -148,7 +159,7 @@ struct WithMaster final : State {
   }
   void serialize(torch::serialize::InputArchive& archive) override {
     State::serialize(archive);
-    read_state_tensor(archive, "master", master_);
+    archive.try_read("master", master_, /*is_buffer=*/true);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     State::serialize(archive);

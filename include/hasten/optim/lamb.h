@@ -29,20 +29,7 @@ struct LambOptions : detail::SavedOptions<LambOptions> {
   }
 };
 
-struct LambParamState final : detail::SavedState<LambParamState> {
-  TORCH_ARG(int64_t, step) = 0;
-  TORCH_ARG(at::Tensor, exp_avg);
-  TORCH_ARG(at::Tensor, exp_avg_sq);
-  TORCH_ARG(at::Tensor, master);
-
- public:
-  static void fields(auto& of, const auto& field) {
-    field("step", of.step());
-    field("exp_avg", of.exp_avg());
-    field("exp_avg_sq", of.exp_avg_sq());
-    field("master", of.master());
-  }
-};
+using LambParamState = detail::MeansState;
 
 /// You et al., arXiv 1904.00962, algorithm 2, with |x| for phi:
 ///   r = m' / (sqrt(v') + eps) + weight_decay p, m' and v' bias-corrected,

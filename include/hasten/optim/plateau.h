@@ -52,7 +52,6 @@ class ReduceLrOnPlateau final : public Stateful {
 
  private:
   bool improved(double metric) const;
-  bool reduce();
 
   torch::optim::Optimizer& optimizer_;
   ReduceLrOnPlateauOptions options_;
