@@ -35,19 +35,6 @@ BlockRegistry& block_registry() {
   return *registry;
 }
 
-// Moves entries of destroyed blocks to `dead`, whose destructor runs outside the lock: an
-// interceptor's destructor may call functions of this file. The caller holds the lock.
-void sweep_block_registry(BlockRegistry& registry, std::vector<BlockEntry>& dead) {
-  std::erase_if(registry.entries, [&](auto& entry) {
-    if (!entry.second.block.expired()) {
-      return false;
-    }
-    attached_blocks -= static_cast<int64_t>(entry.second.links.size());
-    dead.push_back(std::move(entry.second));
-    return true;
-  });
-}
-
 std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* block) {
   BlockRegistry& registry = block_registry();
   std::shared_lock lock(registry.mutex);
@@ -62,21 +49,16 @@ std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* bloc
   return std::make_shared<const BlockChain>(BlockChain{std::move(alive), it->second.links});
 }
 
-Forward block_chain_forward(std::shared_ptr<const BlockChain> chain, size_t link, Forward last) {
-  if (link == chain->links.size()) {
-    return last;
+std::vector<at::Tensor> run_block_chain(const std::shared_ptr<const BlockChain>& chain,
+                                        std::vector<at::Tensor> inputs, Forward forward) {
+  for (size_t i = chain->links.size(); i-- > 0;) {
+    forward = [chain, i, next = std::move(forward)](std::vector<at::Tensor> tensors) {
+      const BlockLink& here = chain->links[i];
+      return here.interceptor->intercept(BlockCall{chain->block, here.stage}, std::move(tensors),
+                                         next);
+    };
   }
-  Forward next = block_chain_forward(chain, link + 1, std::move(last));
-  return [chain = std::move(chain), link, next = std::move(next)](std::vector<at::Tensor> inputs) {
-    const BlockLink& here = chain->links[link];
-    return here.interceptor->intercept(BlockCall{chain->block, here.stage}, std::move(inputs),
-                                       next);
-  };
-}
-
-std::vector<at::Tensor> run_block_chain(std::shared_ptr<const BlockChain> chain,
-                                        std::vector<at::Tensor> inputs, Forward block_forward) {
-  return block_chain_forward(std::move(chain), 0, std::move(block_forward))(std::move(inputs));
+  return forward(std::move(inputs));
 }
 
 RecomputeNotice::RecomputeNotice(const torch::nn::Module* block) : chain_(find_block_chain(block)) {
@@ -114,9 +96,18 @@ BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, Bl
                      "a live block and an interceptor");
   }
   detail::BlockRegistry& registry = detail::block_registry();
+  // Entries of destroyed blocks. They end outside the lock, because an interceptor's destructor may
+  // call functions of this file.
   std::vector<detail::BlockEntry> dead;
   std::unique_lock lock(registry.mutex);
-  detail::sweep_block_registry(registry, dead);
+  std::erase_if(registry.entries, [&](auto& entry) {
+    if (!entry.second.block.expired()) {
+      return false;
+    }
+    detail::attached_blocks -= static_cast<int64_t>(entry.second.links.size());
+    dead.push_back(std::move(entry.second));
+    return true;
+  });
   auto& entry = registry.entries[block.get()];
   entry.block = block;
   const auto place = std::find_if(entry.links.begin(), entry.links.end(),

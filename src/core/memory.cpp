@@ -87,13 +87,6 @@ void change_limits(int64_t limit, bool add) {
       limits->empty() ? std::numeric_limits<int64_t>::max() : *limits->begin();
 }
 
-[[noreturn]] void refuse_memory(int64_t bytes, int64_t live, int64_t limit) {
-  throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                              "out of memory: " + std::to_string(bytes) +
-                                  " bytes for a CPU tensor, with " + std::to_string(live) +
-                                  " bytes in use, exceed the limit of " + std::to_string(limit));
-}
-
 // Keeps torch's alignment: c10 allocates memory aligned to 64 bytes.
 constexpr size_t kMemoryHeader = 64;
 
@@ -126,7 +119,11 @@ class CountingAllocator final : public c10::Allocator {
     char* block = nullptr;
     try {
       if (const int64_t limit = counters.limit; live > limit) {
-        refuse_memory(wanted, live - wanted, limit);
+        throw c10::OutOfMemoryError(
+            {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+            "out of memory: " + std::to_string(wanted) + " bytes for a CPU tensor, with " +
+                std::to_string(live - wanted) + " bytes in use, exceed the limit of " +
+                std::to_string(limit));
       }
       block = static_cast<char*>(c10::alloc_cpu(bytes + kMemoryHeader));
     } catch (...) {

@@ -24,7 +24,8 @@ static void observe_op(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op_observer->pass(OpPassing{op, below, *stack});
 }
 
-static void register_op_fallback() {
+OpScope::OpScope(OpObserver* observer)
+    : include_(kOpKey), before_(std::exchange(op_observer, observer)) {
   // Never destroyed, because operators may run in static destructors.
   [[gnu::used]] static torch::Library* const library = [] {
     auto* made = new torch::Library(torch::Library::IMPL, "_", kOpKey, __FILE__, __LINE__);
@@ -33,10 +34,7 @@ static void register_op_fallback() {
   }();
 }
 
-static OpObserver* swap_op_observer(OpObserver* observer) {
-  register_op_fallback();
-  return std::exchange(op_observer, observer);
-}
+OpScope::~OpScope() { op_observer = before_; }
 
 void OpPassing::answer(std::vector<c10::IValue> results) const {
   torch::jit::drop(stack, arguments().size());
@@ -66,9 +64,6 @@ c10::IValue map_tensors(const c10::IValue& value,
   }
   return value;
 }
-
-OpScope::OpScope(OpObserver* observer) : include_(kOpKey), before_(swap_op_observer(observer)) {}
-OpScope::~OpScope() { op_observer = before_; }
 
 OpObserver* current_op_observer() { return op_observer; }
 

@@ -109,8 +109,9 @@ struct BlockChain {
 };
 // Null where nothing is attached to `block`.
 std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* block);
-std::vector<at::Tensor> run_block_chain(std::shared_ptr<const BlockChain> chain,
-                                        std::vector<at::Tensor> inputs, Forward block_forward);
+// `forward` is the block's own.
+std::vector<at::Tensor> run_block_chain(const std::shared_ptr<const BlockChain>& chain,
+                                        std::vector<at::Tensor> inputs, Forward forward);
 // While it lives, the block is being recomputed. Notifies the interceptors outside the
 // checkpoint.
 class RecomputeNotice {
