@@ -3,15 +3,14 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <fstream>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "hasten/base/host_memory.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
 
 namespace hasten {
@@ -24,28 +23,25 @@ struct CgroupMounts {
   std::filesystem::path v1;
 };
 
+bool lists(const std::string& items, const std::string& item) {
+  return std::ranges::count(split(items), item) > 0;
+}
+
 CgroupMounts find_cgroup_mounts(const std::filesystem::path& root, const std::string& controller) {
   // "36 35 98:0 /in-fs /mount opts … - type source super,opts"
   CgroupMounts mounts;
   std::ifstream file(root / "proc/self/mountinfo");
   for (std::string line; std::getline(file, line);) {
-    const size_t dash = line.find(" - ");
-    if (dash == std::string::npos) {
+    const auto halves = split(line, " - ");
+    const auto place = split(halves.front(), " ");
+    const auto type = split(halves.back(), " ");
+    if (halves.size() != 2 || place.size() < 5 || type.size() < 3) {
       continue;
     }
-    std::istringstream before(line.substr(0, dash));
-    std::istringstream after(line.substr(dash + 3));
-    std::string skip;
-    std::string mount;
-    std::string type;
-    std::string options;
-    before >> skip >> skip >> skip >> skip >> mount;
-    after >> type >> skip >> options;
-    const auto folder = root / std::filesystem::path(mount).relative_path();
-    if (type == "cgroup2") {
+    const auto folder = root / std::filesystem::path(place[4]).relative_path();
+    if (type[0] == "cgroup2") {
       mounts.v2 = folder;
-    } else if (type == "cgroup" &&
-               ("," + options + ",").find("," + controller + ",") != std::string::npos) {
+    } else if (type[0] == "cgroup" && lists(type[2], controller)) {
       mounts.v1 = folder;
     }
   }
@@ -65,11 +61,9 @@ std::vector<std::filesystem::path> cgroup_folders(const std::filesystem::path& r
     if (first == std::string::npos || second == std::string::npos) {
       continue;
     }
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
-    const bool is_v2 = controllers == ",,";
-    const auto& mount = is_v2 ? mounts.v2 : mounts.v1;
-    if (mount.empty() ||
-        (!is_v2 && controllers.find("," + controller + ",") == std::string::npos)) {
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const auto& mount = controllers.empty() ? mounts.v2 : mounts.v1;
+    if (mount.empty() || !(controllers.empty() || lists(controllers, controller))) {
       continue;
     }
     // In a container the path may be the host's and not exist here. The mount's root is then the

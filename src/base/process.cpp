@@ -17,8 +17,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <sstream>
-#include <string_view>
 #include <system_error>
 
 #include "hasten/base/error.h"
@@ -38,19 +36,13 @@ ProcessStat process_stat(int pid) {
   } catch (const InputError&) { // no such process, or it ended between open and read
   }
   // "pid (name) state …": the name may contain any character, so use the last ')'.
-  const size_t name_end = text.rfind(')');
-  ProcessStat stat;
-  if (name_end == std::string::npos) {
-    return stat;
+  const auto fields = split(text.substr(std::min(text.rfind(')'), text.size())), " ");
+  if (fields.size() < 21 || fields[1].empty()) {
+    return {};
   }
-  std::istringstream fields(text.substr(name_end + 1));
-  fields >> stat.state >> stat.parent;
-  std::string skipped; // fields 5 … 21
-  for (int i = 5; i < 22; ++i) {
-    fields >> skipped;
-  }
-  fields >> stat.start_time;
-  return stat;
+  return {.state = fields[1][0], // field 3 of the file
+          .parent = parse_number<int>(fields[2]).value_or(0),
+          .start_time = parse_number<uint64_t>(fields[20]).value_or(0)};
 }
 
 // Everything that the child needs, made before vfork. Between vfork and exec the child shares this

@@ -29,6 +29,16 @@ std::vector<std::string> split(std::string_view text, std::string_view separator
   return parts;
 }
 
+std::vector<std::string> first_items(std::vector<std::string> items, size_t limit,
+                                     const char* more) {
+  if (items.size() > limit) {
+    const size_t others = items.size() - limit;
+    items.resize(limit);
+    items.push_back("and " + std::to_string(others) + more);
+  }
+  return items;
+}
+
 namespace detail {
 
 std::string without_middle(std::string_view text, size_t limit) {

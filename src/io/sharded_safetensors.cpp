@@ -4,7 +4,6 @@
 #include <ranges>
 #include <regex>
 #include <system_error>
-#include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
@@ -17,18 +16,12 @@ namespace detail {
 
 constexpr const char* kShardedWhere = "io::ShardedSafetensorsReader";
 
-void throw_if_any(const std::filesystem::path& index, std::vector<std::string> problems) {
-  if (problems.empty()) {
-    return;
+void throw_if_any(const std::filesystem::path& index, const std::vector<std::string>& problems) {
+  if (!problems.empty()) {
+    throw InputError(kShardedWhere, index.string() + ": " + joined(first_items(problems, 8), "; "),
+                     "every tensor of weight_map in the file that it names, and no other tensor",
+                     "download or save the whole folder again");
   }
-  constexpr size_t kShown = 8;
-  if (const size_t all = problems.size(); all > kShown) {
-    problems.resize(kShown);
-    problems.push_back("and " + std::to_string(all - kShown) + " more");
-  }
-  throw InputError(kShardedWhere, index.string() + ": " + joined(problems, "; "),
-                   "every tensor of weight_map in the file that it names, and no other tensor",
-                   "download or save the whole folder again");
 }
 
 // The file of each tensor, by name.

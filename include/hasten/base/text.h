@@ -17,6 +17,10 @@ std::string joined(const std::vector<std::string>& parts, std::string_view betwe
 /// The parts between separators, including empty ones. A text without separator is one part.
 std::vector<std::string> split(std::string_view text, std::string_view separator = ",");
 
+/// The first `limit` items, then "and 5 more" if there are others.
+std::vector<std::string> first_items(std::vector<std::string> items, size_t limit,
+                                     const char* more = " more");
+
 /// The number that the whole text is. Empty if it is not a number, or out of the type's range.
 template <typename Number>
 std::optional<Number> parse_number(std::string_view text) {
