@@ -5,7 +5,6 @@
 
 #include "hasten/base/error.h"
 #include "hasten/text/utf8.h"
-#include "table_errors.h"
 
 namespace hasten {
 
@@ -76,7 +75,7 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) {
   } catch (const InputError&) {
     // Report the unknown column first. Reading the file reports the record's own error.
   }
-  detail::fail_unknown_column(detail::kCsvReader, asked, path(), columns_, samples);
+  fail_unknown_column(detail::kCsvReader, asked, samples);
 }
 
 bool CsvReader::next() {
@@ -262,7 +261,7 @@ void CsvReader::check_width() const {
   }
   throw InputError(detail::kCsvReader,
                    position() + ": the record has fields=" + std::to_string(fields_.size()) +
-                       ", starting with \"" + detail::table_sample(fields_[0]) + "\"",
+                       ", starting with \"" + sample(fields_[0]) + "\"",
                    std::to_string(columns_.size()) + " fields, as in the file's first record", fix);
 }
 

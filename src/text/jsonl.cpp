@@ -6,7 +6,6 @@
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/text/utf8.h"
-#include "table_errors.h"
 
 namespace hasten {
 
@@ -44,8 +43,8 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file) : RecordReader(st
 
 size_t JsonlReader::column(std::string_view name, std::string_view flag) {
   if (std::ranges::find(columns_, name) == columns_.end()) {
-    detail::fail_unknown_column(detail::kJsonlReader, std::string(flag) + "=" + std::string(name),
-                                path(), columns_, samples_);
+    fail_unknown_column(detail::kJsonlReader, std::string(flag) + "=" + std::string(name),
+                        samples_);
   }
   const auto found = std::ranges::find(wanted_, name);
   if (found != wanted_.end()) {
@@ -69,7 +68,7 @@ bool JsonlReader::next() {
           detail::kJsonlReader,
           position() + (value == object.end()
                             ? ": the object has no \"" + wanted_[i] + "\""
-                            : ": \"" + wanted_[i] + "\" is " + detail::table_sample(value->dump())),
+                            : ": \"" + wanted_[i] + "\" is " + sample(value->dump())),
           "\"" + wanted_[i] + "\" with a text or a number in every line, as in the first line");
     }
     fields_[i] = detail::json_as_text(*value);
@@ -107,8 +106,7 @@ nlohmann::json JsonlReader::parse(std::string_view line) const {
   }
   nlohmann::json& value = parsed.value;
   if (!value.is_object()) {
-    fail(line.find_first_not_of(" \t\r") + 1,
-         "not an object, but " + detail::table_sample(value.dump()));
+    fail(line.find_first_not_of(" \t\r") + 1, "not an object, but " + sample(value.dump()));
   }
   return std::move(value);
 }

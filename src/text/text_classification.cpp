@@ -15,7 +15,6 @@
 #include "hasten/base/text.h"
 #include "hasten/core/random.h"
 #include "hasten/text/utf8.h"
-#include "table_errors.h"
 
 namespace hasten {
 
@@ -158,12 +157,12 @@ constexpr size_t kShownLabels = 20; // in errors
     }
   }
   const auto first = static_cast<size_t>(std::ranges::find(numbers, -1) - numbers.begin());
-  throw InputError(
-      "data::label_numbers",
-      rows.positions[first] + ": label=" + unknown[0] + " is unknown to " + owner +
-          " (all unknown labels: " + first_items(distinct_labels(unknown), kShownLabels) + ")",
-      "one of: " + first_items(names, kShownLabels),
-      "exclude such samples with a filter, or train with these labels");
+  throw InputError("data::label_numbers",
+                   rows.positions[first] + ": label=" + unknown[0] + " is unknown to " + owner +
+                       " (all unknown labels: " +
+                       joined(first_items(distinct_labels(unknown), kShownLabels)) + ")",
+                   "one of: " + joined(first_items(names, kShownLabels)),
+                   "exclude such samples with a filter, or train with these labels");
 }
 
 // Replaces indices of distinct labels by class numbers, or by indices into label_sets.
@@ -357,7 +356,7 @@ std::string side_line(const TextSideReport& side, const std::vector<std::string>
     labels.push_back(label_names.at(i) + " " + std::to_string(side.counts[i]) + " (" +
                      format_fixed(100.0 * static_cast<double>(side.counts[i]) / rows, 1) + " %)");
   }
-  return line + ": " + first_items(std::move(labels), 12, " more labels");
+  return line + ": " + joined(first_items(std::move(labels), 12, " more labels"));
 }
 
 } // namespace detail

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 
 namespace hasten {
 
@@ -149,6 +150,31 @@ bool TextWindow::next_line(size_t& at, std::string_view& line) {
   line = text_.substr(at, end - at);
   at = std::min(end, text_.size() - 1) + 1;
   return true;
+}
+
+std::string RecordReader::sample(std::string_view value) {
+  std::string sample;
+  size_t characters = 0;
+  for (const char c : value) {
+    if ((static_cast<unsigned char>(c) & 0xC0) != 0x80 && ++characters > 40) {
+      return sample + "...";
+    }
+    sample += c == '\n' || c == '\r' || c == '\t' ? ' ' : c;
+  }
+  return sample;
+}
+
+void RecordReader::fail_unknown_column(const char* where, const std::string& asked,
+                                       const std::vector<std::string>& samples) const {
+  std::vector<std::string> list;
+  for (size_t i = 0; i < columns_.size(); ++i) {
+    list.push_back(sample(columns_[i]) + " (\"" + sample(i < samples.size() ? samples[i] : "") +
+                   "\")");
+  }
+  const std::string near = nearest_name(asked.substr(asked.find('=') + 1), columns_);
+  throw InputError(where, asked + " is not a column of " + path().string(),
+                   "one of: " + joined(first_items(std::move(list), 20)),
+                   near.empty() ? "" : "did you mean " + near + "?");
 }
 
 } // namespace hasten

@@ -1,6 +1,5 @@
 // Samples of one file, and label numbers.
 #include <algorithm>
-#include <optional>
 #include <set>
 #include <string_view>
 #include <unordered_map>

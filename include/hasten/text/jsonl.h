@@ -8,8 +8,6 @@
 // Threading: one reader per thread.
 #pragma once
 
-#include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
