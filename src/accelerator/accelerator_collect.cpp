@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
 

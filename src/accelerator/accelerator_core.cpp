@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "hasten/base/error.h"
 #include "hasten/core/random.h"
 
 namespace hasten::detail {

@@ -8,7 +8,6 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/base/json.h"
 #include "hasten/core/device.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"

@@ -1,7 +1,6 @@
 // The scope of LocalSGD, as the accelerator sees it.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "hasten/core/stateful.h"

@@ -3,7 +3,6 @@
 
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "gradient_checks.h"

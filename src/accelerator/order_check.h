@@ -2,7 +2,6 @@
 // them. Threading: one thread. Lifetime: shares the group that it wraps.
 #pragma once
 
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>

@@ -5,8 +5,6 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
-#include <cmath>
 
 #include "hasten/base/error.h"
 #include "hasten/io/commit.h"

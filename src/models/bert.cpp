@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/modulelist.h>
 
-#include <cmath>
 #include <limits>
 
 #include "attention.h"

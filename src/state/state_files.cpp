@@ -1,5 +1,4 @@
 // Reads the files of a saved state, and loads objects with undo.
-#include <algorithm>
 #include <cmath>
 #include <filesystem>
 

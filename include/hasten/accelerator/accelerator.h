@@ -36,7 +36,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "hasten/accelerator/accelerator_options.h"

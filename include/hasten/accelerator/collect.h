@@ -22,7 +22,6 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <type_traits>
 #include <utility>

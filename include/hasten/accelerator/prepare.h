@@ -8,7 +8,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
-#include <optional>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>

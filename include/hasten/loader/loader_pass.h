@@ -14,7 +14,6 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 

@@ -9,7 +9,6 @@
 #include <optional>
 #include <string>
 #include <typeinfo>
-#include <vector>
 
 #include "hasten/core/device.h"
 #include "hasten/core/stateful.h"
