@@ -164,15 +164,15 @@ std::string RecordReader::sample(std::string_view value) {
   return sample;
 }
 
-void RecordReader::fail_unknown_column(const char* where, const std::string& asked,
+void RecordReader::fail_unknown_column(const char* where, const std::string& given,
                                        const std::vector<std::string>& samples) const {
   std::vector<std::string> list;
   for (size_t i = 0; i < columns_.size(); ++i) {
     list.push_back(sample(columns_[i]) + " (\"" + sample(i < samples.size() ? samples[i] : "") +
                    "\")");
   }
-  const std::string near = nearest_name(asked.substr(asked.find('=') + 1), columns_);
-  throw InputError(where, asked + " is not a column of " + path().string(),
+  const std::string near = nearest_name(given.substr(given.find('=') + 1), columns_);
+  throw InputError(where, given + " is not a column of " + path().string(),
                    "one of: " + joined(first_items(std::move(list), 20)),
                    near.empty() ? "" : "did you mean " + near + "?");
 }

@@ -114,8 +114,8 @@ class RecordReader {
       : window_(std::move(file)), next_(window_.file().mark_bytes()) {}
   /// At most 40 characters of a value for a message, with spaces for line breaks.
   static std::string sample(std::string_view value);
-  /// `asked` is "flag=name"; `samples` has a value of each column.
-  [[noreturn]] void fail_unknown_column(const char* where, const std::string& asked,
+  /// `given` is "flag=name"; `samples` has a value of each column.
+  [[noreturn]] void fail_unknown_column(const char* where, const std::string& given,
                                         const std::vector<std::string>& samples) const;
 
   TextWindow window_;
