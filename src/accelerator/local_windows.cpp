@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-
 #include "hasten/base/error.h"
 #include "state/state_parts.h"
 

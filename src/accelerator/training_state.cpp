@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
-
 #include "hasten/base/error.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"

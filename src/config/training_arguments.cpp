@@ -99,6 +99,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("greater_is_better", a.greater_is_better);
   visit("early_stopping_patience", a.early_stopping_patience);
   visit("early_stopping_threshold", a.early_stopping_threshold);
+  visit("report_to", a.report_to);
+  visit("logging_dir", a.logging_dir);
   visit("disable_tqdm", a.disable_tqdm);
   visit("seed", a.seed);
   visit("data_seed", a.data_seed);
@@ -327,6 +329,8 @@ void TrainingArguments::validate() const {
                    resume_from_checkpoint, "an output_dir");
   require_argument(!metric_for_best_model.empty(), "metric_for_best_model", metric_for_best_model,
                    "the name of a value in the evaluation record");
+  require_argument(tracker_names(report_to).empty() || !output_dir.empty() || !logging_dir.empty(),
+                   "report_to", report_to, "none without an output_dir or a logging_dir");
   require_utf8(detail::kArgumentsPlace, nlohmann::json(*this));
   detail::validate_precision(*this);
   detail::validate_strategy(*this);
@@ -350,6 +354,26 @@ std::vector<double> class_weight_numbers(const std::string& class_weights) {
     numbers.push_back(number);
   }
   return numbers;
+}
+
+TrackerType tracker_type(const char* where, const std::string& name, const char* what) {
+  const auto type = spelled<TrackerType>(name);
+  if (!type) {
+    throw InputError(where, std::string(what) + "=" + name, any_spelling<TrackerType>(),
+                     write_nearest(name, spelling_names<TrackerType>()));
+  }
+  return *type;
+}
+
+std::vector<std::string> tracker_names(const std::string& report_to) {
+  if (report_to.empty() || report_to == "none") {
+    return {};
+  }
+  std::vector<std::string> names = split(report_to);
+  for (const std::string& name : names) {
+    tracker_type(detail::kArgumentsPlace, name, "report_to");
+  }
+  return names;
 }
 
 Precision TrainingArguments::effective_precision() const {

@@ -180,10 +180,17 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "save_only_model",
       "load_best_model_at_end"};
   // bf16 and fp16 are compared as precision.
-  static const std::set<std::string> left_out = {
-      "output_dir",   "overwrite_output_dir", "resume_from_checkpoint", "allow_changed_arguments",
-      "disable_tqdm", "ddp_timeout",          "heartbeat_timeout",      "bf16",
-      "fp16"};
+  static const std::set<std::string> left_out = {"output_dir",
+                                                 "overwrite_output_dir",
+                                                 "resume_from_checkpoint",
+                                                 "allow_changed_arguments",
+                                                 "disable_tqdm",
+                                                 "ddp_timeout",
+                                                 "heartbeat_timeout",
+                                                 "report_to",
+                                                 "logging_dir",
+                                                 "bf16",
+                                                 "fp16"};
   std::vector<ArgumentChange> changes;
   const auto compare = [&](const std::string& name, const nlohmann::json& before,
                            const nlohmann::json& value, bool alters) {

@@ -57,6 +57,8 @@ enum class GradNormType { l1, l2, inf };
 /// Which gradient norms training records have in addition to the whole gradient's; see
 /// accelerator/gradients.h.
 enum class LogGradientNorms { no, layer, module, parameter };
+/// What records the values of a run; see tracking/tracker.h.
+enum class TrackerType { tensorboard, csv, json, html };
 
 template <>
 inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch"};
@@ -83,6 +85,8 @@ inline constexpr auto kSpellings<GradNormType> = std::array{"1", "2", "inf"};
 template <>
 inline constexpr auto kSpellings<LogGradientNorms> =
     std::array{"no", "layer", "module", "parameter"};
+template <>
+inline constexpr auto kSpellings<TrackerType> = std::array{"tensorboard", "csv", "json", "html"};
 
 struct TrainingArguments {
   // Files.
@@ -244,6 +248,11 @@ struct TrainingArguments {
   /// (hasten/trainer/early_stopping.h). Not with eval_strategy=no.
   int64_t early_stopping_patience = 0;
   double early_stopping_threshold = 0.0;
+  /// Trackers that record the run (docs/guides/tracking.md): tensorboard, csv, or several with commas;
+  /// none. metrics.jsonl, which is json, is always written.
+  std::string report_to = "none";
+  /// Folder of the trackers' files. Empty: output_dir/runs/DATE_HOST, a new one for each start.
+  std::string logging_dir{};
   /// Disables the ProgressCallback (hasten/trainer/progress_callback.h): the banner and the bars on
   /// stderr, and the table of epochs on stdout.
   bool disable_tqdm = false;
@@ -281,6 +290,11 @@ struct TrainingArguments {
 /// The values of TrainingArguments::class_weights; empty for "" and "balanced". Throws InputError
 /// for anything else.
 std::vector<double> class_weight_numbers(const std::string& class_weights);
+
+/// The tracker that is spelled so. Throws InputError "[where] what=name" with the list of names.
+TrackerType tracker_type(const char* where, const std::string& name, const char* what = "tracker");
+/// The names in TrainingArguments::report_to. Throws InputError for an unknown one.
+std::vector<std::string> tracker_names(const std::string& report_to);
 
 /// Writes every field under its own name; enumerations by their spelling.
 void to_json(nlohmann::json& json, const TrainingArguments& arguments);

@@ -1,0 +1,218 @@
+// The trackers that write files.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <ctime>
+#include <fstream>
+#include <system_error>
+#include <utility>
+
+#include "event.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/text.h"
+#include "hasten/config/training_arguments.h"
+#include "hasten/tracking/tracker.h"
+#include "record_file.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// Seconds since 1970.
+static double wall_time() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+static std::string host_name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof name - 1) == 0 ? name : "localhost";
+}
+
+/// "events.out.tfevents.1795451490.host.1234.0": seconds, host, process, number in the process.
+static std::string event_file_name() {
+  static std::atomic<int> count{0};
+  return "events.out.tfevents." + std::to_string(static_cast<int64_t>(wall_time())) + "." +
+         host_name() + "." + std::to_string(::getpid()) + "." + std::to_string(count++);
+}
+
+class TensorBoardTracker final : public GeneralTracker {
+ public:
+  TensorBoardTracker(const std::filesystem::path& folder, std::optional<int64_t> resumed_step,
+                     const char* where)
+      : file_(where, folder / event_file_name()) {
+    file_.add(version_record(wall_time()));
+    if (resumed_step) {
+      file_.add(restart_record(wall_time(), *resumed_step + 1));
+    }
+  }
+  std::string name() const override { return "tensorboard"; }
+  void store_init_configuration(const nlohmann::json& values) override {
+    file_.add(hparams_record(wall_time(), values));
+  }
+  void log(const nlohmann::json& values, std::optional<int64_t> step) override {
+    log_under("", values, step.value_or(0));
+  }
+  void log_histogram(const std::string& tag, const std::vector<double>& values,
+                     std::optional<int64_t> step) override {
+    file_.add(histogram_record(wall_time(), step.value_or(0), tag, values));
+  }
+  void finish() override {
+    file_.add(hparams_end_record(wall_time()));
+    file_.finish();
+  }
+
+ private:
+  void log_under(const std::string& prefix, const nlohmann::json& values, int64_t step) {
+    for (const auto& [name, value] : values.items()) {
+      const std::string tag = prefix + name;
+      if (value.is_object()) {
+        log_under(tag + "/", value, step);
+      } else if (value.is_number()) {
+        file_.add(scalar_record(wall_time(), step, tag, value.get<double>()));
+      } else if (value.is_boolean()) {
+        file_.add(scalar_record(wall_time(), step, tag, value.get<bool>() ? 1 : 0));
+      } else if (!value.is_null()) {
+        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+        file_.add(text_record(wall_time(), step, tag, text));
+      }
+    }
+  }
+
+  RecordFile file_;
+};
+
+/// A field as in RFC 4180. Line breaks become spaces, so that a record is a line.
+static std::string csv_field(std::string text) {
+  std::replace_if(text.begin(), text.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
+  return text.find_first_of(",\"") == std::string::npos
+             ? text
+             : "\"" + joined(split(text, "\""), "\"\"") + "\"";
+}
+
+/// "step,tag,value" for each value.
+static std::string csv_lines(const nlohmann::json& values, const std::string& step,
+                             const std::string& prefix = {}) {
+  std::string lines;
+  for (const auto& [name, value] : values.items()) {
+    if (value.is_object()) {
+      lines += csv_lines(value, step, prefix + name + "/");
+      continue;
+    }
+    const std::string text = value.is_number_float() ? format_exact(value.get<double>())
+                             : value.is_string()     ? value.get<std::string>()
+                             : value.is_null()       ? ""
+                                                     : value.dump();
+    lines += step + "," + csv_field(prefix + name) + "," + csv_field(text) + "\n";
+  }
+  return lines;
+}
+
+/// Makes the file one to which lines can be appended: whole lines, and none of a step after `last`.
+static std::filesystem::path csv_file(const std::filesystem::path& path,
+                                      std::optional<int64_t> last) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) {
+    return path;
+  }
+  const std::string text = read_file(path);
+  std::string kept;
+  for (size_t start = 0, end = 0; (end = text.find('\n', start)) != std::string::npos;
+       start = end + 1) {
+    const std::string_view line(text.data() + start, end + 1 - start);
+    const auto step = parse_number<int64_t>(line.substr(0, line.find(',')));
+    kept += last && step && *step > *last ? std::string_view() : line;
+  }
+  if (kept != text) {
+    write_file_atomically(path, kept);
+  }
+  return path;
+}
+
+class CsvTracker final : public GeneralTracker {
+ public:
+  CsvTracker(const std::filesystem::path& path, std::optional<int64_t> resumed_step,
+             const char* where)
+      : file_(where, csv_file(path, resumed_step)) {
+    std::error_code error;
+    if (std::filesystem::file_size(path, error) == 0) {
+      file_.add("step,tag,value\n");
+    }
+  }
+  std::string name() const override { return "csv"; }
+  void store_init_configuration(const nlohmann::json& values) override {
+    file_.add(csv_lines(values, "", "config/"));
+  }
+  void log(const nlohmann::json& values, std::optional<int64_t> step) override {
+    file_.add(csv_lines(values, step ? std::to_string(*step) : ""));
+  }
+  void finish() override { file_.finish(); }
+
+ private:
+  RecordFile file_;
+};
+
+class JsonTracker final : public GeneralTracker {
+ public:
+  JsonTracker(std::filesystem::path path, const char* where)
+      : path_(std::move(path)), where_(where) {
+    std::error_code error;
+    std::filesystem::create_directories(folder_of(path_), error);
+    file_.open(path_, std::ios::app);
+    if (!file_) {
+      throw InputError(where_, "cannot write path=" + path_.string(), "a writable folder");
+    }
+  }
+  std::string name() const override { return "json"; }
+  void store_init_configuration(const nlohmann::json& values) override {
+    log({{"config", values}, {"type", "config"}}, std::nullopt);
+  }
+  void log(const nlohmann::json& values, std::optional<int64_t> step) override {
+    nlohmann::json line = values;
+    if (step) {
+      line["step"] = *step;
+    }
+    file_ << line.dump() << '\n' << std::flush;
+    std::error_code error;
+    if (!file_ || !std::filesystem::exists(path_, error)) {
+      throw Error(where_, "cannot write path=" + path_.string(),
+                  "free disk space, a writable file, and that nobody removes it during the run");
+    }
+  }
+
+ private:
+  std::filesystem::path path_;
+  const char* where_;
+  std::ofstream file_{};
+};
+
+} // namespace detail
+
+std::shared_ptr<GeneralTracker> make_tracker(const std::string& name,
+                                             const std::filesystem::path& folder,
+                                             std::optional<int64_t> resumed_step,
+                                             const char* where) {
+  switch (tracker_type(where, name)) {
+    case TrackerType::tensorboard:
+      return std::make_shared<detail::TensorBoardTracker>(folder, resumed_step, where);
+    case TrackerType::csv:
+      return std::make_shared<detail::CsvTracker>(folder / "metrics.csv", resumed_step, where);
+    case TrackerType::json:
+      return std::make_shared<detail::JsonTracker>(folder / "metrics.jsonl", where);
+    case TrackerType::html:
+      break;
+  }
+  throw InputError(where, "tracker=" + name + " is not part of this version");
+}
+
+std::filesystem::path default_logging_dir() {
+  const std::time_t now = std::time(nullptr);
+  std::tm local{};
+  char time[32];
+  std::strftime(time, sizeof time, "%b%d_%H-%M-%S", ::localtime_r(&now, &local));
+  return std::filesystem::path("runs") / (time + ("_" + detail::host_name()));
+}
+
+} // namespace hasten
