@@ -77,6 +77,42 @@ void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
 
 void Accelerator::end_training() { core_->finish(); }
 
+void Accelerator::init_trackers(const std::string& project_name, const nlohmann::json& config) {
+  core_->finish_trackers();
+  const AcceleratorOptions& o = options();
+  const auto folder = (o.logging_dir.empty() ? o.project_dir : o.logging_dir) / project_name;
+  for (const TrackerChoice& choice : o.log_with) {
+    const auto* named = std::get_if<std::string>(&choice);
+    const std::string name = named != nullptr ? *named : std::get<1>(choice)->name();
+    const auto make = [&]() -> std::shared_ptr<GeneralTracker> {
+      return named != nullptr ? make_tracker(name, folder) : std::get<1>(choice);
+    };
+    auto tracker = is_main_process() ? std::make_shared<SafeTracker>(name, make)
+                                     : std::make_shared<SafeTracker>(name, nullptr);
+    tracker->store_init_configuration(config);
+    core_->trackers.push_back(std::move(tracker));
+  }
+}
+
+void Accelerator::log(const nlohmann::json& values, std::optional<int64_t> step) {
+  if (core_->trackers.empty() && !options().log_with.empty() && !core_->run.closed()) {
+    throw InputError("accelerator::log", "a call before init_trackers()");
+  }
+  for (const auto& tracker : core_->trackers) {
+    tracker->log(values, step);
+  }
+}
+
+std::shared_ptr<GeneralTracker> Accelerator::get_tracker(const std::string& name) const {
+  for (const auto& tracker : core_->trackers) {
+    if (tracker->name() == name) {
+      return tracker;
+    }
+  }
+  throw InputError("accelerator::get_tracker", "tracker=" + name,
+                   "the name of a tracker in log_with, after init_trackers()");
+}
+
 Precision Accelerator::mixed_precision() const { return core_->precision.precision(); }
 
 void Accelerator::set_mixed_precision(Precision precision) {
@@ -108,10 +144,6 @@ ForwardGuard::ForwardGuard(detail::AcceleratorCore& core,
   if (!scopes_.empty() && core.precision.precision() != Precision::no) {
     cast_ = std::make_unique<Autocast>(core.precision.autocast_options());
   }
-}
-
-bool Accelerator::shards(const detail::ModelRef& model) const {
-  return core_->models.sharded(model.get()) != nullptr;
 }
 
 void Accelerator::run_summon_full_params(const std::function<void()>& use,

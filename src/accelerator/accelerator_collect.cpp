@@ -272,8 +272,6 @@ void Collect::take_turns(bool first, const char* name, const std::function<void(
 
 void Collect::set_trigger() { triggered_ = true; }
 
-void Collect::request(uint32_t bits) { core_->windows.shared()->requests |= bits; }
-
 bool Collect::check_trigger() {
   const at::Tensor flag = at::tensor({triggered_ ? 1 : 0}, at::kInt);
   triggered_ = false;

@@ -68,6 +68,14 @@ void AcceleratorCore::finish() {
   uneven.end_run();
   models.close();
   run.close();
+  finish_trackers();
+}
+
+void AcceleratorCore::finish_trackers() {
+  for (const auto& tracker : trackers) {
+    tracker->finish();
+  }
+  trackers.clear();
 }
 
 } // namespace hasten::detail

@@ -2,6 +2,11 @@
 // each uses only those above it.
 #pragma once
 
+#include <memory>
+#include <vector>
+
+#include "hasten/accelerator/collect.h"
+#include "hasten/tracking/tracker.h"
 #include "training_state.h"
 
 namespace hasten::detail {
@@ -22,14 +27,22 @@ class AcceleratorCore {
   LocalWindows local;
   UnevenInputs uneven;
   TrainingState state;
+  std::vector<std::shared_ptr<SafeTracker>> trackers{}; // without a tracker except on rank 0
 
   /// In debug mode: throws unless the ranks' parameters are equal. Collective.
   void compare_ranks();
   void finish();
+  void finish_trackers();
 
  private:
   WindowParts window_parts() { return {run, models, windows, precision, checks}; }
   TrainingParts parts() { return {window_parts(), batch, loaders, optimizers, announcer, local}; }
+};
+
+struct AcceleratorAccess {
+  static const std::shared_ptr<AcceleratorCore>& core(const Collect& accelerator) {
+    return accelerator.core_;
+  }
 };
 
 } // namespace hasten::detail

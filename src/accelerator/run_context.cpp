@@ -7,6 +7,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/store_channel.h"
+#include "hasten/config/training_arguments.h"
 #include "hasten/core/device.h"
 
 namespace hasten::detail {
@@ -26,6 +27,16 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
   }
   if (!(options.bucket_cap_mb > 0)) {
     refuse("bucket_cap_mb=" + std::to_string(options.bucket_cap_mb), "above 0");
+  }
+  for (const TrackerChoice& choice : options.log_with) {
+    if (const auto* name = std::get_if<std::string>(&choice)) {
+      tracker_type("accelerator::Accelerator", *name, "log_with");
+      if (options.project_dir.empty() && options.logging_dir.empty()) {
+        refuse("log_with=" + *name + " without a folder", "a project_dir or a logging_dir");
+      }
+    } else if (!std::get<1>(choice)) {
+      refuse("log_with=null", "a tracker, or the name of one");
+    }
   }
   return options;
 }

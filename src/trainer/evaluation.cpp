@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "accelerator/accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
@@ -89,7 +90,8 @@ EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
   };
   for (const Batch& host_batch : loader) {
     throw_if_interrupted();
-    if (host_batch.rows() == 0 && accelerator.shards(parts.model)) {
+    if (host_batch.rows() == 0 &&
+        AcceleratorAccess::core(accelerator)->models.sharded(parts.model.get()) != nullptr) {
       run(dataset.collate({0}).to(accelerator.device())); // the other ranks gather parameters
     } else if (host_batch.rows() > 0) {
       const Batch batch = host_batch.to(accelerator.device());

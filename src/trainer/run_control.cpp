@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "accelerator/accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
@@ -78,7 +79,7 @@ void RunControl::ask(uint32_t bits, bool common) {
   } else if (local_()) {
     unheard_ |= bits;
   } else {
-    parts_.accelerator->request(bits);
+    AcceleratorAccess::core(*parts_.accelerator)->windows.shared()->requests |= bits;
   }
 }
 

@@ -34,6 +34,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,6 +48,7 @@
 #include "hasten/comm/communicator.h"
 #include "hasten/core/stateful.h"
 #include "hasten/state/saved_state.h"
+#include "hasten/tracking/tracker.h"
 
 namespace hasten {
 
@@ -197,8 +199,6 @@ class Accelerator : public Gradients {
   ForwardGuard forward_scope(const Models&... models) const {
     return ForwardGuard(*core_, {detail::module_of(models).get()...});
   }
-  /// True if the model was prepared with a sharding strategy and the world has several ranks.
-  bool shards(const detail::ModelRef& model) const;
   /// Runs `use` on rank 0, where the models' parameters are unsharded meanwhile: for example to
   /// save them in your own format. It does not run on other ranks. Values that `use` writes into
   /// parameters of sharded models are lost. Call it between windows. Collective, blocking. Memory
@@ -306,8 +306,20 @@ class Accelerator : public Gradients {
   void register_for_checkpointing(std::string name, Stateful& object,
                                   StateScope scope = StateScope::shared);
 
-  /// Ends the run: compares the ranks' steps, then closes the group if this accelerator made it.
-  /// Later collective calls throw. A second call does nothing. Collective. Throws
+  /// Makes the trackers of AcceleratorOptions::log_with on rank 0; named ones write into
+  /// logging_dir/project_name. They store `config`, a JSON object of hyper-parameters. A tracker
+  /// that fails, here or later, is a warning, and training continues without it. Local.
+  void init_trackers(const std::string& project_name,
+                     const nlohmann::json& config = nlohmann::json::object());
+  /// Passes a JSON object of names and values to all trackers: {{"train/loss", 0.5}}. Local; does
+  /// nothing except on rank 0. Throws InputError before init_trackers().
+  void log(const nlohmann::json& values, std::optional<int64_t> step = {});
+  /// The tracker of this name, for example to log a histogram; never null. Except on rank 0 its
+  /// functions do nothing. Throws InputError for a name that is not in log_with.
+  std::shared_ptr<GeneralTracker> get_tracker(const std::string& name) const;
+
+  /// Ends the run: compares the ranks' steps, then closes the group if this accelerator made it,
+  /// and finishes the trackers. Later collective calls throw. A second call does nothing. Collective. Throws
   /// CommunicationError on every rank if other ranks continue to train.
   void end_training();
 

@@ -3,8 +3,11 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "hasten/accelerator/prepare.h"
@@ -17,6 +20,11 @@
 #include "hasten/parallel/fully_shard.h"
 
 namespace hasten {
+
+class GeneralTracker;
+
+/// A tracker, or its name for make_tracker().
+using TrackerChoice = std::variant<std::string, std::shared_ptr<GeneralTracker>>;
 
 /// How often a PreparedScheduler steps for one optimizer step.
 enum class SchedulerTicks {
@@ -121,6 +129,12 @@ struct AcceleratorOptions {
   /// before it runs. An error names the first difference. Costs a pass over the parameters and some
   /// milliseconds per window. HASTEN_DEBUG=1 in the environment also turns it on.
   bool debug = false;
+  /// The trackers of init_trackers() (hasten/tracking/tracker.h), equally on all ranks:
+  /// {"tensorboard", my_tracker}. Named ones need one of these folders; logging_dir counts if both
+  /// are given.
+  std::vector<TrackerChoice> log_with{};
+  std::filesystem::path project_dir{};
+  std::filesystem::path logging_dir{};
 };
 
 } // namespace hasten

@@ -35,6 +35,8 @@ namespace hasten {
 
 namespace detail {
 class AcceleratorCore;
+/// For classes of hasten that work on an accelerator, such as LocalSGD.
+struct AcceleratorAccess;
 
 // Values in which the functions below look for tensors; a Tensor has its own overload.
 template <typename Value>
@@ -53,9 +55,6 @@ class Collect {
   bool is_local_main_process() const { return local_process_index() == 0; }
   bool is_last_process() const { return process_index() == num_processes() - 1; }
   const std::shared_ptr<Communicator>& communicator() const;
-  /// The parts of the accelerator, for classes of hasten that work on one, such as LocalSGD. The
-  /// type is not public.
-  const std::shared_ptr<detail::AcceleratorCore>& core() const { return core_; }
 
   /// Returns all ranks' tensors, concatenated along dimension 0 in rank order; a 0-d tensor is one
   /// element. Shapes are equal on all ranks. Any dtype. Collective. Memory: world_size times the
@@ -190,11 +189,6 @@ class Collect {
   /// Returns true on every rank if any rank's flag is set, and clears all flags. Collective.
   bool check_trigger();
 
-  /// The same without an additional message. `bits` (below kWindowRequests) are sent with this
-  /// rank's next complete window. Its WindowReport::requests has the bits of all ranks. In a
-  /// LocalSGD scope windows, and so requests, are local to the rank. Local.
-  void request(uint32_t bits);
-
   /// Blocks until every rank has called it. Collective.
   void wait_for_everyone();
   /// Prints a line to stdout (or `out`) on the main process only. Local.
@@ -209,6 +203,7 @@ class Collect {
   std::shared_ptr<detail::AcceleratorCore> core_;
 
  private:
+  friend struct detail::AcceleratorAccess;
   template <typename Value, typename Change>
   Value map(Value value, Change change) {
     if (detail::change_tensors(value, change) == 0) {
