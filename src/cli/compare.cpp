@@ -7,7 +7,6 @@
 #include <optional>
 #include <string_view>
 
-#include "agreement.h"
 #include "classifier.h"
 #include "compare.h"
 #include "hasten/accelerator/accelerator.h"

@@ -3,9 +3,25 @@
 // main thread.
 #pragma once
 
+#include <functional>
+#include <string_view>
+
 #include "commands.h"
 
 namespace hasten {
+
+class Communicator;
+
+namespace detail {
+
+/// Runs `stage` (local work that may throw) and agrees on the result. Collective: one exchange
+/// through the store. Blocks until the slowest rank's stage has ended.
+/// Throws on all ranks if any failed: the lowest rank that failed rethrows its error, the others
+/// throw SilentExit with that error's exit code.
+void agree_on(Communicator& communicator, std::string_view name,
+              const std::function<void()>& stage);
+
+} // namespace detail
 
 /// Collective: every rank of the world in the environment calls it. Rank 0
 /// prints and writes.

@@ -6,7 +6,6 @@
 #include <optional>
 #include <string_view>
 
-#include "agreement.h"
 #include "checks.h"
 #include "classifier.h"
 #include "hasten/accelerator/accelerator.h"
@@ -307,6 +306,32 @@ bool train(const TrainCommand& command, const TrainInputs& in,
     leave_results(trainer, command, in, output);
   }
   return !output.already_finished;
+}
+
+void agree_on(Communicator& communicator, std::string_view name,
+              const std::function<void()>& stage) {
+  std::exception_ptr failure;
+  int code = kExitOk;
+  try {
+    stage();
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    const auto* interrupted = dynamic_cast<const Interrupted*>(&error);
+    code = interrupted != nullptr                               ? 128 + interrupted->signal()
+           : dynamic_cast<const InputError*>(&error) != nullptr ? kExitBadInput
+                                                                : kExitFailed;
+  }
+  const auto codes = communicator.all_gather_object(code, name);
+  const auto first = std::find_if(codes.begin(), codes.end(),
+                                  [](const nlohmann::json& each) { return each != kExitOk; });
+  if (first == codes.end()) {
+    return;
+  }
+  communicator.close();
+  if (first - codes.begin() == communicator.rank()) {
+    std::rethrow_exception(failure);
+  }
+  throw SilentExit(first->get<int>());
 }
 
 } // namespace detail

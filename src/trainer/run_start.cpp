@@ -131,15 +131,13 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
   return told;
 }
 
-OutputDirHold hold_output_dir(TrainerParts& parts) {
-  OutputDirHold hold;
+void lock_output_dir(TrainerParts& parts) {
   if (!parts.arguments.output_dir.empty()) {
     agreed_with_main(parts, "lock of the output folder", [&] {
-      hold = std::make_unique<OutputDirLock>(parts.arguments.output_dir);
+      parts.output_lock = std::make_unique<OutputDirLock>(parts.arguments.output_dir);
       return nlohmann::json::object();
     });
   }
-  return hold;
 }
 
 RunStart decide_start(TrainerParts& parts) {

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -33,11 +32,9 @@ struct RunStart {
 /// Samples of one step over all ranks.
 int64_t total_batch(const TrainerParts& parts);
 
-/// Rank 0's lock on the output folder; null on the others.
-using OutputDirHold = std::unique_ptr<OutputDirLock>;
-
-/// Throws InputError on all ranks if another run holds the folder. Collective.
-OutputDirHold hold_output_dir(TrainerParts& parts);
+/// Locks the output folder on rank 0. Throws InputError on all ranks if another run holds it.
+/// Collective.
+void lock_output_dir(TrainerParts& parts);
 
 /// Rank 0 decides; all ranks get its decision or an InputError. Collective.
 RunStart decide_start(TrainerParts& parts);

@@ -1,6 +1,7 @@
 #include "hasten/trainer/trainer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <csignal>
@@ -301,11 +302,10 @@ TrainOutput Trainer::train() {
                          " for processes=" + std::to_string(world_size),
                      "at least one sample per process", "use fewer processes or more samples");
   }
-  const detail::OutputDirHold hold = detail::hold_output_dir(parts);
-  parts.output_lock = hold.get();
+  const auto unlock = c10::make_scope_exit([&] { parts.output_lock.reset(); });
+  detail::lock_output_dir(parts);
   detail::RunStart start = detail::decide_start(parts);
   if (start.finished) {
-    parts.output_lock = nullptr;
     return detail::output_of_finished_run(parts);
   }
   detail::settle_precision(parts, start.precision);
@@ -324,7 +324,6 @@ TrainOutput Trainer::train() {
   }
   impl_->run = std::make_unique<detail::TrainingRun>(parts, plan, std::move(start));
   TrainOutput output = impl_->run->run();
-  parts.output_lock = nullptr;
   if (impl_->run->terminated()) {
     throw Interrupted(SIGTERM); // on every rank, after the save
   }

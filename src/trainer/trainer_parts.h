@@ -35,7 +35,7 @@ struct TrainerParts {
   bool precision_settled = false;
   // The choice of enable_checkpointing(); empty: none, or the model had its own.
   std::optional<GradientCheckpointingOptions> checkpointing{};
-  const OutputDirLock* output_lock = nullptr; // rank 0's, while train() runs
+  std::unique_ptr<OutputDirLock> output_lock{}; // rank 0's, while train() runs
 
   template <typename Call>
   void notify(Call&& call) {
@@ -46,7 +46,7 @@ struct TrainerParts {
   Communicator& communicator() { return *accelerator->communicator(); }
   /// Call it before each write into output_dir.
   void require_output_dir() const {
-    if (output_lock != nullptr) {
+    if (output_lock) {
       output_lock->require_in_place();
     }
   }
