@@ -96,6 +96,8 @@ class StoreServer::Loop {
                        "a free port", "choose another MASTER_PORT, or start with hasten launch");
     }
     raise_descriptor_limit(limits_.connections);
+    epoll_fd_ = FileDescriptor(::epoll_create1(EPOLL_CLOEXEC));
+    stop_fd_ = FileDescriptor(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     watch(listen_fd_.get(), EPOLLIN, EPOLL_CTL_ADD);
     watch(stop_fd_.get(), EPOLLIN, EPOLL_CTL_ADD);
   }
@@ -396,8 +398,8 @@ class StoreServer::Loop {
   const bool local_;
   const StoreLimits limits_;
   FileDescriptor listen_fd_{};
-  const FileDescriptor epoll_fd_{::epoll_create1(EPOLL_CLOEXEC)};
-  const FileDescriptor stop_fd_{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  FileDescriptor epoll_fd_{};
+  FileDescriptor stop_fd_{};
   bool listening_ = true; // false while there is no descriptor for new connections
   std::unordered_map<int, StoreClient> clients_; // by descriptor
   std::list<int> strangers_; // not yet proved; oldest first
