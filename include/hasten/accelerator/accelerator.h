@@ -98,8 +98,8 @@ class [[nodiscard]] ForwardGuard {
   std::unique_ptr<Autocast> cast_;
 };
 
-/// Gather, reduce and "run on one rank": hasten/accelerator/collect.h. Clipping:
-/// hasten/accelerator/gradients.h.
+/// Prepares the objects of a training loop, and reduces the gradients of its windows. Gather, reduce
+/// and "run on one rank": hasten/accelerator/collect.h. Clipping: hasten/accelerator/gradients.h.
 class Accelerator : public Gradients {
  public:
   /// Reads the world from the environment (hasten/base/world.h), connects to the peers, sets this

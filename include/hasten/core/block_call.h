@@ -290,8 +290,10 @@ auto& block_of(Block& block) {
 /// a shared_ptr to a module, or a module.
 /// Interceptors see the tensors in arguments and results of type Tensor, optional<Tensor>, vector,
 /// pair or tuple of these, or of a struct that has, in its own namespace,
-///   template <typename Visit>
-///   void flatten(Visit& visit, Output& output) { visit(output.logits); … }
+///
+///     template <typename Visit>
+///     void flatten(Visit& visit, Output& output) { visit(output.logits); … }
+///
 /// If the call is intercepted, all other arguments are copied: what forward writes into them is
 /// lost.
 /// Grad mode, autocast and random state are the caller's. Local.

@@ -28,8 +28,8 @@ struct SyntheticReview {
 /// Throws InputError if rows < 1.
 std::vector<SyntheticReview> synthetic_reviews(const SyntheticReviewsOptions& options = {});
 
-/// The reviews as a table with the columns text, label and product. `delimiter` ',' or '\t' gives
-/// delimited text, '\0' gives JSON Lines.
+/// The reviews as a table with the columns text, label and product. A comma or a tab as
+/// `delimiter` gives delimited text, 0 gives JSON Lines.
 std::string synthetic_reviews_table(const SyntheticReviewsOptions& options = {},
                                     char delimiter = ',');
 

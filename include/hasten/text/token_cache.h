@@ -1,6 +1,6 @@
 // Token ids of the samples of a text classifier or regression, made once and cached on disk.
 //
-// The cache file is in <cache_dir>/tokens. Its name is a hash of everything that determines the
+// The cache file is in `cache_dir/tokens`. Its name is a hash of everything that determines the
 // ids: the bytes of the input files, the columns and how they are read, the split, the vocabulary
 // (or how it is learned) and the length. Samples are read from the file when a batch needs them, so
 // neither texts nor ids must fit in memory. hasten never deletes cache files. You may delete the
