@@ -37,6 +37,24 @@ build_release() {
   cmake --build "$root/build/release" -j "$(compile_jobs)" --target "$@"
 }
 
+# install_packages NAME…: with the system's package manager.
+install_packages() {
+  local packages=("$@") as_root=()
+  if ! command -v apt-get >/dev/null; then
+    die "missing: ${packages[*]} (Debian's names). Install them with your package manager, then run this again."
+  fi
+  if ((EUID != 0)); then
+    command -v sudo >/dev/null ||
+      die "missing: ${packages[*]}. Run as root: apt-get install ${packages[*]}"
+    as_root=(sudo)
+  fi
+  say "installing with ${as_root[*]:+sudo }apt-get: ${packages[*]}"
+  "${as_root[@]}" apt-get update -qq >&2
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends \
+    "${packages[@]}" >/dev/null
+}
+
 # One script at a time works on the cache: with_cache_lock COMMAND ARGS…
 with_cache_lock() {
   mkdir -p "$cache"

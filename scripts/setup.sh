@@ -48,23 +48,6 @@ missing_packages() {
   "${CXX:-c++}" -std=c++20 -E -P -x c++ - <<<"$headers" | awk '$1 == "MISSING" { print $2 }'
 }
 
-install_packages() {
-  local packages=("$@") as_root=()
-  if ! command -v apt-get >/dev/null; then
-    die "missing: ${packages[*]} (Debian's names). Install them with your package manager, then run this again."
-  fi
-  if ((EUID != 0)); then
-    command -v sudo >/dev/null ||
-      die "missing: ${packages[*]}. Run as root: apt-get install ${packages[*]}"
-    as_root=(sudo)
-  fi
-  say "installing with ${as_root[*]:+sudo }apt-get: ${packages[*]}"
-  "${as_root[@]}" apt-get update -qq >&2
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -qq -o Dpkg::Use-Pty=0 --no-install-recommends \
-    "${packages[@]}" >/dev/null
-}
-
 check_compiler() {
   local compiler=${CXX:-c++} probe='int main() { auto f = []<class T>(T x) { return x; }; return f(0); }'
   "$compiler" -std=c++20 -fsyntax-only -x c++ - <<<"$probe" 2>/dev/null ||
