@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a release needs beyond scripts/test.sh, which it runs first: all parts under the
-# sanitizers, a hundred training runs that are killed at random, and the benchmarks with
-# their thresholds. It takes hours. Ends with 0 if all is well.
+# sanitizers, a hundred training runs that are killed at random, the documentation site, and
+# the benchmarks with their thresholds. It takes hours. Ends with 0 if all is well.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -9,6 +9,7 @@ cd "$root"
 scripts/test.sh
 scripts/sanitize.sh --all
 tools/kill_trials.py --trials 100 --programs build/release/bin
+scripts/site.sh
 mapfile -t benchmarks < <(scripts/bench.sh --list | awk '{ print $1 }')
 scripts/bench.sh "${benchmarks[@]}" --json build/bench.json
-say "ready for a release; benchmarks are in build/bench.json"
+say "ready for a release; benchmarks are in build/bench.json, the site is in build/site"
