@@ -22,7 +22,7 @@ phase() {
 check_sources() {
   local failed=0 check
   "$root/tools/format.sh" --check || failed=1
-  for check in layers sizes tests words snippets places; do
+  for check in layers sizes tests words snippets places mapping; do
     "$root/tools/check_$check.py" || failed=1
   done
   "$root/tools/check_headers.py" --jobs "$(compile_jobs)" || failed=1

@@ -23,6 +23,8 @@ GOOD = {
     "examples/loop.cpp": "int main() {\n  // [loop]\n  run();\n  // [/loop]\n}\n",
     "README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\n```\n[page](docs/architecture.md)\n"
     "| runs | [b.cpp](src/comm/b.cpp) | `B::run` |\n",
+    "docs/guides/coming-from-python.md": "| Python | hasten | remark |\n|---|---|---|\n"
+    "| `a` | `a` | |\n| `jit` | not there | C++ is compiled |\n",
 }
 # Stands for LibTorch: what check_headers looks at is names.
 TORCH = {
@@ -227,6 +229,33 @@ class ChecksTest(unittest.TestCase):
 
     def test_places_no_table(self):
         self.assert_bad("places", {"README.md": "text\n"}, "no table")
+
+    def map_row(self, hasten, remark="r"):
+        page = "| Python | hasten | remark |\n|---|---|---|\n"
+        return {"docs/guides/coming-from-python.md": f"{page}| `x` | {hasten} | {remark} |\n"}
+
+    def test_mapping_names(self):
+        header = "struct Base {\n  int old;\n};\nclass Box : public Base {\n  int lid;\n};\nint f(); // gone\n"
+        source = '// --no-flag\nvoid g() { flag("--size,--rows"); run("train"); getenv("HASTEN_X"); }\n'
+        write(self.root, {"include/hasten/base/m.h": header, "src/base/m.cpp": source})
+        for name in ("Box::lid", "Box::old", "hasten::f", "f()", "--rows", "hasten train --size",
+                     "HASTEN_X", "hasten/base/m.h", "torch::save"):
+            with self.subTest(name):
+                write(self.root, self.map_row(f"`{name}`", ""))
+                self.assert_good("mapping")
+        for name in ("Box::f", "Bag::lid", "gone", "--no-flag", "hasten fly", "HASTEN_Y",
+                     "hasten/base/n.h", "f(1)", "Base::lid"):
+            with self.subTest(name):
+                write(self.root, GOOD)
+                self.assert_bad("mapping", self.map_row(f"`f`, `{name}`"), "md:3", name)
+
+    def test_mapping_rows(self):
+        for row in (self.map_row("not there", ""), self.map_row("nothing"), self.map_row("")):
+            self.assert_bad("mapping", row, "md:3", "needs a name")
+            write(self.root, GOOD)
+        self.assert_bad("mapping", self.map_row("`a`", "b | c"), "4 columns")
+        write(self.root, GOOD)
+        self.assert_bad("mapping", {"docs/guides/coming-from-python.md": "text\n"}, "no table")
 
     def test_headers_missing_include(self):
         self.assert_bad("headers", {"include/hasten/base/c.h": "#pragma once\nstd::string c();\n"}, "c.h:1", "std")
