@@ -29,6 +29,6 @@ mkdir -p "$work"
 cp "$style"/doxygen-awesome{,-sidebar-only}.css "$root/docs/site/site.css" "$work"
 (cd "$work" && doxygen - <<<"$(cat "$root/docs/site/Doxyfile")
 WARN_AS_ERROR = $on_warning")
-"$root/scripts/site_pages.py" --check "$work/html"
+"$root/scripts/site_pages.py" --finish "$work"
 mv "$work/html" "$root/build/site"
 say "the site is in build/site: open build/site/index.html"

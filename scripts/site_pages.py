@@ -3,7 +3,8 @@
 documentation, changed so that their links work on the site, and a layout whose side bar
 has the sections of docs/README.md.
 
-    scripts/site_pages.py build/site_input
+    scripts/site_pages.py build/site_input             before Doxygen
+    scripts/site_pages.py --finish build/site_input    after it: links names, finds dead links
 
 - A page gets the name `guides-trainer` for docs/guides/trainer.md, and each heading
   a label, so that `trainer.md#what-it-costs` leads to that heading.
@@ -12,7 +13,9 @@ has the sections of docs/README.md.
 - The first comment of a header becomes the description on the header's page.
 """
 
+import collections
 import html
+import json
 import os
 import pathlib
 import re
@@ -20,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import urllib.parse
+from xml.etree import ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 START = "docs/README.md"  # its sections are those of the side bar
@@ -28,6 +32,8 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:)([^)#\
 CODE = re.compile(r"(`+)(.+?)\1")
 # Doxygen's names, of those that it knows.
 LANGUAGES = {"python": "{.py}", "c++": "{.cpp}", "cpp": "{.cpp}"}
+# Words of headings that nobody looks for.
+UNSEARCHED = set("and are does for from has how its that the this what when where which who with".split())
 WIDTH = 100  # of a line in a header
 LAYOUT = """<doxygenlayout version="1.0">
 <navindex>
@@ -208,6 +214,68 @@ class Pages:
         (self.folder / "layout.xml").write_text(LAYOUT.format(tabs))
 
 
+class Names:
+    """Where the reference describes a name; from Doxygen's tag file."""
+
+    def __init__(self, tag_file):
+        self.address, self.bases = {}, {}
+        for compound in ElementTree.parse(tag_file).getroot():
+            if compound.get("kind") not in ("class", "struct", "namespace"):
+                continue
+            owner = compound.findtext("name").removeprefix("hasten").removeprefix("::")
+            prefix = f"{owner}::" if owner else ""
+            if owner:
+                self.address[owner] = compound.findtext("filename")
+            self.bases[owner] = [base.text.removeprefix("hasten::") for base in compound.findall("base")]
+            for member in compound.findall("member"):
+                place = member.findtext("anchorfile"), member.findtext("anchor")
+                self.address.setdefault(prefix + member.findtext("name"), "#".join(place))
+                for value in member.findall("enumvalue"):
+                    place = value.get("file"), value.get("anchor")
+                    self.address.setdefault(f"{prefix}{member.findtext('name')}::{value.text}", "#".join(place))
+
+    def find(self, name):
+        """Also in base classes. Plain words are not looked up: they may be any language's."""
+        if not re.search(r"[A-Z_]", name):
+            return None
+        owner, _, member = name.rpartition("::")
+        found = self.address.get(name) or self.address.get(f"{owner}Impl::{member}")
+        return found or next(filter(None, (self.find(f"{base}::{member}") for base in self.bases.get(owner, ()))), None)
+
+    def link(self, page):
+        """Makes links of the names of the reference in a page of the documentation."""
+        code = r"<a\b[^>]*>.*?</a>|<code>([\w:]+)(?:\(\))?</code>"
+        if "coming-from" in page.name:  # the first column is another library's
+            code = r"<tr[^>]*>\s*<td[^>]*>.*?</td>|" + code
+
+        def linked(match):
+            address = match[1] and self.find(match[1].removeprefix("hasten::"))
+            return f'<a class="el" href="{address}">{match[0]}</a>' if address else match[0]
+
+        page.write_text(re.sub(code, linked, page.read_text()))
+
+
+def index_headings(folder):
+    """Adds each word of the pages' headings to the search, which knows only how titles begin."""
+    letters = re.search(r'0: "([^"]*)"', (folder / "html/search/searchdata.js").read_text())[1]
+    entries = collections.defaultdict(list)
+    for page in sorted((folder / "input").glob("*.md")):
+        title = None
+        for heading, label in re.findall(r"^#+ (.*?)(?: \{#(\S+)\})?$", page.read_text(), flags=re.M):
+            words = set(re.findall(r"[a-z][a-z0-9]{2,}", re.sub(r"'s?\b", "", heading).lower())) - UNSEARCHED
+            heading = html.escape(re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", heading))
+            address = f"../{page.stem}.html" + (f"#{label}" if title else "")
+            for word in words:
+                entry = [f"{word}_p{page.stem}{label}", [heading, [address, 1, title or ""]]]
+                entries[word[0]].append("  " + json.dumps(entry).replace("'", "&#39;").replace('"', "'"))
+            title = title or heading
+    for number, letter in enumerate(letters):
+        path = folder / f"html/search/all_{number:x}.js"
+        lines = [line.rstrip(",") for line in path.read_text().splitlines()[2:-1]]
+        lines = [line for line in lines if "_8md.html" not in line] + entries[letter]
+        path.write_text("var searchData=\n[\n" + ",\n".join(sorted(lines, key=str.lower)) + "\n];\n")
+
+
 def dead_links(folder):
     """The links between pages that lead nowhere, as `page: link`."""
     anchors, links = {}, set()
@@ -226,8 +294,13 @@ def dead_links(folder):
 
 
 def main():
-    if sys.argv[1] == "--check":
-        found = list(dead_links(pathlib.Path(sys.argv[2])))
+    if sys.argv[1] == "--finish":
+        folder = pathlib.Path(sys.argv[2])
+        names = Names(folder / "hasten.tag")
+        for page in (folder / "input").glob("*.md"):
+            names.link(folder / "html" / f"{page.stem}.html")
+        index_headings(folder)
+        found = list(dead_links(folder / "html"))
         sys.exit("links that lead nowhere:\n" + "\n".join(found) if found else 0)
     folder = pathlib.Path(sys.argv[1])
     pages = Pages(folder)
