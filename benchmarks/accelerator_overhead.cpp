@@ -1,5 +1,5 @@
 // What the accelerator costs where it has nothing to do: one process, one batch a
-// step. Its loop beside LibTorch's own, step by step in turns, one thread.
+// step. Its loop compared with LibTorch's own, step by step in turns, one thread.
 //   accelerator_overhead [--steps N] [--smoke]
 // Prints one JSON line per case: {"case", "steps", "ours", "plain"}, the median
 // seconds of a step: batch from the loader, forward, backward, AdamW, zero_grad.

@@ -1,6 +1,6 @@
-// Plans under a budget beside the simple rules, run and measured, one thread.
+// Plans under a budget compared with simple rules, run and measured, one thread.
 //   activation_plan [--model bert-base] [--batch 8x128] [--rounds N] [--smoke]
-// Prints one JSON line per case: {"case", "unit", "ours", "other"}: ours beside the
+// Prints one JSON line per case: {"case", "unit", "ours", "other"}: ours and the
 // rule that the case names.
 #include <malloc.h>
 #include <torch/torch.h>
@@ -123,7 +123,7 @@ static void compare(const std::string& name, const PlanBench& bench) {
     const std::string text = name + "_peak_at_" + std::to_string(percent);
     try {
       print_pair(text, "bytes", bytes(bench.within(budget)->observed_peak_bytes), bytes(budget));
-    } catch (const InputError&) { // below the least: told, not hidden
+    } catch (const InputError&) { // below the least: reported, not hidden
       print_pair(text + "_least", "bytes", bytes(least_budget(profile)), bytes(budget));
     }
   }

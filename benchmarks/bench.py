@@ -33,7 +33,7 @@ MOST_OF_BEFORE = 1.03  # of an earlier commit, in cases that are held to a ratio
 
 
 class FirstLine(threading.Thread):
-    """Notes when a file gets its first line: the record of the first update is written
+    """Notes when a file gets its first line: the record of the first step is written
     through as soon as its loss is known."""
 
     def __init__(self, path):
@@ -120,7 +120,7 @@ class TrainerAccuracy(Bench):
 
     name = "trainer_accuracy"
     rounds = 3
-    # One percentage point is the bound; told here, held by whoever reads the row.
+    # One percentage point is the bound. It is stated here; the reader of the row compares.
     cases = [Case("minilm", "mistakes/1000 rows", float("inf"), 1), Case("bert_mini", "mistakes/1000 rows", float("inf"), 1)]
     middle = staticmethod(statistics.mean)
     settings = {"minilm": ("minilm", "2", "5e-5"), "bert_mini": ("bert-mini", "3", "3e-4")}
@@ -141,7 +141,7 @@ class TrainerAccuracy(Bench):
 
 
 class LoopOverhead(Bench):
-    """A loop of ours beside one written by hand, one process, one thread."""
+    """A loop of ours compared with one written by hand, one process, one thread."""
 
     rounds = 5
 
@@ -159,7 +159,7 @@ class LoopOverhead(Bench):
 
 
 class TrainerOverhead(LoopOverhead):
-    """The Trainer's updates beside a hand-written loop's, one process, one thread."""
+    """The Trainer's steps compared with a hand-written loop's, one process, one thread."""
 
     name = "trainer_overhead"
     peer_name = "loop by hand"
@@ -171,7 +171,7 @@ class TrainerOverhead(LoopOverhead):
 
 
 class AcceleratorOverhead(LoopOverhead):
-    """The accelerator's loop beside LibTorch's own, one process, one thread."""
+    """The accelerator's loop compared with LibTorch's own, one process, one thread."""
 
     name = "accelerator_overhead"
     peer_name = "plain LibTorch loop"
@@ -183,12 +183,12 @@ class AcceleratorOverhead(LoopOverhead):
 
 
 class DdpStep(Bench):
-    """Forward, backward and reduction on two ranks of one thread, beside torch's own DDP."""
+    """Forward, backward and reduction on two ranks of one thread, compared with torch's own DDP."""
 
     # "…_over_alone": what a step takes longer than the same one in one process. Memory is
     # ours alone, in gradient copies: what a rank of two holds more than one process, whose
     # gradients stay allocated, as they do between the batches of a window, or are freed
-    # after each step. "self_rows": batches of 32 rows a rank, beside two processes at the
+    # after each step. "self_rows": batches of 32 samples a rank, compared with two processes at the
     # same time that do not talk.
 
     name = "ddp_step"
@@ -235,8 +235,8 @@ class DdpStep(Bench):
 class OptimizerStep(Bench):
     """AdamW's step, one thread: BERT-base's shapes, and 2000 tensors of 256."""
 
-    # "…_all": unscale, clip by norm, step and zeroed gradients. "…_torch": beside
-    # torch::optim::AdamW. "…_all_over_step": ours alone. "…_stream": beside streaming the
+    # "…_all": unscale, clip by norm, step and zeroed gradients. "…_torch": compared with
+    # torch::optim::AdamW. "…_all_over_step": ours alone. "…_stream": compared with streaming the
     # 28 bytes a number that a step must move.
 
     name = "optimizer_step"
@@ -278,7 +278,7 @@ class OptimizerStep(Bench):
 
 
 class CheckpointOverhead(Bench):
-    """Regions beside torch.utils.checkpoint: what one costs, and a model's step and peak."""
+    """Regions compared with torch.utils.checkpoint: what one costs, and a model's step and peak."""
 
     name = "checkpoint_overhead"
     rounds = 3
@@ -286,7 +286,7 @@ class CheckpointOverhead(Bench):
     cases = [
         Case("region_overhead", "us/region", 1.0, 2, limit=15),
         Case("region", "us/region", 1.0, 2),
-        # With the engine installed and no region active, beside before it was.
+        # With the engine installed and no region active, compared with before it was.
         Case("no_region", "us/op", 1.02, 4),
         Case("bert_mini_none", "s/step", float("inf"), 4),
         Case("bert_mini_full", "s/step", 1.0, 4),
@@ -316,7 +316,7 @@ class CheckpointOverhead(Bench):
 
 
 class ActivationPlan(Bench):
-    """Plans under a budget beside simple rules: all of it ours, the rule is the other side."""
+    """Plans under a budget compared with simple rules: all of it ours, the rule is the other side."""
 
     name = "activation_plan"
     rounds = 1

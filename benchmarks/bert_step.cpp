@@ -2,7 +2,7 @@
 // else: no optimizer, no data. Peer: peers/bert_step.py.
 //   bert_step [--rounds N] [--smoke]
 // Prints one JSON line per case: {"case", "unit", "value"}, the median of N rounds
-// in seconds per 1000 samples. Cases: shape, tokens a row, with or without padding.
+// in seconds per 1000 samples. Cases: shape, tokens a sample, with or without padding.
 #include <torch/torch.h>
 
 #include <algorithm>

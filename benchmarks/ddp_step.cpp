@@ -2,7 +2,7 @@
 // rank, no optimizer, no data. Started by `hasten launch`, or alone as one process.
 // Peer: peers/ddp_step.py.
 //   ddp_step bert-mini|small-tensors [--steps N] [--keep] [--batch ROWS]
-// --keep: gradients are set to zero after a step, not freed. --batch: rows a rank, of
+// --keep: gradients are set to zero after a step, not freed. --batch: samples a rank, of
 // bert-mini, 8 unless given.
 // Rank 0 prints one JSON line: median seconds of a step, most bytes of tensors
 // alive on any rank while stepping, bytes of the gradients, seconds of
@@ -56,7 +56,7 @@ struct Measured {
   WindowReport window{};
 };
 
-// `loss`: a sum over `weight` rows.
+// `loss`: a sum over `weight` samples.
 template <typename Model>
 Measured measure_steps(Model model, const Request& request, double weight,
                        const std::function<at::Tensor()>& loss) {

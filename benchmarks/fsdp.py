@@ -1,4 +1,4 @@
-"""Sharded training: its steps beside torch's fully_shard and our DDP, and its memory."""
+"""Sharded training: its steps compared with torch's fully_shard and our DDP, and its memory."""
 
 from sides import Bench, Case, launched, peer_ranks
 
@@ -7,7 +7,7 @@ class FsdpStep(Bench):
     """Steps of a GPT-2-shaped model (6 layers, 11 M parameters), 4 x 128 tokens a rank."""
 
     # "…_over_ddp": our own DDP is the other side. "…_exposed": what forward and backward
-    # take beyond those of as many processes that do not talk, each side beside its own.
+    # take beyond those of as many processes that do not talk, each side compared with its own.
     name = "fsdp_step"
     rounds = 3
     peer_name = "PyTorch fully_shard; …_over_ddp: ours with ddp"
@@ -44,8 +44,8 @@ class FsdpMemory(Bench):
     """Bytes of tensors on the largest rank between steps, of a model of many layers."""
 
     # The other side is the formula: 16 bytes of each element of the rank's rows, and four
-    # blocks and the root beside them. "…_peak": the most in a step of one short row, where
-    # a block's gradients come on top. "…_growth": what a layer adds to that, beside its
+    # blocks and the root as well. "…_peak": the most in a step of one short sample, where
+    # a block's gradients come on top. "…_growth": what a layer adds to that, compared with its
     # rows' 16 bytes. "…_bert_base": as wide, deep and many words. "…_over_ddp": peaks, ours with ddp.
     name = "fsdp_memory"
     rounds = 1

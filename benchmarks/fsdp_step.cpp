@@ -2,7 +2,7 @@
 // Peer: peers/fsdp_step.py.
 //   fsdp_step [--strategy ddp|zero1|zero2|fsdp|alone] [--layers N] [--width N]
 //     [--words N] [--rows N] [--tokens N] [--steps N]
-// alone: every rank trains a model of its own, without a word to the others.
+// alone: every rank trains its own model, without a word to the others.
 // Rank 0 prints one JSON line: median seconds of a step (forward, backward, AdamW), of
 // its forward and backward, and that it waited for messages; and of the largest rank: bytes of tensors
 // between steps, at the most, elements of parameters and of the largest block.

@@ -15,9 +15,9 @@ UNHELD = float("inf")
 
 
 class LocalSGDAverage:
-    """One average of a model's parameters over two ranks, beside Accelerate's LocalSGD."""
+    """One average of a model's parameters over two ranks, compared with Accelerate's LocalSGD."""
 
-    # Limit of the transactional rows: told as rows "…_copy", one pass of the bytes.
+    # Limit of the transactional rows: the rows "…_copy" have it, one pass of the bytes.
     name = "local_sgd_average"
     rounds = 3
     peer_name = "Accelerate LocalSGD"
@@ -91,7 +91,7 @@ class Link:
         subprocess.run([*self.prefix(holder), *command], check=True, capture_output=True)
 
     def shape(self, bits_per_second):
-        """Both directions. The bucket holds 10 ms, so that the mean is what is asked for."""
+        """Both directions. The bucket holds 10 ms, so that the mean is the given rate."""
         for holder in self.holders:
             rate, burst = f"{int(bits_per_second)}bit", str(max(65536, int(bits_per_second / 800)))
             self.inside(
@@ -240,7 +240,7 @@ class LocalSGDW8a:
 
 
 class LocalSGDReviews(Bench):
-    """Mistakes and loss on unseen reviews after the same samples, by H, beside DDP."""
+    """Mistakes and loss on unseen reviews after the same samples, by H, compared with DDP."""
 
     name = "local_sgd_reviews"
     rounds = 3

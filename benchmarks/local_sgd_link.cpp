@@ -1,5 +1,5 @@
-// Training steps of bert-mini where the link is what costs: DDP beside Local SGD.
-// One thread a rank; the ranks are started by bench.py, each in a network of its own
+// Training steps of bert-mini where the link is what costs: DDP and Local SGD.
+// One thread a rank; the ranks are started by bench.py, each in its own network
 // with a shaped link between them.
 //   local_sgd_link ddp|alone|blocking|overlapped [--every H] [--windows N]
 // Rank 0 prints one JSON line: seconds of a step, over N times H steps after as many

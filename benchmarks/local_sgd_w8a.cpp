@@ -1,7 +1,7 @@
 // Iterations of Local SGD to a target: K workers, H steps between averages, as in
 // Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), figure of
 // section 5: logistic regression with L2 regularisation of 1/n on a sparse data
-// set, each worker draws batches of b rows with replacement from all rows.
+// set, each worker draws batches of b samples with replacement from all samples.
 //   local_sgd_w8a DATA [--batch B] [--smoke]   K and H varied, simulated in turn
 //   local_sgd_w8a DATA --check                 under `hasten launch --nproc K`
 // DATA: libsvm text. Prints one JSON line a (K, H, target): the least iterations over

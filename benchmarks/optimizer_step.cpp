@@ -1,4 +1,4 @@
-// One update of AdamW, one thread: BERT-base's shapes (110 M numbers), and 2000
+// One step of AdamW, one thread: BERT-base's shapes (110 M numbers), and 2000
 // tensors of 256.
 //   optimizer_step [--steps N] [--smoke]
 // Prints one JSON line per case: {"case", "numbers", "step", "all", "torch",

@@ -1,4 +1,4 @@
-// What the programs share that run a loop of ours beside one written by hand.
+// What the programs share that compare a loop of ours with one written by hand.
 #pragma once
 
 #include <algorithm>

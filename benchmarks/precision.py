@@ -1,4 +1,4 @@
-"""bf16 and fp16 beside fp32, and bf16 beside the peer's."""
+"""bf16 and fp16 compared with fp32, and bf16 compared with the peer's."""
 
 import json
 
@@ -7,10 +7,10 @@ from sides import PICTURES, RANKS, ROOT, Bench, Case, environment, wait_all
 
 
 class Precision(Bench):
-    """Training steps in bf16 beside fp32 and beside Hugging Face's in bf16, one thread."""
+    """Training steps in bf16 compared with fp32 and with Hugging Face's in bf16, one thread."""
 
     # "…_over_fp32", "…_peak" and "…_batches" have our own fp32 as the other side;
-    # "…_batches": batches for 1000 rows, each as large as fits into 512 MiB.
+    # "…_batches": batches for 1000 samples, each as large as fits into 512 MiB.
 
     name = "precision"
     rounds = 3
@@ -57,7 +57,7 @@ class Precision(Bench):
         yield "minilm_reviews", None, 1000 * report["train_runtime"] / report["samples"]
 
     def picture(self, root):
-        """Loss on reviews, mean of ten updates. fp16 on a CPU takes minutes."""
+        """Loss on reviews, mean of ten steps. fp16 on a CPU takes minutes."""
         curves = {}
         for precision in ("fp32", "bf16", "fp16"):
             losses = [r["loss"] for r in self.reviews(precision, 80, 8, "1e-4", RANKS) if "loss" in r]

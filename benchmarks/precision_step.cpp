@@ -1,4 +1,4 @@
-// A training step (forward, backward, AdamW) of BERT-base, 8 rows of 128 tokens, in
+// A training step (forward, backward, AdamW) of BERT-base, 8 samples of 128 tokens, in
 // fp32 and in bf16, one thread; the peak of its activations; and the largest batch
 // whose activations fit into a limit. Peer: peers/precision_step.py.
 //   precision_step [--smoke]
@@ -44,7 +44,7 @@ struct Subject {
     }
     loss.backward();
   }
-  // Bytes that forward and backward hold at once, beside gradients.
+  // Bytes that forward and backward hold at once, in addition to gradients.
   int64_t peak(const Rows& rows, bool bf16) {
     const int64_t before = memory_stats().live_bytes;
     reset_peak_memory();
@@ -59,7 +59,7 @@ static void print_value(const std::string& name, const char* unit, double v) {
   std::fflush(stdout);
 }
 
-// The largest batch within `limit` bytes of activations, to a row.
+// The largest batch within `limit` bytes of activations, to a sample.
 static int64_t largest_batch(Subject& subject, bool bf16, int64_t limit) {
   int64_t fits = 0, over = 1;
   while (subject.peak(Rows(over), bf16) <= limit) {

@@ -14,7 +14,7 @@ WARM = 300  # updates, in which every length has come
 
 
 class Sampler(threading.Thread):
-    """Notes the largest rank's resident bytes whenever the run has recorded updates."""
+    """Notes the largest rank's resident bytes whenever the run has recorded steps."""
 
     def __init__(self, out):
         super().__init__(daemon=True)
@@ -49,7 +49,7 @@ class Sampler(threading.Thread):
 
 
 def slope(curve):
-    """By least squares, as a share of the mean for 1,000 updates."""
+    """By least squares, as a share of the mean for 1,000 steps."""
     x, y = [step / 1000 for step, _ in curve], [bytes for _, bytes in curve]
     middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - middle_x) ** 2 for a in x)
@@ -57,9 +57,9 @@ def slope(curve):
 
 
 class ResidentMemory(Bench):
-    """Resident memory of the largest of two ranks over 2,000 updates of mixed lengths."""
+    """Resident memory of the largest of two ranks over 2,000 steps of mixed lengths."""
 
-    # bert-tiny, 4 rows a rank, 9 to 98 tokens. "…_bf16": at the end, beside fp32's.
+    # bert-tiny, 4 samples a rank, 9 to 98 tokens. "…_bf16": at the end, compared with fp32's.
 
     name = "resident_memory"
     rounds = 1

@@ -21,7 +21,7 @@ PICTURES = "docs/pictures"
 class Case:
     name: str
     unit: str
-    most: float  # ratio above which the benchmark fails; infinity where told, not held
+    most: float  # ratio above which the benchmark fails; infinity: only reported
     digits: int = 3
     limit: float | None = None  # our value may not be above it, without a peer
     peer: str | None = None  # where it is another than the benchmark's

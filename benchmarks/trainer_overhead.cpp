@@ -1,8 +1,8 @@
-// What the Trainer costs: its updates beside those of a loop written by hand on the
+// What the Trainer costs: its steps compared with those of a loop written by hand on the
 // same model and batches, in turns, one process, one thread.
 //   trainer_overhead [--steps N] [--smoke]
 // Prints one JSON line per case: {"case", "steps", "ours", "plain"}, the median
-// seconds of an update: batch, forward, backward, AdamW, schedule, zero_grad, records.
+// seconds of a step: batch, forward, backward, AdamW, schedule, zero_grad, records.
 // The loop by hand runs in the Trainer's own callback, so both find the caches as the
 // other left them.
 #include <torch/torch.h>
@@ -37,7 +37,7 @@ class TensorRows final : public Dataset {
   std::map<std::string, at::Tensor> tensors_;
 };
 
-/// Takes the time of each update of the Trainer's, then does one by hand.
+/// Takes the time of each step of the Trainer's, then does one by hand.
 class Alternate final : public TrainerCallback {
  public:
   explicit Alternate(std::function<void()> by_hand) : by_hand_(std::move(by_hand)) {}
@@ -127,7 +127,7 @@ void compare_bert_mini(int64_t steps) {
           {"labels", torch::randint(0, 2, {kRows})}}));
 }
 
-// Ten parameters, and an update that is nothing but overhead.
+// Ten parameters, and a step that is nothing but overhead.
 void compare_ten_parameters(int64_t steps) {
   compare<torch::nn::Sequential>(
       "ten_parameters", steps,

@@ -1,7 +1,7 @@
 """The peer of fsdp_step.cpp: torch's fully_shard, block by block, on Gloo.
 
 python fsdp_step.py [--alone 1] [--layers N] [--width N] [--rows N] [--tokens N] [--steps N]
-Rank 0 prints one JSON line. Alone: a model of its own on every rank. Run by bench.py, which sets RANK and the rest of torchrun's
+Rank 0 prints one JSON line. Alone: every rank has its own model. Run by bench.py, which sets RANK and the rest of torchrun's
 variables.
 """
 
