@@ -40,7 +40,7 @@ STRATEGIES = {
 
 @dataclasses.dataclass
 class Run:
-    """One command line that is started, killed and started again in a folder of its own."""
+    """One command line that is started, killed and started again in its own folder."""
 
     options: argparse.Namespace
     folder: pathlib.Path
@@ -146,7 +146,7 @@ def one_trial(options, draw, folder, strategy, whole, counts):
         left = run.orphans()
         if left:
             counts["orphans"] += len(left)
-            wrong.append(f"left running behind start {run.starts}: {left}")
+            wrong.append(f"left running after start {run.starts}: {left}")
             for pid in left:
                 kill(pid)
     code = run.wait(run.start())
@@ -159,7 +159,7 @@ def one_trial(options, draw, folder, strategy, whole, counts):
     left = run.leftovers()
     if left:
         counts["leftovers"] += len(left)
-        wrong.append(f"left behind: {', '.join(left)}")
+        wrong.append(f"left over: {', '.join(left)}")
     print(f"{folder.name} {strategy}: killed {'; '.join(story) or 'nothing'}: {'; '.join(wrong) or 'equal'}", flush=True)
     return wrong
 

@@ -10,7 +10,7 @@ import re
 import sys
 import xml.etree.ElementTree
 
-# The one reason for which a whole label may be skipped; a label of its own has one test
+# The one reason for which a whole label may be skipped; a separate label has one test
 # of the same name.
 NO_NETWORK = "pip could not fetch"
 # GoogleTest's, the harness's of several ranks, and unittest's last lines.

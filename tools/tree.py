@@ -1,4 +1,4 @@
-"""What the checks beside this file share: the files of the tree, and how to report.
+"""What the checks share: the files of the tree, and how to report.
 
 A check is a script with `check(root) -> list of Problem`; `main(check)` prints them as
 `file:line: what` and exits with 1 if there are any. checks_test.py breaks each rule on

@@ -1,4 +1,4 @@
-"""Prints tests/optim/optimizer_golden.h: parameters of an MLP after updates of
+"""Prints tests/optim/optimizer_golden.h: parameters of an MLP after steps of
 PyTorch's AdamW, Adam and SGD, of transformers' Adafactor, and of Lion and LAMB as
 plain operations by the equations of their papers.
 

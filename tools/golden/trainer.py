@@ -53,7 +53,7 @@ def losses():
 
 
 def early_stopping():
-    """Values of evaluations, and behind which of them transformers stops; 0: never."""
+    """Values of evaluations, and after which of them transformers stops; 0: never."""
     cases = [
         (1, 0.0, False, [1.0, 0.9, 0.95, 0.8]),
         (2, 0.0, False, [1.0, 0.9, 0.95, 0.94, 0.8]),
