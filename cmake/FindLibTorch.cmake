@@ -69,7 +69,7 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
     set_property(TARGET LibTorch::cpu APPEND PROPERTY
       INTERFACE_LINK_LIBRARIES "${LibTorch_gomp_LIBRARY}")
   endif()
-  # libcudart and libcupti of a CUDA wheel lie beside its libraries.
+  # libcudart and libcupti of a CUDA wheel lie next to its libraries.
   set_property(TARGET LibTorch::cpu APPEND PROPERTY
     INTERFACE_LINK_OPTIONS "-Wl,-rpath-link,${LibTorch_LIB_DIR}")
 endif()

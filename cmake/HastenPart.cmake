@@ -125,7 +125,7 @@ endfunction()
 
 # hasten_program_group(NAME SOURCES a.cpp… DEPENDS…): programs of one source each, compiled
 # as one unit, since most of a small program's time goes into its headers. Each source keeps
-# a main() of its own, which must return a value: it is in a namespace here. The executable
+# its own main(), which must return a value: it is in a namespace here. The executable
 # runs the program that it is called by; build/<preset>/bin has a link of each one's name.
 function(hasten_program_group name)
   cmake_parse_arguments(GROUP "" "" "SOURCES;DEPENDS" ${ARGN})
