@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures hasten beside its peers, both sides interleaved in one run.
+# Compares hasten with its peers, both sides interleaved in one run.
 #
 #   scripts/bench.sh NAME… [--json FILE] [--rounds N] [--data FILE --eval-data FILE]
 #   scripts/bench.sh --before FOLDER NAME…   the other side: an earlier commit's programs

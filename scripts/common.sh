@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: where things lie and how they are fetched.
+# Sourced by the other scripts: where things lie and how they are fetched.
 # Everything fetched goes to one cache folder outside the tree, so that no clone
 # fetches twice and `git clean` costs nothing.
 

@@ -5,7 +5,7 @@
 # fetched; what it writes is in build/demo.
 #
 #   scripts/demo.sh            about two minutes of training on two cores
-#   scripts/demo.sh --quick    a few rows, seconds: shows that it runs, not how well
+#   scripts/demo.sh --quick    a few samples, seconds: shows that it runs, not how well
 #   scripts/demo.sh --offline  no model and no reviews are fetched: a small BERT learns
 #                              made-up customer reviews from random weights
 #   --programs FOLDER          use these programs, set up and build nothing

@@ -64,7 +64,7 @@ torch_is_at() {
 # LibTorch is what the pip wheel holds; any local Python can fetch it, and nothing of
 # Python is linked or run afterwards. The index may serve a CUDA build, whose
 # libtorch_cpu.so needs two CUDA libraries even on a machine without a GPU: they are
-# fetched too and lie beside it.
+# fetched too and lie next to it.
 fetch_torch() {
   torch_is_at "$cache/libtorch" "$torch_version" && return
   local machine work wheel key needed requirement minor platforms=()
