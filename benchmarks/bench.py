@@ -189,7 +189,7 @@ class DdpStep(Bench):
     # ours alone, in gradient copies: what a rank of two holds more than one process, whose
     # gradients stay allocated, as they do between the batches of a window, or are freed
     # after each step. "self_rows": batches of 32 samples a rank, compared with two processes at the
-    # same time that do not talk.
+    # same time that do not communicate.
 
     name = "ddp_step"
     rounds = 5

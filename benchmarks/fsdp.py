@@ -7,7 +7,7 @@ class FsdpStep(Bench):
     """Steps of a GPT-2-shaped model (6 layers, 11 M parameters), 4 x 128 tokens a rank."""
 
     # "…_over_ddp": our own DDP is the other side. "…_exposed": what forward and backward
-    # take beyond those of as many processes that do not talk, each side compared with its own.
+    # take beyond those of as many processes that do not communicate, each side compared with its own.
     name = "fsdp_step"
     rounds = 3
     peer_name = "PyTorch fully_shard; …_over_ddp: ours with ddp"
