@@ -20,12 +20,14 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import urllib.parse
 from xml.etree import ElementTree
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import tree  # noqa: E402
+
 START = "docs/README.md"  # its sections are those of the side bar
 MAIN = "README.md"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -49,12 +51,6 @@ LAYOUT = """<doxygenlayout version="1.0">
 """
 
 
-def tracked():
-    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "-co", "--exclude-standard", "-z"],
-                            capture_output=True, check=True)
-    return [name for name in listed.stdout.decode().split("\0") if (ROOT / name).is_file()]
-
-
 def page_id(name):
     short = name.removeprefix("docs/").removesuffix(".md")
     return "index" if name == MAIN else "documentation" if name == START else re.sub(r"[/_]", "-", short).lower()
@@ -69,7 +65,7 @@ def heading_slug(text):
 class Pages:
     def __init__(self, folder):
         self.folder = folder
-        names = tracked()
+        names = [str(path) for path in tree.files(ROOT)]
         self.files = set(names)
         self.pages = [n for n in names if n.endswith(".md") and (n.startswith("docs/") or "/" not in n)]
         self.headers = [n for n in names if n.startswith("include/") and n.endswith(".h")]
