@@ -43,7 +43,7 @@ LAYOUT = """<doxygenlayout version="1.0">
 {}<tab type="usergroup" title="Reference">
 <tab type="classlist" title="Classes"/>
 <tab type="hierarchy" title="Class hierarchy"/>
-<tab type="namespacemembers" title="Functions and types"/>
+<tab type="user" url="@ref hasten" title="Functions and types"/>
 <tab type="filelist" title="Headers"/>
 </tab>
 </navindex>
@@ -78,9 +78,9 @@ class Pages:
             return address
         self.copied.add(name)
         path = ROOT / name
+        up = "../" * address.count("/")
         if path.is_dir():
             inside = [f for f in sorted(self.files) if f.startswith(name.rstrip("/") + "/")]
-            up = "../" * (address.count("/"))
             body = "".join(f'<a href="{up}{self.copy(f)}">{html.escape(f)}</a>\n' for f in inside)
         else:
             body = html.escape(path.read_text())
@@ -89,7 +89,7 @@ class Pages:
         target.write_text(f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
                           f'<meta name="viewport" content="width=device-width, initial-scale=1">'
                           f"<title>{html.escape(name)}</title></head>\n"
-                          f'<body><h3>{html.escape(name)}</h3><pre>{body}</pre></body></html>\n')
+                          f'<body><a href="{up}index.html">hasten</a><h3>{html.escape(name)}</h3><pre>{body}</pre></body></html>\n')
         return address
 
     def target(self, page, link, fragment):
