@@ -144,21 +144,22 @@ at::Tensor Collect::reduce(const at::Tensor& tensor, ReduceOp op, double scale) 
   return result.to(tensor.device(), widen ? tensor.scalar_type() : result.scalar_type());
 }
 
-void Collect::reduce_(Metric& metric) {
-  if (num_processes() == 1) {
+void detail::reduce_in_place(AcceleratorCore& core, Metric& metric) {
+  const int ranks = core.run.communicator()->world_size();
+  if (ranks == 1) {
     return;
   }
   const char* where = "reduce(metric)";
   const at::Tensor state = metric.state().contiguous();
   if (metric.state_is_sum()) {
-    detail::check_form_in_debug(*core_, where, state);
-    communicator()->all_reduce(state, ReduceOp::SUM, where);
+    check_form_in_debug(core, where, state);
+    core.run.communicator()->all_reduce(state, ReduceOp::SUM, where);
     metric.set_state(state);
     return;
   }
-  const at::Tensor all = detail::stack_ranks(*core_, state, where);
+  const at::Tensor all = stack_ranks(core, state, where);
   metric.set_state(all[0]);
-  for (int rank = 1; rank < num_processes(); ++rank) {
+  for (int rank = 1; rank < ranks; ++rank) {
     metric.merge_state(all[rank]);
   }
 }

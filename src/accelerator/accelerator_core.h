@@ -39,10 +39,4 @@ class AcceleratorCore {
   TrainingParts parts() { return {window_parts(), batch, loaders, optimizers, announcer, local}; }
 };
 
-struct AcceleratorAccess {
-  static const std::shared_ptr<AcceleratorCore>& core(const Collect& accelerator) {
-    return accelerator.core_;
-  }
-};
-
 } // namespace hasten::detail

@@ -261,8 +261,7 @@ void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::jso
 }
 
 LocalSGD::LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDOptions options)
-    : impl_(std::make_unique<Impl>(detail::AcceleratorAccess::core(accelerator), model,
-                                   std::move(options))) {}
+    : impl_(std::make_unique<Impl>(accelerator.core(), model, std::move(options))) {}
 
 void LocalSGD::Impl::leave(bool unwinding) noexcept {
   if (!std::exchange(active, false)) {

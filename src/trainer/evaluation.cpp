@@ -91,7 +91,7 @@ EvaluationPass evaluate_share(TrainerParts& parts, const Dataset& dataset,
   for (const Batch& host_batch : loader) {
     throw_if_interrupted();
     if (host_batch.rows() == 0 &&
-        AcceleratorAccess::core(accelerator)->models.sharded(parts.model.get()) != nullptr) {
+        accelerator.core()->models.sharded(parts.model.get()) != nullptr) {
       run(dataset.collate({0}).to(accelerator.device())); // the other ranks gather parameters
     } else if (host_batch.rows() > 0) {
       const Batch batch = host_batch.to(accelerator.device());
@@ -143,7 +143,7 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   sums = accelerator.reduce(sums).cpu();
   if (metrics) {
     for (Metric* metric : metrics->metrics()) {
-      accelerator.reduce_(*metric);
+      reduce_in_place(*accelerator.core(), *metric);
     }
   }
   if (outputs != nullptr) {

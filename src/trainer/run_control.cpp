@@ -79,7 +79,7 @@ void RunControl::ask(uint32_t bits, bool common) {
   } else if (local_()) {
     unheard_ |= bits;
   } else {
-    AcceleratorAccess::core(*parts_.accelerator)->windows.shared()->requests |= bits;
+    parts_.accelerator->core()->windows.shared()->requests |= bits;
   }
 }
 

@@ -35,8 +35,9 @@ namespace hasten {
 
 namespace detail {
 class AcceleratorCore;
-/// For classes of hasten that work on an accelerator, such as LocalSGD.
-struct AcceleratorAccess;
+/// Replaces `metric` by the total over ranks. Do not reduce it again, also after further updates:
+/// the samples in this total would then count once per rank. Collective.
+void reduce_in_place(AcceleratorCore& core, Metric& metric);
 
 // Values in which the functions below look for tensors; a Tensor has its own overload.
 template <typename Value>
@@ -93,12 +94,9 @@ class Collect {
   template <std::derived_from<Metric> M>
   M reduce(const M& metric) {
     M joined = metric;
-    reduce_(joined);
+    detail::reduce_in_place(*core_, joined);
     return joined;
   }
-  /// Replaces `metric` by the total over ranks. Do not reduce it again, also after further updates:
-  /// the samples in this total would then count once per rank. Collective.
-  void reduce_(Metric& metric);
 
   /// Overwrites the tensor with rank `from`'s, in place, and returns it. Shapes and dtypes are
   /// equal on all ranks; any dtype. Collective.
@@ -195,6 +193,9 @@ class Collect {
   void print(std::string_view line) const;
   void print(std::ostream& out, std::string_view line) const;
 
+  /// For the parts of hasten that work on an accelerator.
+  const std::shared_ptr<detail::AcceleratorCore>& core() const { return core_; }
+
  protected:
   explicit Collect(std::shared_ptr<detail::AcceleratorCore> core);
   ~Collect() = default;
@@ -203,7 +204,6 @@ class Collect {
   std::shared_ptr<detail::AcceleratorCore> core_;
 
  private:
-  friend struct detail::AcceleratorAccess;
   template <typename Value, typename Change>
   Value map(Value value, Change change) {
     if (detail::change_tensors(value, change) == 0) {
