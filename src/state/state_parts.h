@@ -1,6 +1,8 @@
 // The contents of a state while it is saved or loaded.
 #pragma once
 
+#include <ATen/core/grad_mode.h>
+
 #include <filesystem>
 #include <functional>
 #include <map>
