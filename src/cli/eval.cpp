@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "agreement.h"
 #include "classifier.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
