@@ -234,6 +234,13 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
   return command;
 }
 
+/// `hsdp`: the command uses the strategy hsdp.
+void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
+  require_flag(flags, shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
+               "--shard-size=" + std::to_string(shard_size),
+               "a divisor of --nproc, with strategy hsdp only");
+}
+
 Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string> arguments) {
   EstimateMemoryCommand command;
   TrainingArguments& training = command.arguments;

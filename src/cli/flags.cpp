@@ -45,6 +45,7 @@ bool read_flag(const std::string& text, std::vector<int>& value) {
   return !text.empty() && takes([&] { value = parse_signals(text); });
 }
 
+/// `text` as lines of at most `width` characters, each after `indent` spaces.
 std::string wrap_text(const std::string& text, size_t indent, size_t width) {
   std::istringstream words(text);
   std::string lines;
@@ -277,12 +278,6 @@ void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool r
 void declare_shard_size(FlagTable& flags, int64_t& shard_size) {
   flags.value("--shard-size", shard_size, "N",
               "for hsdp: processes that share a replica (default: all of one host)");
-}
-
-void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
-  require_flag(flags, shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
-               "--shard-size=" + std::to_string(shard_size),
-               "a divisor of --nproc, with strategy hsdp only");
 }
 
 void declare_table(FlagTable& flags, TableFlags& table, bool labels) {

@@ -337,9 +337,7 @@ void require_flag(const FlagTable& flags, bool good, const std::string& flag_and
                   const std::string& expected, const std::string& fix = {});
 /// --nproc and --oversubscribe, for the commands that start processes.
 void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
-/// --shard-size. require_shard_size's `hsdp`: the command uses the strategy hsdp.
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);
-void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc);
 
 /// Flags of signals, restarts and output, for the commands that launch ranks.
 void declare_launch(FlagTable& flags, ProcessFlags& processes);
@@ -360,8 +358,5 @@ void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, with names of flags in the messages.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
-
-/// `text` as lines of at most `width` characters, each after `indent` spaces.
-std::string wrap_text(const std::string& text, size_t indent, size_t width);
 
 } // namespace hasten::detail

@@ -183,14 +183,11 @@ std::vector<std::filesystem::path> rotate_checkpoints(const std::filesystem::pat
 
 void keep_only_checkpoint(const std::filesystem::path& folder, int64_t step) {
   const auto checkpoints = checkpoint_folders(folder);
-  const auto is_kept = [&](const CheckpointFolder& checkpoint) {
-    return checkpoint.global_step == step;
-  };
-  if (std::none_of(checkpoints.begin(), checkpoints.end(), is_kept)) {
+  if (std::ranges::find(checkpoints, step, &CheckpointFolder::global_step) == checkpoints.end()) {
     return;
   }
   for (const CheckpointFolder& checkpoint : checkpoints) {
-    if (!is_kept(checkpoint)) {
+    if (checkpoint.global_step != step) {
       detail::remove_checkpoint(checkpoint.path);
     }
   }

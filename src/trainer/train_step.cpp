@@ -39,9 +39,7 @@ void require_loss(const LossOutput& loss) {
 }
 
 double norm_type_of(GradNormType type) {
-  return type == GradNormType::l1   ? 1
-         : type == GradNormType::l2 ? 2
-                                    : std::numeric_limits<double>::infinity();
+  return parse_number<double>(spelling(type)).value(); // "1", "2" or "inf"
 }
 
 TrainStep::TrainStep(TrainerParts& parts, const TrainingPlan& plan, RunControl& control,
