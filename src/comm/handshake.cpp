@@ -5,7 +5,6 @@
 
 #include <array>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "hasten/base/process.h"
@@ -35,14 +34,6 @@ Hello own_hello(const World& world, const std::string& device_kind, const std::s
   hello.start_time = process_start_time(getpid());
   return hello;
 }
-
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Hello, rank, launch_rank, world_size, hasten_version,
-                                   torch_version, device_kind, backend, process_host, network_host,
-                                   store_address, pid, start_time)
-
-nlohmann::json to_json(const Hello& hello) { return hello; }
-
-Hello hello_from_json(const nlohmann::json& value) { return value.get<Hello>(); }
 
 std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
   if (!hellos[0]) {

@@ -50,14 +50,14 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
     store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
   }
   store.set(Liveness::beat_key(own.rank), std::string(Liveness::kFirstBeat));
-  store.set(hello_key(static_cast<size_t>(own.rank)), to_json(own).dump());
+  store.set(hello_key(static_cast<size_t>(own.rank)), nlohmann::json(own).dump());
   StorePause pause;
   while (!cancelled) {
     size_t arrived = 0;
     for (size_t i = 0; i < progress.hellos.size(); ++i) {
       if (!progress.hellos[i] && store.check({hello_key(i)})) {
         const std::string key = hello_key(i);
-        const Hello hello = hello_from_json(parse_json("comm::create", key, store.get_to_str(key)));
+        const Hello hello = parse_json("comm::create", key, store.get_to_str(key)).get<Hello>();
         const std::lock_guard<std::mutex> lock(progress.mutex);
         progress.hellos[i] = hello;
       }

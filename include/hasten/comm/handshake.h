@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,11 +34,11 @@ struct Hello {
   /// later one with the same id. 0 without /proc.
   uint64_t start_time = 0;
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Hello, rank, launch_rank, world_size, hasten_version,
+                                   torch_version, device_kind, backend, process_host, network_host,
+                                   store_address, pid, start_time)
 
 Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend);
-
-nlohmann::json to_json(const Hello& hello);
-Hello hello_from_json(const nlohmann::json& value);
 
 /// The first field in which a rank differs from rank 0, as "torch version: rank 1 has 2.12.0,
 /// rank 0 has 2.13.0". Empty while all ranks that have arrived agree, or rank 0 has not arrived.
