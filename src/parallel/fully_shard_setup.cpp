@@ -46,9 +46,8 @@ class SequentialEntry final : public torch::nn::Module {
     Forward run = [entry = entry_](std::vector<at::Tensor> inputs) mutable {
       return std::vector<at::Tensor>{entry.forward(std::move(inputs[0]))};
     };
-    auto chain = find_block_chain(entry_.ptr().get());
-    return chain ? run_block_chain(std::move(chain), {std::move(x)}, run)[0]
-                 : run({std::move(x)})[0];
+    const auto chain = find_block_chain(entry_.ptr().get());
+    return chain ? run_block_chain(chain, {std::move(x)}, run)[0] : run({std::move(x)})[0];
   }
 
  private:
