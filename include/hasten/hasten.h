@@ -20,4 +20,5 @@
 #include "hasten/parallel/comm_hook.h"
 #include "hasten/trainer/losses.h"
 #include "hasten/trainer/progress_callback.h"
+#include "hasten/trainer/tracker_callback.h"
 #include "hasten/trainer/trainer.h"

@@ -11,32 +11,27 @@
 
 namespace hasten::detail {
 
-/// Appends the lowest bytes of `bits`, the lowest first.
-static void append_fixed(std::string& bytes, uint64_t bits, int count) {
-  for (int i = 0; i < count; ++i) {
-    bytes += static_cast<char>(bits >> (8 * i));
-  }
+/// Appends the bytes of a number, the lowest first.
+template <typename Number>
+static void append_fixed(std::string& bytes, Number value) {
+  static_assert(std::endian::native == std::endian::little);
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
 /// A protobuf message in the making (https://protobuf.dev/programming-guides/encoding). Fields have
 /// their numbers in the .proto files and the order of the calls.
 class Message {
  public:
-  const std::string& bytes() const { return bytes_; }
-
   Message& varint(int field, uint64_t value) {
     append_varint(static_cast<uint64_t>(field << 3));
     append_varint(value);
     return *this;
   }
-  Message& fixed(int field, double value) {
-    append_varint(static_cast<uint64_t>(field << 3 | 1));
-    append_fixed(bytes_, std::bit_cast<uint64_t>(value), 8);
-    return *this;
-  }
-  Message& fixed(int field, float value) {
-    append_varint(static_cast<uint64_t>(field << 3 | 5));
-    append_fixed(bytes_, std::bit_cast<uint32_t>(value), 4);
+  /// A double or a float.
+  template <typename Number>
+  Message& fixed(int field, Number value) {
+    append_varint(static_cast<uint64_t>(field << 3 | (sizeof value == 8 ? 1 : 5)));
+    append_fixed(bytes_, value);
     return *this;
   }
   /// Leaves out a 0, as proto3 does for fields outside a oneof.
@@ -49,14 +44,11 @@ class Message {
     bytes_ += value;
     return *this;
   }
-  Message& message(int field, const Message& value) { return text(field, value.bytes()); }
+  Message& message(int field, const Message& value) { return text(field, value.bytes_); }
   Message& packed(int field, const std::vector<double>& values) {
-    std::string bytes;
-    for (const double value : values) {
-      append_fixed(bytes, std::bit_cast<uint64_t>(value), 8);
-    }
-    return text(field, bytes);
+    return text(field, {reinterpret_cast<const char*>(values.data()), 8 * values.size()});
   }
+  const std::string& bytes() const { return bytes_; }
 
  private:
   void append_varint(uint64_t value) {
@@ -88,15 +80,15 @@ uint32_t crc32c(std::string_view bytes) {
 }
 
 std::string event_record(std::string_view data) {
-  const auto append_checksum = [](std::string& bytes, std::string_view of) {
-    const uint32_t crc = crc32c(of);
-    append_fixed(bytes, (crc >> 15 | crc << 17) + 0xa282ead8u, 4);
+  const auto masked = [](std::string_view bytes) {
+    const uint32_t crc = crc32c(bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
   };
   std::string record;
-  append_fixed(record, data.size(), 8);
-  append_checksum(record, std::string(record));
+  append_fixed(record, uint64_t{data.size()});
+  append_fixed(record, masked(record));
   record += data;
-  append_checksum(record, data);
+  append_fixed(record, masked(data));
   return record;
 }
 

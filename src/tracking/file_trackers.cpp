@@ -38,6 +38,19 @@ static std::string event_file_name() {
          host_name() + "." + std::to_string(::getpid()) + "." + std::to_string(count++);
 }
 
+/// Calls visit(tag, value). Names of values inside objects become "a/b".
+template <typename Visit>
+static void visit_values(const nlohmann::json& values, const std::string& prefix,
+                         const Visit& visit) {
+  for (const auto& [name, value] : values.items()) {
+    if (value.is_object()) {
+      visit_values(value, prefix + name + "/", visit);
+    } else {
+      visit(prefix + name, value);
+    }
+  }
+}
+
 class TensorBoardTracker final : public GeneralTracker {
  public:
   TensorBoardTracker(const std::filesystem::path& folder, std::optional<int64_t> resumed_step,
@@ -51,9 +64,18 @@ class TensorBoardTracker final : public GeneralTracker {
   std::string name() const override { return "tensorboard"; }
   void store_init_configuration(const nlohmann::json& values) override {
     file_.add(hparams_record(wall_time(), values));
+    file_.add(text_record(wall_time(), 0, "args", values.dump(2)));
   }
   void log(const nlohmann::json& values, std::optional<int64_t> step) override {
-    log_under("", values, step.value_or(0));
+    visit_values(values, "", [&](const std::string& tag, const nlohmann::json& value) {
+      if (value.is_number() || value.is_boolean()) {
+        const double number = value.is_number() ? value.get<double>() : value.get<bool>();
+        file_.add(scalar_record(wall_time(), step.value_or(0), tag, number));
+      } else if (!value.is_null()) {
+        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+        file_.add(text_record(wall_time(), step.value_or(0), tag, text));
+      }
+    });
   }
   void log_histogram(const std::string& tag, const std::vector<double>& values,
                      std::optional<int64_t> step) override {
@@ -65,22 +87,6 @@ class TensorBoardTracker final : public GeneralTracker {
   }
 
  private:
-  void log_under(const std::string& prefix, const nlohmann::json& values, int64_t step) {
-    for (const auto& [name, value] : values.items()) {
-      const std::string tag = prefix + name;
-      if (value.is_object()) {
-        log_under(tag + "/", value, step);
-      } else if (value.is_number()) {
-        file_.add(scalar_record(wall_time(), step, tag, value.get<double>()));
-      } else if (value.is_boolean()) {
-        file_.add(scalar_record(wall_time(), step, tag, value.get<bool>() ? 1 : 0));
-      } else if (!value.is_null()) {
-        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
-        file_.add(text_record(wall_time(), step, tag, text));
-      }
-    }
-  }
-
   RecordFile file_;
 };
 
@@ -96,17 +102,13 @@ static std::string csv_field(std::string text) {
 static std::string csv_lines(const nlohmann::json& values, const std::string& step,
                              const std::string& prefix = {}) {
   std::string lines;
-  for (const auto& [name, value] : values.items()) {
-    if (value.is_object()) {
-      lines += csv_lines(value, step, prefix + name + "/");
-      continue;
-    }
+  visit_values(values, prefix, [&](const std::string& tag, const nlohmann::json& value) {
     const std::string text = value.is_number_float() ? format_exact(value.get<double>())
                              : value.is_string()     ? value.get<std::string>()
                              : value.is_null()       ? ""
                                                      : value.dump();
-    lines += step + "," + csv_field(prefix + name) + "," + csv_field(text) + "\n";
-  }
+    lines += step + "," + csv_field(tag) + "," + csv_field(text) + "\n";
+  });
   return lines;
 }
 

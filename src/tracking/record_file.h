@@ -1,13 +1,22 @@
 // A file to which a thread appends records.
 #pragma once
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <chrono>
 #include <condition_variable>
+#include <csignal>
 #include <deque>
 #include <filesystem>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
+#include <utility>
 
+#include "hasten/base/error.h"
 #include "hasten/base/files.h"
 
 namespace hasten::detail {
@@ -16,23 +25,92 @@ namespace hasten::detail {
 class RecordFile {
  public:
   /// Makes the folder and opens the file, at its end. Throws as throw_file_error() does.
-  RecordFile(const char* where, std::filesystem::path path);
+  RecordFile(const char* where, std::filesystem::path path)
+      : where_(where), path_(std::move(path)), file_(open()) {
+    if (file_.get() < 0) {
+      throw_file_error(where_, path_, errno);
+    }
+    sigset_t all, old;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &old); // other threads handle signals
+    thread_ = std::thread([this] { run(); });
+    ::pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  }
   ~RecordFile() { stop(); }
   RecordFile(const RecordFile&) = delete;
   RecordFile& operator=(const RecordFile&) = delete;
 
-  /// Does nothing for an empty record. Waits while the queue is full, up to ten seconds. Throws the error of an earlier write.
-  /// Does nothing after finish().
-  void add(std::string record);
+  /// Waits while the queue is full, up to ten seconds. Throws the error of an earlier write. Does
+  /// nothing for an empty record and after finish().
+  void add(std::string record) {
+    std::unique_lock lock(mutex_);
+    const bool room = changed_.wait_for(lock, std::chrono::seconds(10),
+                                        [this] { return queue_.size() < kQueueRecords; });
+    if (error_ != 0) {
+      throw_file_error(where_, path_, error_);
+    }
+    if (!room) {
+      throw Error(where_, path_.string() + ": the disk has accepted no record for 10 s");
+    }
+    if (!ends_ && !record.empty()) {
+      queue_.push_back(std::move(record));
+      changed_.notify_all();
+    }
+  }
   /// Returns when all records are written, and closes the file. Throws the error of a write. A
   /// second call does nothing.
-  void finish();
+  void finish() {
+    stop();
+    const int error = std::exchange(error_, 0), close_error = file_.close();
+    if (error != 0 || close_error != 0) {
+      throw_file_error(where_, path_, error != 0 ? error : close_error);
+    }
+  }
 
  private:
-  void stop();
-  void run();
+  static constexpr size_t kQueueRecords = 1024;
+
+  int open() const {
+    std::error_code error;
+    std::filesystem::create_directories(folder_of(path_), error);
+    return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  }
+  void stop() {
+    if (thread_.joinable()) {
+      std::unique_lock lock(mutex_);
+      ends_ = true;
+      changed_.notify_all();
+      lock.unlock();
+      thread_.join();
+    }
+  }
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return ends_ || !queue_.empty(); });
+      if (queue_.empty()) {
+        return;
+      }
+      const std::string& record = queue_.front(); // push_back() does not move it
+      lock.unlock();
+      const int error = write(record);
+      lock.lock();
+      queue_.pop_front();
+      if (error != 0) {
+        error_ = error;
+        queue_.clear();
+        ends_ = true;
+      }
+      changed_.notify_all();
+    }
+  }
   /// 0, or errno.
-  int write(const std::string& record) const;
+  int write(const std::string& record) const {
+    const int error = write_all(file_.get(), record);
+    struct stat status {};
+    const bool removed = ::fstat(file_.get(), &status) == 0 && status.st_nlink == 0;
+    return error == 0 && removed ? ENOENT : error;
+  }
 
   const char* where_;
   const std::filesystem::path path_;

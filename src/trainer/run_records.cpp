@@ -166,18 +166,13 @@ void TrainingRun::consider_best(const nlohmann::json& record, bool will_be_saved
 }
 
 void TrainingRun::append_record(const char* type, const nlohmann::json& record) {
-  if (!metrics_file_.is_open()) {
+  if (!metrics_) {
     return; // another rank's, or nothing is written
   }
   parts_.require_output_dir();
-  nlohmann::json line = finite_json(record);
+  nlohmann::json line = record;
   line["type"] = type;
-  metrics_file_ << line.dump() << '\n' << std::flush;
-  std::error_code error;
-  if (!metrics_file_ || !std::filesystem::exists(output_dir_ / "metrics.jsonl", error)) {
-    throw Error("trainer::train", "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-                "free disk space, a writable file, and that nobody removes it during the run");
-  }
+  metrics_->log(line, std::nullopt);
 }
 
 void TrainingRun::collect_tokens() {
@@ -316,18 +311,12 @@ void TrainingRun::load_checkpoint() {
 }
 
 void TrainingRun::open_output_dir() {
-  const bool goes_on = start_.own_folder;
-  if (goes_on) {
+  if (start_.own_folder) {
     prepare_resumed_dir(output_dir_, state_.global_step);
   } else {
     clear_output_dir(output_dir_);
   }
-  metrics_file_.open(output_dir_ / "metrics.jsonl", goes_on ? std::ios::app : std::ios::trunc);
-  if (!metrics_file_) {
-    throw InputError("trainer::train",
-                     "cannot write path=" + (output_dir_ / "metrics.jsonl").string(),
-                     "a writable folder");
-  }
+  metrics_ = make_tracker("json", output_dir_, std::nullopt, "trainer::train");
   if (!start_.folder.empty()) {
     append_record("resume", {{"step", state_.global_step},
                              {"epoch", state_.epoch},

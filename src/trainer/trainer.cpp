@@ -17,6 +17,7 @@
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
 #include "hasten/trainer/progress_callback.h"
+#include "hasten/trainer/tracker_callback.h"
 #include "training_run.h"
 
 namespace hasten {
@@ -232,6 +233,9 @@ Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_fun
   if (!parts.arguments.disable_tqdm) {
     add_callback(std::make_shared<ProgressCallback>());
   }
+  if (!tracker_names(parts.arguments.report_to).empty()) {
+    add_callback(std::make_shared<TrackerCallback>());
+  }
 }
 
 static LossFunction loss_of(const TrainerParameters& parameters) {
@@ -267,6 +271,9 @@ void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback, std::strin
                        "a callback that derives from hasten::Stateful");
     }
     impl_->parts.stateful_callbacks[state_name] = std::move(stateful);
+  }
+  if (!impl_->parts.is_main() && std::dynamic_pointer_cast<TrackerCallback>(callback)) {
+    return;
   }
   auto& callbacks = impl_->parts.callbacks;
   const auto shows = [](const std::shared_ptr<TrainerCallback>& c) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <fstream>
 #include <map>
 #include <string>
 
@@ -11,6 +10,7 @@
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"
+#include "hasten/tracking/tracker.h"
 #include "run_start.h"
 #include "train_step.h"
 
@@ -191,7 +191,7 @@ class TrainingRun {
   int64_t last_logged_step_ = -1;
 
   bool terminated_ = false;
-  std::ofstream metrics_file_{}; // rank 0's
+  std::shared_ptr<GeneralTracker> metrics_{}; // metrics.jsonl; null except on rank 0
 };
 
 } // namespace hasten::detail

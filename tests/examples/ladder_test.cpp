@@ -1,5 +1,6 @@
 // The series of examples. Each marks the lines that it adds to the previous one. Each runs on one
 // and on two processes. All ways to accumulate compute the same.
+#include <algorithm>
 #include <map>
 #include <regex>
 #include <set>
@@ -218,6 +219,16 @@ TEST(Ladder, SynchronisedBatchNormOnTwoProcessesIsThatOfOne) {
   EXPECT_LT(number_after(joined, "loss"), 0.2) << two.out;
   EXPECT_GT(number_after(own, "loss"), 0.4) << two.out;
   EXPECT_GT(number_after(joined, "running variance"), number_after(own, "running variance"));
+}
+
+TEST(Ladder, OnlyTheMainProcessCallsATracker) {
+  for (const int nproc : {1, 2}) {
+    const std::string out = run_example(nproc, {"12_tracker"}).out;
+    EXPECT_EQ(out.find(R"({"learning_rate":0.1,"steps":24})"), 0u) << out;
+    EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 8) << out;
+    EXPECT_NE(out.find("step 24  "), std::string::npos) << out;
+    EXPECT_NE(out.find("bars: done\n"), std::string::npos) << out;
+  }
 }
 
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
