@@ -9,6 +9,7 @@
 #include "block_regions.h"
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/error.h"
+#include "hasten/base/svg.h"
 #include "hasten/base/text.h"
 
 namespace hasten {
@@ -282,39 +283,35 @@ std::string pareto_svg(const ChainProfile& profile,
     const double range = std::max(slowest - full.seconds, 1e-12);
     return 340 - 320 * (seconds - full.seconds) / range;
   };
-  std::ostringstream svg;
-  svg << std::fixed << std::setprecision(1)
-      << R"(<svg xmlns="http://www.w3.org/2000/svg" width="640" height="400" )"
-      << R"(font-family="sans-serif" font-size="12">)" << "\n"
-      << R"(<rect width="640" height="400" fill="white"/>)" << "\n"
-      << R"(<path d="M70 20V340H620" fill="none" stroke="black"/>)" << "\n"
-      << R"(<text x="345" y="385" text-anchor="middle">peak of activations, )"
-      << "right end " << format_bytes(static_cast<int64_t>(largest)) << "</text>\n"
-      << R"svg(<text x="20" y="180" transform="rotate(-90 20 180)" )svg"
-      << R"(text-anchor="middle">time beyond keeping everything, top +)"
-      << 100 * (slowest / full.seconds - 1) << " %</text>\n"
-      << R"(<polyline fill="none" stroke="steelblue" points=")";
+  SvgWriter svg(640, 400, R"(font-family="sans-serif" font-size="12")");
+  svg.rect(0, 0, 640, 400, R"(fill="white")");
+  svg.path("M70 20V340H620", R"(fill="none" stroke="black")");
+  svg.text(345, 385,
+           "peak of activations, right end " + format_bytes(static_cast<int64_t>(largest)),
+           R"(text-anchor="middle")");
+  svg.text(20, 180,
+           "time beyond keeping everything, top +" +
+               format_fixed(100 * (slowest / full.seconds - 1), 1) + " %",
+           R"svg(transform="rotate(-90 20 180)" text-anchor="middle")svg");
+  SvgPoints curve;
   for (const auto& plan : plans) {
-    svg << x(plan->predicted_peak_bytes) << "," << y(plan->predicted_seconds) << " ";
+    curve.emplace_back(x(plan->predicted_peak_bytes), y(plan->predicted_seconds));
   }
-  svg << "\"/>\n";
-  for (const auto& plan : plans) {
-    svg << R"(<circle r="3" fill="steelblue" cx=")" << x(plan->predicted_peak_bytes) << R"(" cy=")"
-        << y(plan->predicted_seconds) << "\"/>\n";
+  svg.polyline(curve, R"(stroke="steelblue")");
+  for (const auto& [at, height] : curve) {
+    svg.circle(at, height, 3, R"(fill="steelblue")");
   }
   for (const auto& [label, cost] : others) {
     // Labels go to the right of a point, where the falling curve leaves space. Near the right end
     // the curve is flat, so they go above it.
     const double at = x(cost.peak_bytes);
+    const double height = y(cost.seconds);
     const bool right = at < 345;
-    svg << R"(<circle r="4" fill="firebrick" cx=")" << at << R"(" cy=")" << y(cost.seconds)
-        << "\"/>\n"
-        << R"(<text text-anchor=")" << (right ? "start" : "end") << R"(" x=")"
-        << at + (right ? 6 : -6) << R"(" y=")" << y(cost.seconds) - (right ? 6 : 14) << "\">"
-        << label << "</text>\n";
+    svg.circle(at, height, 4, R"(fill="firebrick")");
+    svg.text(at + (right ? 6 : -6), height - (right ? 6 : 14), label,
+             right ? R"(text-anchor="start")" : R"(text-anchor="end")");
   }
-  svg << "</svg>\n";
-  return svg.str();
+  return svg.finish();
 }
 
 } // namespace hasten
