@@ -483,6 +483,7 @@ constexpr CommandEntry kCommands[] = {
     {"state", "inspect a checkpoint, or merge its shards into one model file", parse_state},
     {"tokenizer", "learn a WordPiece vocabulary from texts", parse_tokenizer},
     {"synth", "generate customer reviews from a seed", parse_synth},
+    {"report", "write an HTML page of one run, or of several side by side", parse_report},
     {"launch", "run a program as N processes of one world", parse_launch},
     {"env", "versions, cores, threads and back ends of this machine", parse_env}};
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <variant>
@@ -216,6 +217,17 @@ struct EnvCommand {
   bool json = false;
 };
 
+/// hasten report: writes an HTML page of one run, or of several side by side.
+struct ReportCommand {
+  /// Output folders of runs, at least one.
+  std::vector<std::string> folders{};
+  /// Empty: report.html in the first folder.
+  std::filesystem::path output{};
+  bool texts = true;
+};
+/// Runs it, without LibTorch.
+void make_report(const ReportCommand& command);
+
 /// Help or version: a text for stdout; exit code 0.
 struct Answer {
   std::string text{};
@@ -223,7 +235,7 @@ struct Answer {
 
 using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, PlanCommand,
                              EstimateMemoryCommand, CompareCommand, StateCommand, TokenizerCommand,
-                             SynthCommand, LaunchCommand, EnvCommand>;
+                             SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
 
 /// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as
 /// in Hugging Face's scripts. Checks each value and calls TrainingArguments::validate(). The only

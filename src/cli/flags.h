@@ -358,5 +358,9 @@ void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, with names of flags in the messages.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_report(const CommandEntry& entry, std::vector<std::string> arguments);
+
+/// `text` as lines of at most `width` characters, each after `indent` spaces.
+std::string wrap_text(const std::string& text, size_t indent, size_t width);
 
 } // namespace hasten::detail

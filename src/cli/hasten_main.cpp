@@ -161,6 +161,10 @@ class Hasten {
     });
     return kExitOk;
   }
+  int operator()(const ReportCommand& command) {
+    make_report(command);
+    return kExitOk;
+  }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
     return report(launch(with_prefix(command)), command.logs, false);
