@@ -56,7 +56,11 @@ function(hasten_library name)
     add_library(hasten::${name}${suffix} ALIAS ${target})
     set_target_properties(${target} PROPERTIES
       OUTPUT_NAME ${name} EXPORT_NAME ${name}${suffix} LINKER_LANGUAGE CXX
-      VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+      INSTALL_RPATH "${HASTEN_LIBRARY_RPATH}")
+    if(NOT HASTEN_PACKAGE STREQUAL "wheel") # a wheel has no links, only copies
+      set_target_properties(${target} PROPERTIES VERSION ${PROJECT_VERSION}
+        SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+    endif()
     target_include_directories(${target} PUBLIC
       $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
       $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
@@ -70,7 +74,9 @@ function(hasten_library name)
       target_link_libraries(${target} PUBLIC ${library})
     endforeach()
     if(HASTEN_INSTALL)
-      install(TARGETS ${target} EXPORT hastenTargets)
+      install(TARGETS ${target} EXPORT hastenTargets
+        LIBRARY ${HASTEN_RUNTIME} NAMELINK_COMPONENT development
+        ARCHIVE ${HASTEN_DEVELOPMENT})
     endif()
   endforeach()
   if(NOT HASTEN_INSTALL)
@@ -94,7 +100,7 @@ endfunction()
 function(hasten_add_pch name)
   set(carrier "${CMAKE_BINARY_DIR}/${name}.cpp")
   file(CONFIGURE OUTPUT "${carrier}" CONTENT "// Carrier of the precompiled header.\n")
-  add_library(${name} OBJECT "${carrier}")
+  add_library(${name} OBJECT EXCLUDE_FROM_ALL "${carrier}")
   target_link_libraries(${name} PRIVATE
     hasten_flags LibTorch::cpu nlohmann_json::nlohmann_json)
   hasten_warnings(${name}) # -Wpedantic changes the predefined macros

@@ -30,10 +30,15 @@ refused("provided[ \n]+by[ \n]+\"hasten\"" ${CMAKE_COMMAND} -E env "PATH=${BUILD
 
 run("install" ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${WORK}/first")
 file(RENAME "${WORK}/first" "${WORK}/prefix")
-foreach(program hasten hasten-worker)
-  file(STRINGS "${WORK}/prefix/bin/${program}" found REGEX "ORIGIN/\\.\\./" LIMIT_COUNT 1)
+foreach(file bin/hasten bin/hasten-worker lib/libhasten.so lib/libhasten_text.so)
+  file(STRINGS "${WORK}/prefix/${file}" found REGEX "ORIGIN.*hasten/torch/lib" LIMIT_COUNT 1)
   if(NOT found)
-    message(FATAL_ERROR "${program} does not look for LibTorch in ../lib")
+    message(FATAL_ERROR "${file} does not look for LibTorch in its own installation")
+  endif()
+endforeach()
+foreach(file LICENSE README.md docs/guides/install.md examples/reviews.csv)
+  if(NOT EXISTS "${WORK}/prefix/share/doc/hasten/${file}")
+    message(FATAL_ERROR "share/doc/hasten/${file} is not installed")
   endif()
 endforeach()
 run("run of a program that was moved" "${WORK}/prefix/bin/hasten" env)
@@ -45,6 +50,16 @@ run("run" "${WORK}/installed/consumer")
 if(NOT output STREQUAL "[consumer::main] size=0. Expected 1 or more.\nsum 2\n")
   message(FATAL_ERROR "the program printed:\n${output}")
 endif()
+
+# pkg-config finds the moved prefix, and the file for static libraries names the archive.
+run("pkg-config" ${CMAKE_COMMAND} -E env "PKG_CONFIG_PATH=${WORK}/prefix/lib/pkgconfig"
+  pkg-config --cflags --libs hasten_text_static)
+foreach(part "/prefix/lib/pkgconfig/[.][.]/[.][.]/include"
+    "-l:libhasten_text[.]a .*-l:libhasten[.]a " "-lsodium")
+  if(NOT output MATCHES "${part}")
+    message(FATAL_ERROR "pkg-config printed no ${part}: ${output}")
+  endif()
+endforeach()
 
 # The release of LibTorch before the tested one is refused.
 file(READ "${TORCH}/include/torch/headeronly/version.h" version)
