@@ -256,7 +256,8 @@ class ChartDrawing {
 };
 
 std::string draw_chart(const Chart& chart, nlohmann::json& data) {
-  return "<figure tabindex=\"0\" data-chart=\"" + std::to_string(data.size()) + "\"><figcaption>" +
+  const std::string index = std::to_string(data.size()); // before the drawing adds to it
+  return "<figure tabindex=\"0\" data-chart=\"" + index + "\"><figcaption>" +
          escape_markup(chart.title) + " <small>" + escape_markup(chart.subtitle) +
          "</small></figcaption>" + ChartDrawing(chart).draw(data) + "</figure>\n";
 }

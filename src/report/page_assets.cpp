@@ -12,11 +12,11 @@ const std::string_view kPageStyle = R"css(
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1160px;padding:28px 20px 60px;background:var(--bg);color:var(--text);font:15px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums}
 h1{font-size:26px;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:18px;margin:40px 0 12px}
-p{margin:4px 0}small,.dim{color:var(--dim);font-weight:400}bdi,td,pre{overflow-wrap:anywhere}
+p{margin:4px 0}small,.dim{color:var(--dim);font-weight:400}bdi,td,pre{overflow-wrap:break-word}.texts td:first-child{min-width:220px}
 .status{font-size:13px;font-weight:600;padding:2px 10px;border-radius:20px;border:1px solid var(--edge);color:var(--dim);white-space:nowrap;vertical-align:4px}
 .finished{color:var(--c2);border-color:var(--c2)}.running{color:var(--c0);border-color:var(--c0)}
 .note{border-left:3px solid var(--c1);padding:2px 12px;margin:10px 0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:22px 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(134px,1fr));gap:12px;margin:22px 0}
 .tiles div,figure,.box{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:12px 14px}
 .tiles b{display:block;font-size:23px;line-height:1.3;font-weight:600}.tiles small{display:block;font-size:13px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:14px}
@@ -77,7 +77,7 @@ for (const figure of document.querySelectorAll('figure[data-chart]')) {
       name.className = 'f' + s.c; name.textContent = s.n ? s.n + ' ' : '';
       line.append(number(v, c.u) + (s.x[i] !== main ? ' (step ' + s.x[i].toLocaleString('en-US') + ')' : ''));
     }
-    const x = px / svg.viewBox.baseVal.width * svg.clientWidth + svg.offsetLeft;
+    const box = svg.getBoundingClientRect(), x = px / svg.viewBox.baseVal.width * box.width + box.left - figure.getBoundingClientRect().left;
     const room = figure.clientWidth - tip.offsetWidth - 6;
     tip.style.left = Math.max(6, Math.min(x + 14 > room ? x - tip.offsetWidth - 14 : x + 14, room)) + 'px';
   };

@@ -42,7 +42,8 @@ std::string status_mark(const RunRecords& run) {
   const std::string status = run.ended            ? "finished"
                              : run.folder.running ? "running"
                                                   : "not finished";
-  return "<span class=\"status " + status + "\">" + status + "</span>";
+  return "<span class=\"status " + (run.ended || run.folder.running ? status : "cut") + "\">" +
+         status + "</span>";
 }
 
 /// The value of a record; a dash if it has none.
@@ -76,8 +77,8 @@ std::string tiles(const RunRecords& run) {
     const size_t best = best_of(series, key);
     tile("evaluation " + shown_name(key), value_text(series.values.back()),
          best + 1 == series.values.size() ? "the best so far"
-                                          : "best " + value_text(series.values[best]) +
-                                                " at step " + value_text(series.steps[best]));
+                                          : "best " + value_text(series.values[best]) + ", step " +
+                                                value_text(series.steps[best]));
   }
   if (const Series* loss = run.find("train/loss")) {
     tile("training loss", value_text(loss->values.back()),
@@ -230,7 +231,8 @@ std::string run_details(const RunRecords& run) {
   }
   for (const char* key : {"hasten_version", "world_size", "total_batch", "train_rows",
                           "steps_per_epoch", "samples_seen", "tokens_seen"}) {
-    add(shown_name(key), run.state.contains(key) ? cell(run.state, key) : "");
+    const std::string text = text_of(run.state, key);
+    add(shown_name(key), parse_number<double>(text) ? cell(run.state, key) : text);
   }
   for (const auto& [key, value] : run.start.items()) {
     add(shown_name(key), text_of(run.start, key));

@@ -154,6 +154,7 @@ TEST_F(ReportTest, ShowsTheRecordedValues) {
       report_page({run("out", train_line(10, 0.75) + train_line(20, 0.5) + eval_line(20, 0.625))});
   const json chart = island(page)[0];
   EXPECT_EQ(chart["t"], "Loss");
+  EXPECT_TRUE(has(page, "data-chart=\"0\"><figcaption>Loss"));
   EXPECT_EQ(chart["s"][0]["x"], json({10, 20}));
   EXPECT_EQ(chart["s"][0]["y"], json({0.75, 0.5}));
   EXPECT_EQ(chart["s"][1]["n"], "evaluation");
