@@ -19,7 +19,7 @@ p{margin:4px 0}small,.dim{color:var(--dim);font-weight:400}bdi,td,pre{overflow-w
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(134px,1fr));gap:12px;margin:22px 0}
 .tiles div,figure,.box{background:var(--card);border:1px solid var(--edge);border-radius:10px;padding:12px 14px}
 .tiles b{display:block;font-size:23px;line-height:1.3;font-weight:600}.tiles small{display:block;font-size:13px}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:14px}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(max(min(100%,330px),34%),1fr));gap:14px}
 figure{margin:0;position:relative;break-inside:avoid;outline-offset:2px}
 figcaption{font-weight:600;margin-bottom:2px}
 svg{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}svg text{font-size:10.5px;fill:var(--dim)}
@@ -35,7 +35,8 @@ th:first-child,td:first-child,.facts th,.facts td,.texts td:nth-child(-n+3),.tex
 .matrix td+td{padding:6px 12px;text-align:center;border:2px solid var(--card);border-radius:6px;min-width:64px}.matrix th+th{text-align:center;padding:4px 12px}
 pre{margin:0;padding:12px 14px;background:var(--card);border:1px solid var(--edge);border-radius:10px;font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap}
 summary{cursor:pointer;color:var(--dim);margin:12px 0}
-@media(max-width:560px){body{padding:18px 12px 40px}svg text{font-size:13px}.tiles{grid-template-columns:1fr 1fr}.tiles b{font-size:20px}th,td{padding-right:12px}}
+@media(max-width:900px){svg text{font-size:13px}}
+@media(max-width:560px){body{padding:18px 12px 40px}.tiles{grid-template-columns:1fr 1fr}.tiles b{font-size:20px}th,td{padding-right:12px}}
 @media print{:root{--bg:#fff}body{max-width:none;padding:0;font-size:12px}.charts{grid-template-columns:1fr 1fr}figure,.tiles div,tr{break-inside:avoid}.tip,.cross{display:none}}
 )css";
 

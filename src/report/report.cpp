@@ -75,7 +75,8 @@ std::string tiles(const RunRecords& run) {
   for (const std::string& key : keys) {
     const Series& series = *run.find("eval/" + key);
     const size_t best = best_of(series, key);
-    tile("evaluation " + shown_name(key), value_text(series.values.back()),
+    tile((key == "eval_loss" ? "evaluation " : "") + shown_name(key),
+         value_text(series.values.back()),
          best + 1 == series.values.size() ? "the best so far"
                                           : "best " + value_text(series.values[best]) + ", step " +
                                                 value_text(series.steps[best]));
@@ -213,7 +214,10 @@ std::string next_commands(const RunRecords& run) {
   }
   return run.config.empty() ? "resume_from_checkpoint = \"auto\" in your program's arguments"
                             : "hasten train --config " + quoted(run.config.string()) +
-                                  " --resume-from-checkpoint auto";
+                                  " --resume-from-checkpoint auto" +
+                                  (text_of(run.arguments, "overwrite_output_dir") == "true"
+                                       ? " --overwrite-output-dir=false"
+                                       : "");
 }
 
 std::string run_details(const RunRecords& run) {
