@@ -108,6 +108,9 @@ def main():
                     chromium(profile, f"--blink-settings=preferredColorScheme={number}",
                              f"--window-size={width},1000",
                              f"--screenshot={pictures}/{name}_{width}_{scheme}.png", hovered.as_uri())
+                if options.pictures and width == 768:  # for docs/pictures
+                    chromium(profile, "--window-size=768,460", f"--screenshot={pictures}/report_{name}.png",
+                             page.as_uri())
     print("no console error, no request")
 
 

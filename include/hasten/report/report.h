@@ -39,7 +39,7 @@ struct ReportOptions {
   int refresh_seconds = 0;
 };
 
-/// The page. Takes about 0.3 s for 100,000 records; a curve has at most 2,000 points.
+/// The page. Takes about 0.7 s for 100,000 records; a curve has at most 2,000 points.
 /// Accepts a last line that is cut off, lines that are no records, unknown keys and newer formats;
 /// the page names them. Throws InputError for a folder without metrics.jsonl.
 std::string report_page(const std::vector<RunFolder>& runs, const ReportOptions& options = {});
