@@ -109,7 +109,7 @@ def main():
                              f"--window-size={width},1000",
                              f"--screenshot={pictures}/{name}_{width}_{scheme}.png", hovered.as_uri())
                 if options.pictures and width == 768:  # for docs/pictures
-                    chromium(profile, "--window-size=768,620", f"--screenshot={pictures}/report_{name}.png",
+                    chromium(profile, "--window-size=768,590", f"--screenshot={pictures}/report_{name}.png",
                              page.as_uri())
     print("no console error, no request")
 
