@@ -10,7 +10,9 @@
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/config/spelling.h"
+#include "hasten/report/report.h"
 #include "hasten/trainer/evaluation_metrics.h"
+#include "hasten/trainer/output_folder.h"
 #include "train_run.h"
 
 namespace hasten::detail {
@@ -136,7 +138,11 @@ void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInp
   if (const std::string tables = report_text(evaluation); !tables.empty()) {
     std::cout << "\n" << tables << std::flush;
   }
-  const auto card = std::filesystem::path(command.arguments.output_dir) / "README.md";
+  const std::filesystem::path folder = command.arguments.output_dir;
+  if (std::filesystem::exists(folder / kReportFile)) { // now with the results
+    write_report({{.path = folder}}, folder / kReportFile);
+  }
+  const auto card = folder / "README.md";
   std::error_code error;
   if (std::filesystem::exists(card, error) &&
       read_file(card).find(kCardMark) == std::string::npos) {

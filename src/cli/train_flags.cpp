@@ -219,8 +219,9 @@ void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
               "stop after N evaluations in a row without a better metric; 0: never");
   flags.value("--early-stopping-threshold", arguments.early_stopping_threshold, "BY",
               "minimum improvement that counts as better; must be exceeded");
-  flags.value("--report-to", arguments.report_to, "NAMES",
-              "trackers that record the run: tensorboard, csv, or several with commas; none");
+  flags.value(
+      "--report-to", arguments.report_to, "NAMES",
+      "trackers that record the run: tensorboard, csv, html (report.html), or several with commas; none");
   flags.value("--logging-dir", arguments.logging_dir, "FOLDER",
               "folder of the trackers' files (default: runs/DATE_HOST in the output folder)");
   flags.flag("--disable-tqdm", arguments.disable_tqdm,

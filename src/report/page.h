@@ -37,7 +37,7 @@ struct RunRecords {
   nlohmann::json end = nlohmann::json::object();
   nlohmann::json results = nlohmann::json::object();
   std::vector<nlohmann::json> resumes{};
-  /// run_config.json, if the run has one.
+  /// training_args.json, if hasten train wrote it: then it has the flags of data and model, too.
   std::filesystem::path config{};
   /// What could not be read, one sentence each.
   std::vector<std::string> notes{};

@@ -182,12 +182,10 @@ RunRecords read_run(const RunFolder& folder) {
     if (run.state.empty()) {
       run.state = object_in(place / "hasten_state.json", run.notes);
     }
-    if (run.config.empty() && std::filesystem::is_regular_file(place / "run_config.json", error)) {
-      run.config = place / "run_config.json";
-    }
     if (run.arguments.empty()) {
-      run.arguments =
-          object_in(run.config.empty() ? place / "training_args.json" : run.config, run.notes);
+      const auto file = place / "training_args.json";
+      run.arguments = object_in(file, run.notes);
+      run.config = run.arguments.contains("model") ? file : "";
     }
   }
   if (number_of(run.state, "format", 0) > kKnownFormat) {

@@ -206,7 +206,8 @@ std::shared_ptr<GeneralTracker> make_tracker(const std::string& name,
     case TrackerType::html:
       break;
   }
-  throw InputError(where, "tracker=" + name + " is not part of this version");
+  throw InputError(where, "tracker=html outside a Trainer", "tensorboard, csv or json",
+                   "the report is made of a Trainer's records: set TrainingArguments::report_to");
 }
 
 std::filesystem::path default_logging_dir() {

@@ -22,8 +22,8 @@ namespace fs = std::filesystem;
 constexpr std::string_view kCheckpointPrefix = "checkpoint-";
 /// Records of a run: removed by clear_output_dir.
 constexpr const char* kRunRecords[] = {
-    "metrics.jsonl",     "trainer_state.json", kRunFile,         "train_results.json",
-    "eval_results.json", "all_results.json",   "checkpoint-best"};
+    "metrics.jsonl",     "trainer_state.json", kRunFile,          "train_results.json",
+    "eval_results.json", "all_results.json",   "checkpoint-best", kReportFile};
 /// Files of a model, which training would overwrite.
 constexpr const char* kModelTraces[] = {"model.safetensors", "training_args.json"};
 

@@ -37,7 +37,7 @@ class ReportTest : public testing::Test {
       write_file_atomically(path / "hasten_state.json", state.dump());
     }
     if (!arguments.is_null()) {
-      write_file_atomically(path / "run_config.json", arguments.dump());
+      write_file_atomically(path / "training_args.json", arguments.dump());
     }
     return {.path = path, .name = name};
   }

@@ -81,6 +81,22 @@ TEST(TrackerCallback, ReportToRecordsTheRunOnRankZeroAndChangesNothing) {
   EXPECT_NE(csv.find("\n,config/learning_rate,0.05\n"), std::string::npos);
 }
 
+TEST(TrackerCallback, ReportToHtmlWritesThePageOnRankZeroAndChangesNothing) {
+  const TemporaryFolder folder; // rank 0's is the one in use
+  TrainingArguments arguments = toy::arguments();
+  const auto plain = history(arguments);
+  arguments.report_to = "html";
+  const auto communicator = testing_support::fresh_communicator();
+  arguments.output_dir = communicator->broadcast_object(folder.path().string(), "folder");
+  EXPECT_EQ(history(arguments), plain);
+  if (is_main()) {
+    const std::string page = read_file(folder / "report.html");
+    EXPECT_NE(page.find("<svg"), std::string::npos);
+    EXPECT_EQ(page.find("http-equiv=\"refresh\""), std::string::npos) << "the run has ended";
+  }
+  communicator->barrier("the page was read");
+}
+
 /// Throws in every call.
 class Broken final : public GeneralTracker {
  public:

@@ -2,7 +2,7 @@
 // shows the run; for several it lays the runs side by side.
 //
 // The page reads the files of an output folder (hasten/trainer/output_folder.h): metrics.jsonl,
-// hasten_state.json, run_config.json or training_args.json, the names of checkpoint-N, and
+// hasten_state.json, training_args.json, the names of checkpoint-N, and
 // eval_results.json if it exists. It knows these keys:
 //   records "eval", or eval_results.json
 //     "confusion_matrix": {"labels": [NAME, …], "counts": [[N, …], …]}   [label][predicted]

@@ -10,6 +10,7 @@
 //     checkpoint-best        a link to the best checkpoint-N so far
 //     *_results.json         what Trainer::save_metrics() wrote; hasten train writes
 //                            train, eval and all
+//     report.html            report_to=html: the report so far
 //     README.md              (hasten train) a model card
 //     …                      the final model's files, trainer_state.json,
 //                            training_args.json and hasten_state.json
@@ -27,6 +28,8 @@ namespace hasten {
 
 /// The description of a run in its checkpoints and its finished folder.
 inline constexpr const char* kRunFile = "hasten_state.json";
+/// What report_to=html writes (hasten/report/report.h).
+inline constexpr const char* kReportFile = "report.html";
 
 /// The first file in `folder` that belongs to another run or a model: a checkpoint-N folder, a
 /// record, weights. Empty if there is none. A folder that does not exist or has only other files is
