@@ -21,14 +21,16 @@ compile_jobs() {
   echo $((cores < memory_gb ? cores : memory_gb))
 }
 
+# Warnings are errors with the compiler that this was written with; another one's new warnings
+# should stop nobody. Prints ON or OFF.
+werror() { [[ $("${CXX:-c++}" -dumpversion) != 12* ]] && echo OFF || echo ON; }
+
 # Configures and builds build/release: the one tree of tests, demo and benchmarks.
-# build_release TARGET…: what to build. Warnings are errors with the compiler that this
-# was written with; another one's new warnings should stop nobody.
+# build_release TARGET…: what to build.
 build_release() {
-  local log werror=OFF
-  [[ $("${CXX:-c++}" -dumpversion) != 12* ]] || werror=ON
+  local log
   log=$(mktemp)
-  (cd "$root" && cmake --preset release -DHASTEN_WERROR=$werror) >"$log" 2>&1 || {
+  (cd "$root" && cmake --preset release "-DHASTEN_WERROR=$(werror)") >"$log" 2>&1 || {
     cat "$log" >&2
     rm "$log"
     die "cmake could not configure; the output is above."
@@ -98,5 +100,8 @@ with zipfile.ZipFile(archive) as file:
                 os.chmod(path, mode & 0o777 | 0o600)
 PYTHON
 }
+
+# Where a wheel keeps its licences: name-version.dist-info/licenses/.
+wheel_licences() { basename "$1" | sed -E 's|^([^-]+-[^-]+)-.*|\1.dist-info/licenses/|'; }
 
 sha256() { sha256sum "$1" | cut -d' ' -f1; }

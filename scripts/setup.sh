@@ -78,7 +78,8 @@ fetch_torch() {
     --python-version 3.11 --abi cp311 --platform "manylinux_2_28_$machine"
   wheel=$(echo "$work"/wheel/torch-*.whl)
   key=libtorch-$(sha256 "$wheel" | cut -c1-16)
-  unzip_parts "$wheel" "$work/unpacked" torch/include/ torch/lib/ torch/share/
+  unzip_parts "$wheel" "$work/unpacked" torch/include/ torch/lib/ torch/share/ \
+    "$(wheel_licences "$wheel")"
   rm -r "$work/wheel"
   needed=$(readelf -d "$work/unpacked/torch/lib/libtorch_cpu.so" | grep NEEDED || true)
   if grep -qE 'libcudart|libcupti' <<<"$needed"; then
