@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # What a release needs beyond scripts/test.sh, which it runs first: all parts under the
-# sanitizers, a hundred training runs that are killed at random, the documentation site, the page
-# of a run in a browser, and the benchmarks with their thresholds. It takes hours. Ends with 0 if
-# all is well.
+# sanitizers, programs that use hasten in each way, the packages, each installed where nothing
+# else is, a hundred training runs that are killed at random, the documentation site, the page of
+# a run in a browser, and the benchmarks with their thresholds. It takes hours. The packages need
+# debootstrap and root. Ends with 0 if all is well.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$root"
 scripts/test.sh
 scripts/sanitize.sh --all
+scripts/consumers.sh
+scripts/package.sh
 tools/kill_trials.py --trials 100 --programs build/release/bin
 scripts/site.sh
 tools/check_report.py --programs build/release/bin
 mapfile -t benchmarks < <(scripts/bench.sh --list | awk '{ print $1 }')
 scripts/bench.sh "${benchmarks[@]}" --json build/bench.json
-say "ready for a release; benchmarks are in build/bench.json, the site is in build/site"
+say "ready for a release; packages are in build/packages, benchmarks in build/bench.json, the site in build/site"
