@@ -156,7 +156,8 @@ try_bundle() {
 # The wheel's name says which glibc it needs. The libstdc++ of GCC 12 is that of manylinux_2_35.
 build_wheel() {
   local glibc wheel
-  HASTEN_TORCH=$torch CMAKE_BUILD_PARALLEL_LEVEL=$(compile_jobs) python3 -m pip wheel -q \
+  # scikit-build-core would take g++, whose objects are others for ccache.
+  CXX=${CXX:-c++} HASTEN_TORCH=$torch CMAKE_BUILD_PARALLEL_LEVEL=$(compile_jobs) python3 -m pip wheel -q \
     --disable-pip-version-check --no-deps --wheel-dir "$work/wheel" \
     --config-settings "cmake.define.HASTEN_LICENCES=$licences" \
     --config-settings "cmake.define.HASTEN_WERROR=$(werror)" "$root"
@@ -200,7 +201,7 @@ try_conan() {
   "$place/bin/pip" install -q --disable-pip-version-check 'conan>=2.4,<3'
   export CONAN_HOME=$work/conan-home
   "$place/bin/conan" profile detect
-  HASTEN_TORCH=$torch "$place/bin/conan" create "$root" --build=missing \
+  HASTEN_TORCH=$torch "$place/bin/conan" create "$root" --build=missing --no-remote \
     -c tools.build:jobs="$(compile_jobs)" -s compiler.cppstd=20 \
     -c "tools.cmake.cmaketoolchain:extra_variables={'HASTEN_WERROR': '$(werror)'}" \
     -c 'tools.cmake.cmake_layout:test_folder=$TMP'
