@@ -405,7 +405,8 @@ void Averager::Impl::commit_direct() {
   stage_out();
 }
 
-// Does not wait: report() reads the result.
+// Does not wait: report() reads the result. The round has been voted for, so it counts on every
+// rank, also if a peer is lost here: then the spread is not known, and the next operation throws.
 void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
   if (!measured || recovering) {
@@ -414,8 +415,14 @@ void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.norm = std::sqrt(sums.norm);
   report.spread = 0;
   spread = at::full({1}, sums.difference, at::kDouble);
-  if (communicator->world_size() > 1) {
+  if (communicator->world_size() == 1) {
+    return;
+  }
+  try {
     spread_handle = communicator->all_reduce_async(spread, ReduceOp::SUM, "spread of an average");
+  } catch (const CommunicationError&) {
+    spread = at::Tensor();
+    report.spread = std::numeric_limits<double>::quiet_NaN();
   }
 }
 

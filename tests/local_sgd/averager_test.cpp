@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
 #include "hasten/local_sgd/averager.h"
 #include "hasten/parallel/comm_hook.h"
 #include "support/communicator.h"
+#include "support/watched_communicator.h"
 
 namespace hasten::averager_test {
 
@@ -99,6 +101,39 @@ TEST(Averager, EveryTensorIsTheRanksMeanWhereItLies) {
       communicator->broadcast(first, 0, name);
       EXPECT_TRUE(torch::equal(first, tensor)) << name;
     }
+  }
+}
+
+/// A group that loses a peer after each vote, when the spread would be sent.
+std::shared_ptr<Communicator> losing_the_spread() {
+  auto watched = std::make_shared<testing_support::WatchedCommunicator>(fresh_communicator());
+  watched->before = [](std::string_view name) {
+    if (name == "spread of an average") {
+      throw CommunicationError("comm::all_reduce", "a peer is gone");
+    }
+  };
+  return watched;
+}
+
+TEST(Averager, APeerThatIsLostAfterTheVoteLeavesTheRoundWhole) {
+  const auto communicator = losing_the_spread();
+  const int world = communicator->world_size();
+  const std::vector<double> equal(static_cast<size_t>(world), 1);
+  for (const bool delayed : {false, true}) {
+    SCOPED_TRACE(delayed ? "start and finish" : "average");
+    List list = rank_list(communicator->rank());
+    Averager averager(communicator, list, {.slice_mb = 0.1});
+    if (delayed) {
+      averager.start();
+      averager.finish();
+    } else {
+      averager.average();
+    }
+    expect_mean(list, equal);
+    EXPECT_EQ(averager.report().round, 1);
+    EXPECT_EQ(std::isnan(averager.report().spread), world > 1);
+    EXPECT_EQ(averager.recover(), RoundOutcome::none); // the round is not done again
+    expect_mean(list, equal);
   }
 }
 
