@@ -429,8 +429,7 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
     }
   }
   impl_->report = {.round = values.at("rounds").get<int64_t>()};
-  impl_->spread = at::Tensor();
-  impl_->spread_handle = {};
+  impl_->forget_spread();
   impl_->round = {};
   impl_->round.open = open;
   impl_->round.ranks = ranks;

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <ranges>
 #include <string>
@@ -85,6 +86,7 @@ struct Averager::Impl {
   void complete();
   void await_data();
   void settle_spread();
+  void forget_spread();
   RoundOutcome recover();
   void make_buffers();
   // Calls function(entry, data, buffer offset, count) for every piece of the slice.
@@ -113,6 +115,7 @@ struct Averager::Impl {
   AverageReport report{};
   at::Tensor spread{}; // [2] fp64
   Work spread_handle{};
+  std::exception_ptr spread_error{}; // it could not be sent
   at::Tensor ballot{};
 
  private:

@@ -405,8 +405,8 @@ void Averager::Impl::commit_direct() {
   stage_out();
 }
 
-// Does not wait: report() reads the result. The round has been voted for, so it counts on every
-// rank, also if a peer is lost here: then the spread is not known, and the next operation throws.
+// Does not wait: report() reads the result. All have voted, so the round counts on every rank, also
+// if a peer is lost here: report() and the next round throw that.
 void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
   if (!measured || recovering) {
@@ -421,8 +421,7 @@ void Averager::Impl::send_spread(const detail::PassSums& sums, bool measured) {
   try {
     spread_handle = communicator->all_reduce_async(spread, ReduceOp::SUM, "spread of an average");
   } catch (const CommunicationError&) {
-    spread = at::Tensor();
-    report.spread = std::numeric_limits<double>::quiet_NaN();
+    spread_error = std::current_exception();
   }
 }
 
@@ -430,10 +429,18 @@ void Averager::Impl::settle_spread() {
   if (!spread.defined()) {
     return;
   }
+  if (spread_error) {
+    std::rethrow_exception(spread_error);
+  }
   spread_handle.wait();
   report.spread = std::sqrt(spread.item<double>() / communicator->world_size());
+  forget_spread();
+}
+
+void Averager::Impl::forget_spread() {
   spread = at::Tensor();
   spread_handle = {};
+  spread_error = nullptr;
 }
 
 int64_t Averager::Impl::bytes_of_round() const {
@@ -478,8 +485,7 @@ RoundOutcome Averager::Impl::recover() {
   for (const auto& rank : all) {
     drop = drop || (rank.at("rounds") == most && rank.at("unsettled"));
   }
-  spread = at::Tensor();
-  spread_handle = {};
+  forget_spread();
   report.spread = std::numeric_limits<double>::quiet_NaN();
   RoundOutcome outcome = RoundOutcome::none;
   if (report.round < most) {

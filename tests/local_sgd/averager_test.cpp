@@ -130,9 +130,12 @@ TEST(Averager, APeerThatIsLostAfterTheVoteLeavesTheRoundWhole) {
       averager.average();
     }
     expect_mean(list, equal);
-    EXPECT_EQ(averager.report().round, 1);
-    EXPECT_EQ(std::isnan(averager.report().spread), world > 1);
+    if (world > 1) {
+      EXPECT_THROW(averager.report(), CommunicationError);
+    }
     EXPECT_EQ(averager.recover(), RoundOutcome::none); // the round is not done again
+    EXPECT_EQ(averager.report().round, 1);
+    EXPECT_TRUE(std::isnan(averager.report().spread));
     expect_mean(list, equal);
   }
 }
