@@ -1,7 +1,9 @@
 // Values of flags from a JSON file.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
+#include <sstream>
 
 #include "flags.h"
 #include "hasten/base/error.h"
@@ -9,6 +11,14 @@
 #include "hasten/base/json.h"
 
 namespace hasten::detail {
+
+/// Flags that a file cannot set.
+constexpr std::array kNotInFiles{"--config", "--print-config"};
+
+bool is_in_files(const ConfigEntry& entry) {
+  return std::find(kNotInFiles.begin(), kNotInFiles.end(), entry.names.front()) ==
+         kNotInFiles.end();
+}
 
 /// The key of "--num-train-epochs" in a configuration file.
 std::string config_key(const std::string& flag) {
@@ -58,16 +68,14 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
   std::vector<std::string> keys;
   std::map<std::string, const ConfigEntry*> entries; // by key
   for (const ConfigEntry& entry : config_entries_) {
-    for (const std::string& name : entry.names) {
+    for (const std::string& name : is_in_files(entry) ? entry.names : std::vector<std::string>{}) {
       entries[keys.emplace_back(config_key(name))] = &entry;
     }
   }
-  entries.erase("config");
   for (const auto& [key, value] : json.items()) {
     const auto found = entries.find(key);
     if (found == entries.end()) {
-      const std::string fix = write_nearest(key, keys, "leave it out");
-      refuse(key, ": unknown name", {}, fix == "write config" ? "leave it out" : fix);
+      refuse(key, ": unknown name", {}, write_nearest(key, keys, "leave it out"));
     }
     const ConfigEntry& entry = *found->second;
     const std::string& first = entry.names.front();
@@ -92,10 +100,41 @@ std::string FlagTable::config() const {
       all[config_key(entry.names.front())] = value;
     }
   }
-  for (const char* of_one_start : {"config", "dry_run", "resume_from_checkpoint"}) {
+  for (const char* of_one_start : {"config", "print_config", "dry_run", "resume_from_checkpoint"}) {
     all.erase(of_one_start);
   }
   return all.dump(2) + "\n";
+}
+
+std::string FlagTable::commented_config() const {
+  std::string text = "// Flags of hasten " + name_ +
+                     ", for --config. Flags on the command line override them.\n{\n";
+  std::string group;
+  size_t last_value = 0; // where its comma will be
+  for (const ConfigEntry& entry : config_entries_) {
+    if (!is_in_files(entry)) {
+      continue;
+    }
+    if (entry.option->get_group() != group) {
+      text += (group.empty() ? "" : "\n");
+      group = entry.option->get_group();
+      text += "  // ---- " + group + " ----\n";
+    }
+    std::istringstream lines(wrap_text(described(*entry.option), 0, 75));
+    for (std::string line; std::getline(lines, line);) {
+      text += "  // " + line + "\n";
+    }
+    const nlohmann::json value = entry.now();
+    const bool has_value = !value.is_null() || entry.nullable;
+    if (has_value && last_value > 0) {
+      text.insert(last_value, ",");
+    }
+    text += (has_value ? "  \"" : "  // \"") + config_key(entry.names.front()) +
+            "\": " + (has_value ? value.dump() : "\"\"");
+    last_value = has_value ? text.size() : last_value;
+    text += "\n";
+  }
+  return text + "}\n";
 }
 
 } // namespace hasten::detail

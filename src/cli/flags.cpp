@@ -121,7 +121,7 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
     }
     return good;
   };
-  config_entries_.push_back({split(names), false, read, [] { return "an array of strings"; },
+  config_entries_.push_back({split(names), last_, false, read, [] { return "an array of strings"; },
                              [&field] { return nlohmann::json(field); }});
 }
 
@@ -193,6 +193,14 @@ std::vector<std::string> FlagTable::parse_words(std::vector<std::string> argumen
   return words;
 }
 
+std::string FlagTable::described(const CLI::Option& option) const {
+  const bool required = std::find(required_.begin(), required_.end(), &option) != required_.end();
+  const std::string otherwise = option.get_default_str();
+  return option.get_description() + (required            ? " (required)"
+                                     : otherwise.empty() ? ""
+                                                         : " [" + otherwise + "]");
+}
+
 std::string FlagTable::help() const {
   std::string text = "hasten " + name_ + ": " + text_.summary + "\n\n" + "Usage: hasten " + name_ +
                      " " + text_.usage + "\n";
@@ -212,13 +220,7 @@ std::string FlagTable::help() const {
     if (!option->get_type_name().empty()) {
       left += " " + option->get_type_name();
     }
-    std::string right = option->get_description();
-    if (std::find(required_.begin(), required_.end(), option) != required_.end()) {
-      right += " (required)";
-    } else if (!option->get_default_str().empty()) {
-      right += " [" + option->get_default_str() + "]";
-    }
-    std::string body = wrap_text(right, kHelpColumn, kHelpWidth);
+    std::string body = wrap_text(described(*option), kHelpColumn, kHelpWidth);
     if (left.size() + 2 > kHelpColumn) {
       text += left + "\n" + body;
     } else {

@@ -72,7 +72,12 @@ std::string flag_text(const T& value) {
   } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
     return value.text();
   } else if constexpr (std::is_same_v<T, RankStreams>) {
-    return {};
+    std::vector<std::string> ranks;
+    for (const auto& [rank, stream] : value.ranks) {
+      ranks.push_back(std::to_string(rank) + ":" + std::to_string(static_cast<int>(stream)));
+    }
+    return value.others == Std::none ? joined(ranks, ",")
+                                     : std::to_string(static_cast<int>(value.others));
   } else if constexpr (std::is_same_v<T, std::set<int>>) {
     std::vector<std::string> ranks;
     for (const int rank : value) {
@@ -169,6 +174,8 @@ std::string config_expectation(const std::string& values) {
 struct ConfigEntry {
   /// "--num-train-epochs", then its aliases.
   std::vector<std::string> names{};
+  /// Has group and help.
+  const CLI::Option* option = nullptr;
   /// null leaves the default.
   bool nullable = false;
   /// Returns false if the JSON is not a value of the flag.
@@ -285,6 +292,8 @@ class FlagTable {
   void read_config(const std::vector<std::string>& arguments);
   /// All values of now, as a file that read_config() reads.
   std::string config() const;
+  /// The same with the flags' groups and help as comments. A flag without a value is a comment.
+  std::string commented_config() const;
 
   /// Parses the arguments of a command that takes only flags. Throws HelpAsked if --help is
   /// among them.
@@ -306,7 +315,7 @@ class FlagTable {
                      const std::function<bool(const std::string&)>& read,
                      const std::function<std::string()>& expected) {
     using Value = typename FlagValue<T>::Type;
-    config_entries_.push_back({split(names), !std::is_same_v<T, Value>,
+    config_entries_.push_back({split(names), last_, !std::is_same_v<T, Value>,
                                [read](const nlohmann::json& value) {
                                  const auto text = config_text<Value>(value);
                                  return text && read(*text);
@@ -321,6 +330,8 @@ class FlagTable {
   }
   /// All names with "--".
   std::vector<std::string> names() const;
+  /// Its help, with "(required)" or its default.
+  std::string described(const CLI::Option& option) const;
 
   std::string name_;
   CommandText text_;

@@ -72,7 +72,7 @@ void check_backend(const FlagTable& flags, const TrainingArguments& arguments) {
   }
 }
 
-void declare_run(FlagTable& flags, TrainCommand& command) {
+void declare_run(FlagTable& flags, TrainCommand& command, bool& print_config) {
   TrainingArguments& arguments = command.arguments;
   flags.group("Processes and output");
   declare_processes(flags, command.nproc, command.oversubscribe);
@@ -81,6 +81,8 @@ void declare_run(FlagTable& flags, TrainCommand& command) {
   flags.value("--config", command.config, "FILE",
               "JSON object of flags by name (learning_rate); flags on the command line "
               "override it; a run's training_args.json is such a file");
+  flags.flag("--print-config", print_config,
+             "print all flags with their values and help as a file for --config, nothing else");
   flags.flag("--dry-run", command.dry_run, "print what the run would do, without training");
   flags.value("--output-dir", arguments.output_dir, "FOLDER",
               "folder for the model, checkpoint-N folders, metrics.jsonl and records");
@@ -322,7 +324,8 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
                    .notes = "Writes a model folder in the Hugging Face layout, which hasten "
                             "predict, hasten eval and Python's transformers read."});
   declare_train_data(flags, command);
-  declare_run(flags, command);
+  bool print_config = false;
+  declare_run(flags, command, print_config);
   declare_launch(flags, command);
   declare_batches(flags, command.arguments);
   declare_loss(flags, command.arguments);
@@ -360,6 +363,9 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
     require_flag(flags, !needed || !command.eval_file.empty() || command.eval_split > 0,
                  std::string(name) + " without evaluation data",
                  "--eval-file FILE or --eval-split FRACTION");
+  }
+  if (print_config) {
+    return Answer{flags.commented_config()};
   }
   command.run_config = flags.config();
   return command;

@@ -1,7 +1,9 @@
 // --config of hasten train.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -107,6 +109,86 @@ TEST(ConfigFile, ARunsOwnFileSetsAllThatItsCommandLineSet) {
   EXPECT_EQ(again.arguments.learning_rate, 3e-5);
   EXPECT_EQ(again.arguments.data_seed, 3);
   EXPECT_EQ(again.nproc, 2);
+}
+
+std::string printed(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "train");
+  arguments.emplace_back("--print-config");
+  return std::get<Answer>(parse_command_line(arguments)).text;
+}
+
+TEST(ConfigFile, APrintedFileIsReadBackAsTheSameCommand) {
+  const ConfigFile file;
+  const std::vector<std::string> least{"--model", "bert-tiny", "--output-dir", "o"};
+  auto many = least;
+  many.insert(many.end(), {"--train-file",
+                           "t.csv",
+                           "--filter",
+                           "a=b // c",
+                           "--filter",
+                           "d=\"e\"",
+                           "--bf16",
+                           "--gradient-checkpointing",
+                           "every:2",
+                           "--delimiter",
+                           "tab",
+                           "--lr-scheduler-kwargs",
+                           R"({"num_cycles": 2})",
+                           "--lr-scheduler-type",
+                           "cosine",
+                           "--nproc",
+                           "2",
+                           "--tee",
+                           "0:3,1:2",
+                           "--eval-split",
+                           "0.25",
+                           "--resume-from-checkpoint",
+                           "auto",
+                           "--dry-run",
+                           "--data-seed",
+                           "3"});
+  for (const auto& flags : {least, many}) {
+    const std::string text = printed(flags);
+    auto arguments = flags;
+    arguments.insert(arguments.begin(), "train");
+    const auto given = std::get<TrainCommand>(parse_command_line(arguments));
+    const TrainCommand again = file.read(text);
+    EXPECT_EQ(again.run_config, given.run_config) << text;
+    EXPECT_EQ(nlohmann::json(again.arguments), nlohmann::json(given.arguments));
+    EXPECT_EQ(again.dry_run, given.dry_run);
+    EXPECT_EQ(again.logs.tee.ranks, given.logs.tee.ranks);
+    // Printed once more it is the same text.
+    EXPECT_EQ(printed({"--config", file.path.string()}), text);
+  }
+}
+
+TEST(ConfigFile, APrintedFileHasEveryFlagInItsGroupWithItsHelp) {
+  const std::string text = printed({"--model", "bert-tiny", "--output-dir", "o", "--lr", "0.5"});
+  const std::string help = std::get<Answer>(parse_command_line({"train", "--help"})).text;
+  std::istringstream lines(help);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind("  --", 0) != 0) {
+      continue;
+    }
+    std::string name = line.substr(4, line.find_first_of(", ", 4) - 4);
+    std::replace(name.begin(), name.end(), '-', '_');
+    const bool in_files = name != "config" && name != "print_config";
+    EXPECT_EQ(text.find("\"" + name + "\": ") != std::string::npos, in_files) << name;
+  }
+  EXPECT_NE(text.find("\n\n  // ---- Optimizer and schedule ----\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("\n  // peak learning rate; 3e-4 for a shape [5e-05]\n"
+                      "  \"learning_rate\": 0.5,\n"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("\n  // \"eval_file\": \"\"\n"), std::string::npos) << text;
+  EXPECT_NE(text.find("\n  \"data_seed\": null,\n"), std::string::npos) << text;
+}
+
+TEST(ConfigFile, AFileCannotAskForAPrintedOne) {
+  EXPECT_NE(ConfigFile{}
+                .refusal("{" + kNeeded + R"(, "print_config": true})")
+                .find("/print_config: unknown name"),
+            std::string::npos);
 }
 
 TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
