@@ -72,7 +72,8 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
   FlagTable flags(entry, {.usage = "--model FOLDER --file FILE [flags]",
                           .examples = {"hasten eval --model out --file test.csv --json",
                                        "hasten eval --model out --file test.csv --nproc 2 \\\n"
-                                       "    --predictions wrong.csv"}});
+                                       "    --predictions wrong.csv"},
+                          .notes = kEnvironmentNote});
   declare_model(flags, command, "Model and data");
   flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
   flags.required();
@@ -85,6 +86,7 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
               "fp32, bf16, fp16 or auto (default: as in training)");
   flags.group("Processes");
   declare_processes(flags, command.nproc, command.oversubscribe);
+  flags.read_environment(arguments);
   flags.parse(std::move(arguments));
   if (flags.given("--precision")) {
     command.precision = precision;
@@ -519,6 +521,16 @@ const CommandEntry& command_named(const std::string& name) {
   names.pop_back();
   throw InputError("cli::hasten", "unknown command: " + name, joined(names) + " or " + last,
                    fix.empty() ? "see hasten --help" : "write hasten" + fix.substr(5));
+}
+
+std::vector<std::vector<std::string>> flags_of(const std::string& command) {
+  const CommandEntry& entry = command_named(command);
+  try {
+    entry.parse(entry, {"--help"});
+  } catch (const HelpAsked& help) {
+    return help.flags;
+  }
+  return {};
 }
 
 } // namespace detail

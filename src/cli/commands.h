@@ -240,7 +240,8 @@ using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, 
 /// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as
 /// in Hugging Face's scripts. Checks each value and calls TrainingArguments::validate(). The only
 /// file that it reads is that of train's --config: a JSON object of flags spelled with "_" (such
-/// as a run's training_args.json), which flags on the command line override.
+/// as a run's training_args.json), which flags on the command line override. Variables of the
+/// environment (HASTEN_LEARNING_RATE) set flags of train and eval, between the two.
 /// Throws InputError "[cli::<command>] --flag=value …" for an unknown command or flag (suggesting
 /// the nearest name), a value of another type or out of range, a missing required flag, a flag
 /// that is given twice.

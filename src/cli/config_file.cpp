@@ -1,6 +1,10 @@
-// Values of flags from a JSON file.
+// Values of flags from a JSON file and from the environment.
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <cstdlib>
+#include <cstring>
 #include <map>
 #include <set>
 #include <sstream>
@@ -51,12 +55,20 @@ std::string config_path_of(const std::vector<std::string>& arguments) {
       return arguments[i].substr(9);
     }
   }
-  return {};
+  const char* path = std::getenv("HASTEN_CONFIG");
+  return path == nullptr ? std::string() : path;
+}
+
+/// --help is printed whatever the file and the environment hold.
+bool asks_for_help(const std::vector<std::string>& arguments) {
+  return std::any_of(arguments.begin(), arguments.end(), [](const std::string& argument) {
+    return argument == "--help" || argument == "-h";
+  });
 }
 
 void FlagTable::read_config(const std::vector<std::string>& arguments) {
   const std::string path = config_path_of(arguments);
-  if (path.empty()) {
+  if (path.empty() || asks_for_help(arguments)) {
     return;
   }
   const nlohmann::json json = read_config_json(where(), path);
@@ -90,6 +102,77 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
       refuse(key, "=" + value.dump(), entry.expected());
     }
     configured_.insert(first);
+  }
+}
+
+// Each variable of hasten's own has its own reader. Those of timeouts are the flags' defaults, too.
+constexpr std::array kOwnVariables{
+    "HASTEN_CACHE",       "HASTEN_COMM_CHECK",        "HASTEN_COMPARE_STATE", "HASTEN_DDP_TIMEOUT",
+    "HASTEN_DEBUG",       "HASTEN_HEARTBEAT_TIMEOUT", "HASTEN_LAUNCHER",      "HASTEN_SECRET",
+    "HASTEN_SECRET_FILE", "HASTEN_STORE_FILE",        "HASTEN_STORE_SOCKET"};
+// A file of a secret has a variable of its own, and a print is for one command line.
+constexpr std::array kNotInEnvironment{"--secret-file", "--print-config"};
+constexpr std::string_view kVariableStart = "HASTEN_";
+
+/// The variable of "--learning-rate", without its start: "LEARNING_RATE".
+std::string variable_of(const std::string& flag) {
+  std::string name = config_key(flag);
+  std::transform(name.begin(), name.end(), name.begin(), [](char c) {
+    return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+  });
+  return name;
+}
+
+/// True if `name` is a variable of a flag of another command.
+bool is_of_another_command(const std::string& name) {
+  for (const char* command : {"train", "eval"}) {
+    for (const auto& names : flags_of(command)) {
+      if (std::any_of(names.begin(), names.end(),
+                      [&](const std::string& flag) { return variable_of(flag) == name; })) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void FlagTable::read_environment(const std::vector<std::string>& arguments) {
+  if (asks_for_help(arguments)) {
+    return;
+  }
+  std::vector<std::string> known;
+  for (const ConfigEntry& entry : config_entries_) {
+    const std::string& first = entry.names.front();
+    if (std::find(kNotInEnvironment.begin(), kNotInEnvironment.end(), first) !=
+        kNotInEnvironment.end()) {
+      continue;
+    }
+    for (const std::string& flag : entry.names) {
+      const std::string name = std::string(kVariableStart) + known.emplace_back(variable_of(flag));
+      const char* text = std::getenv(name.c_str());
+      if (text == nullptr || *text == '\0') {
+        continue;
+      }
+      if (!from_environment_.emplace(first, name).second) {
+        throw InputError(where(), name + ": " + first + " is given twice", "one of them");
+      }
+      entry.set(name, text);
+      configured_.insert(first);
+    }
+  }
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::string name(*variable, std::strcspn(*variable, "="));
+    const bool own =
+        std::find(kOwnVariables.begin(), kOwnVariables.end(), name) != kOwnVariables.end();
+    if (own || !name.starts_with(kVariableStart)) {
+      continue;
+    }
+    const std::string rest = name.substr(kVariableStart.size());
+    const std::string near = nearest_name(rest, known);
+    if (!near.empty() && near != rest && !is_of_another_command(rest)) {
+      throw InputError(where(), "unknown variable of the environment: " + name, {},
+                       "write " + std::string(kVariableStart) + near);
+    }
   }
 }
 

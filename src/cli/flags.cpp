@@ -107,12 +107,13 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
   declare(names, unit, help,
           [this, first, &field, begun = false](const std::string& text) mutable {
             if (!std::exchange(begun, true) && configured_.contains(first)) {
-              field.clear(); // the file's
+              field.clear(); // the file's or the environment's
             }
             field.push_back(text);
           })
       ->take_all()
       ->allow_extra_args(false);
+  const auto set = [&field](const std::string&, const std::string& text) { field = {text}; };
   const auto read = [&field](const nlohmann::json& value) {
     const auto is_text = [](const nlohmann::json& element) { return element.is_string(); };
     const bool good = value.is_array() && std::all_of(value.begin(), value.end(), is_text);
@@ -121,15 +122,22 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
     }
     return good;
   };
-  config_entries_.push_back({split(names), last_, false, read, [] { return "an array of strings"; },
+  config_entries_.push_back({split(names), last_, false, set, read,
+                             [] { return "an array of strings"; },
                              [&field] { return nlohmann::json(field); }});
 }
 
 void FlagTable::flag(const std::string& names, bool& field, const std::string& help) {
   last_ = app_.add_flag(names, field, help)->group(group_);
-  set_by_config(
-      names, field, [&field](const std::string& text) { return read_flag(text, field); },
-      flag_expectation<bool>);
+  const auto read = [&field](const std::string& text) { return read_flag(text, field); };
+  const auto set = [this, read](const std::string& name, const std::string& text) {
+    require_flag(*this,
+                 read(text == "1"   ? "true"
+                      : text == "0" ? "false"
+                                    : text),
+                 name + "=" + text, flag_expectation<bool>());
+  };
+  set_by_config(names, field, set, read, flag_expectation<bool>);
 }
 
 void FlagTable::required() { required_.push_back(last_); }
@@ -153,7 +161,11 @@ std::vector<std::string> FlagTable::parse_words(std::vector<std::string> argumen
   try {
     app_.parse(std::move(arguments));
   } catch (const CLI::CallForHelp&) {
-    throw HelpAsked{help()};
+    HelpAsked asked{help()};
+    for (const ConfigEntry& entry : config_entries_) {
+      asked.flags.push_back(entry.names);
+    }
+    throw asked;
   } catch (const CLI::ArgumentMismatch& error) {
     for (const CLI::Option* option : app_.get_options()) {
       const std::string name = option->get_name();
@@ -240,7 +252,10 @@ std::string FlagTable::with_flag_names(std::string message) const {
     std::string field = name.substr(2);
     std::replace(field.begin(), field.end(), '-', '_');
     if (field.find('_') != std::string::npos) { // otherwise it may be a word of the sentence
-      message = std::regex_replace(message, std::regex("\\b" + field + "\\b"), name);
+      const auto variable = from_environment_.find(name);
+      const bool by_it = variable != from_environment_.end() && !written(name);
+      message = std::regex_replace(message, std::regex("\\b" + field + "\\b"),
+                                   by_it ? variable->second : name);
     }
   }
   return message;

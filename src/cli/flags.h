@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -170,7 +171,7 @@ std::string config_expectation(const std::string& values) {
   }
 }
 
-/// A flag that a configuration file may set.
+/// A flag that a configuration file or the environment may set.
 struct ConfigEntry {
   /// "--num-train-epochs", then its aliases.
   std::vector<std::string> names{};
@@ -178,6 +179,8 @@ struct ConfigEntry {
   const CLI::Option* option = nullptr;
   /// null leaves the default.
   bool nullable = false;
+  /// Sets the flag to a text. Throws InputError "name=text. Expected …".
+  std::function<void(const std::string& name, const std::string& text)> set{};
   /// Returns false if the JSON is not a value of the flag.
   std::function<bool(const nlohmann::json&)> read{};
   /// "Expected …".
@@ -222,10 +225,15 @@ struct CommandText {
   std::string notes{};
 };
 
-/// Thrown if --help is among the arguments; `text` is the help.
+/// Thrown if --help is among the arguments.
 struct HelpAsked {
+  /// The help.
   std::string text{};
+  /// Names of each flag: "--learning-rate", "--lr".
+  std::vector<std::vector<std::string>> flags{};
 };
+/// Names of each flag of a command.
+std::vector<std::vector<std::string>> flags_of(const std::string& command);
 
 /// Words that stand for a number: "auto, cpu or gpu".
 struct FlagWords {
@@ -263,12 +271,15 @@ class FlagTable {
       return (range ? range->text() : flag_expectation<Value>()) +
              (more.empty() ? "" : ", " + more);
     };
-    declare(names, unit, help, [this, first, read, expected](const std::string& text) {
+    const auto set = [this, read, expected](const std::string& name, const std::string& text) {
       if (!read(text)) {
-        throw InputError(where(), first + "=" + text, expected(), flag_fix<Value>(text));
+        throw InputError(where(), name + "=" + text, expected(), flag_fix<Value>(text));
       }
+    };
+    declare(names, unit, help, [first, set](const std::string& text) {
+      set(first, text);
     })->default_str(flag_text(field));
-    set_by_config(names, field, read, expected);
+    set_by_config(names, field, set, read, expected);
   }
   /// A flag that can be repeated.
   void values(const std::string& names, std::vector<std::string>& field, const std::string& unit,
@@ -280,16 +291,24 @@ class FlagTable {
 
   /// "cli::<command>".
   std::string where() const { return "cli::" + name_; }
-  /// True if the flag is set on the command line or in the --config file.
+  /// True if the flag is set on the command line, in the environment or in the --config file.
   bool given(const std::string& name) const;
   /// True if it is set on the command line.
   bool written(const std::string& name) const { return app_.count(name) > 0; }
+  /// True if it is set in the environment.
+  bool in_environment(const std::string& name) const { return from_environment_.contains(name); }
 
-  /// Sets fields from the file of --config, if the arguments have it: a JSON object whose keys are
-  /// flags spelled with "_". A later parse() overrides them.
+  /// Sets fields from the file of --config, if the arguments or HASTEN_CONFIG have it: a JSON
+  /// object whose keys are flags spelled with "_". A later parse() overrides them. Does nothing if
+  /// the arguments have --help.
   /// Throws InputError for a file that is not a JSON object, a key that is not a flag (suggesting
   /// the nearest), or a value of another type, naming its path and the expected type.
   void read_config(const std::vector<std::string>& arguments);
+  /// Sets fields from variables of the environment: --learning-rate from HASTEN_LEARNING_RATE. An
+  /// empty variable sets none. A later parse() overrides them. Does nothing if the arguments have
+  /// --help. Throws InputError for a wrong value, and for an unknown variable whose name is near
+  /// that of a flag.
+  void read_environment(const std::vector<std::string>& arguments);
   /// All values of now, as a file that read_config() reads.
   std::string config() const;
   /// The same with the flags' groups and help as comments. A flag without a value is a comment.
@@ -304,7 +323,8 @@ class FlagTable {
                                        bool stop_at_word = false);
 
   std::string help() const;
-  /// `message` with names of fields (learning_rate) replaced by flags (--learning-rate).
+  /// `message` with names of fields (learning_rate) replaced by flags (--learning-rate), or by the
+  /// variables of the environment that set them.
   std::string with_flag_names(std::string message) const;
 
  private:
@@ -312,10 +332,11 @@ class FlagTable {
                        std::function<void(const std::string&)> read);
   template <typename T>
   void set_by_config(const std::string& names, T& field,
+                     const std::function<void(const std::string&, const std::string&)>& set,
                      const std::function<bool(const std::string&)>& read,
                      const std::function<std::string()>& expected) {
     using Value = typename FlagValue<T>::Type;
-    config_entries_.push_back({split(names), last_, !std::is_same_v<T, Value>,
+    config_entries_.push_back({split(names), last_, !std::is_same_v<T, Value>, set,
                                [read](const nlohmann::json& value) {
                                  const auto text = config_text<Value>(value);
                                  return text && read(*text);
@@ -340,7 +361,8 @@ class FlagTable {
   CLI::Option* last_ = nullptr;
   std::vector<CLI::Option*> required_{};
   std::vector<ConfigEntry> config_entries_{};
-  std::set<std::string> configured_{}; // flags that the file sets
+  std::set<std::string> configured_{}; // flags that the file or the environment sets
+  std::map<std::string, std::string> from_environment_{}; // the variables that set flags, by flag
 };
 
 /// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
@@ -349,6 +371,11 @@ void require_flag(const FlagTable& flags, bool good, const std::string& flag_and
 /// --nproc and --oversubscribe, for the commands that start processes.
 void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);
+
+/// For the notes of the commands that call read_environment().
+inline constexpr const char* kEnvironmentNote =
+    "A flag that the command line leaves out is read from the environment: --max-length from "
+    "HASTEN_MAX_LENGTH.";
 
 /// Flags of signals, restarts and output, for the commands that launch ranks.
 void declare_launch(FlagTable& flags, ProcessFlags& processes);

@@ -250,17 +250,17 @@ void complete_checkpointing(std::vector<std::string>& arguments) {
   }
 }
 
-/// A precision on the command line replaces all three settings of the file.
-void settle_config(const FlagTable& flags, TrainCommand& command) {
-  TrainingArguments& a = command.arguments;
-  const bool bf16 = flags.written("--bf16");
-  const bool fp16 = flags.written("--fp16");
-  if (!bf16 && !fp16 && !flags.written("--precision")) {
+/// A precision on the command line or in the environment (`set` is true for its flags) replaces all
+/// three settings of what these override.
+void settle_precision(TrainingArguments& a, const std::function<bool(const char*)>& set) {
+  const bool bf16 = set("--bf16");
+  const bool fp16 = set("--fp16");
+  if (!bf16 && !fp16 && !set("--precision")) {
     return;
   }
   a.bf16 = a.bf16 && bf16;
   a.fp16 = a.fp16 && fp16;
-  if (!flags.written("--precision")) {
+  if (!set("--precision")) {
     a.precision = Precision::no;
   }
 }
@@ -322,7 +322,8 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
                    .examples = {"hasten train --model bert-mini --train-file reviews.csv \\\n"
                                 "    --eval-split 0.1 --nproc 2 --output-dir out"},
                    .notes = "Writes a model folder in the Hugging Face layout, which hasten "
-                            "predict, hasten eval and Python's transformers read."});
+                            "predict, hasten eval and Python's transformers read. " +
+                            std::string(kEnvironmentNote)});
   declare_train_data(flags, command);
   bool print_config = false;
   declare_run(flags, command, print_config);
@@ -332,9 +333,11 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
   flags.read_config(arguments);
+  flags.read_environment(arguments);
+  settle_precision(command.arguments, [&](const char* name) { return flags.in_environment(name); });
   flags.parse(std::move(arguments));
   command.nproc_given = flags.written("--nproc");
-  settle_config(flags, command);
+  settle_precision(command.arguments, [&](const char* name) { return flags.written(name); });
   check_backend(flags, command.arguments);
   check_problem(flags, command);
   check_columns(flags, command.table);

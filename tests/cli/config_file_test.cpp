@@ -10,6 +10,7 @@
 #include "commands.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "support/environment.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::config_file_test {
@@ -189,6 +190,114 @@ TEST(ConfigFile, AFileCannotAskForAPrintedOne) {
                 .refusal("{" + kNeeded + R"(, "print_config": true})")
                 .find("/print_config: unknown name"),
             std::string::npos);
+}
+
+std::string refused(const std::vector<std::string>& arguments) {
+  try {
+    parse_command_line(arguments);
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(FlagsOfTheEnvironment, ComeBetweenTheFileAndTheCommandLine) {
+  const ConfigFile file;
+  const testing_support::ScopedEnvironment environment({{"HASTEN_LR", "1e-4"},
+                                                        {"HASTEN_SEED", "8"},
+                                                        {"HASTEN_NPROC", "2"},
+                                                        {"HASTEN_CASED", "1"},
+                                                        {"HASTEN_DATALOADER_DROP_LAST", "false"},
+                                                        {"HASTEN_FILTER", "e=f"},
+                                                        {"HASTEN_EVAL_SPLIT", "0.5"},
+                                                        {"HASTEN_FP16", "true"},
+                                                        {"HASTEN_OPTIM", ""}});
+  const TrainCommand command =
+      file.read("{" + kNeeded + R"(, "seed": 7, "learning_rate": 1, "filter": ["a=b", "c=d"],
+        "dataloader_drop_last": true, "optim": "lion", "bf16": true})",
+                {"--seed", "9"});
+  EXPECT_EQ(command.arguments.learning_rate, 1e-4);
+  EXPECT_EQ(command.arguments.seed, 9u);
+  EXPECT_EQ(command.nproc, 2);
+  EXPECT_FALSE(command.nproc_given); // ranks of another launcher inherit it
+  EXPECT_TRUE(command.cased);
+  EXPECT_FALSE(command.arguments.dataloader_drop_last);
+  EXPECT_EQ(command.table.filters, (std::vector<std::string>{"e=f"}));
+  EXPECT_EQ(command.eval_split, 0.5);
+  EXPECT_EQ(command.arguments.effective_precision(), Precision::fp16);
+  EXPECT_EQ(command.arguments.optim, OptimizerType::lion); // an empty variable sets nothing
+  EXPECT_EQ(file.read("{" + kNeeded + "}", {"--filter", "g=h"}).table.filters,
+            (std::vector<std::string>{"g=h"}));
+  EXPECT_EQ(file.read("{" + kNeeded + "}", {"--bf16"}).arguments.effective_precision(),
+            Precision::bf16);
+}
+
+TEST(FlagsOfTheEnvironment, GiveTheFileAndRequiredFlagsToo) {
+  const ConfigFile file;
+  write_file_atomically(file.path, "{" + kNeeded + R"(, "seed": 7})");
+  const testing_support::ScopedEnvironment environment({{"HASTEN_CONFIG", file.path.string()},
+                                                        {"HASTEN_MODEL", "bert-mini"},
+                                                        {"HASTEN_FILE", "f.csv"},
+                                                        {"HASTEN_BATCH_SIZE", "3"}});
+  const auto train = std::get<TrainCommand>(parse_command_line({"train"}));
+  EXPECT_EQ(train.model, "bert-mini");
+  EXPECT_EQ(train.arguments.seed, 7u);
+  EXPECT_EQ(train.arguments.per_device_train_batch_size, 3);
+  EXPECT_EQ(std::get<TrainCommand>(parse_command_line({"train", "--config", file.path.string()}))
+                .run_config,
+            train.run_config);
+  const auto eval = std::get<EvalCommand>(parse_command_line({"eval", "--model", "m"}));
+  EXPECT_EQ(eval.model, "m");
+  EXPECT_EQ(eval.file, "f.csv");
+  EXPECT_EQ(eval.batch_size, 3);
+  // Other commands do not read them.
+  EXPECT_NE(refused({"predict", "a text"}).find("--model is missing"), std::string::npos);
+}
+
+TEST(FlagsOfTheEnvironment, AMistakeNamesTheVariable) {
+  const std::vector<std::string> train{"train", "--model", "bert-tiny", "--output-dir", "o"};
+  const struct {
+    testing_support::EnvironmentValues values;
+    std::string said;
+  } cases[] = {
+      {{{"HASTEN_LEARNING_RATE", "fast"}}, "HASTEN_LEARNING_RATE=fast. Expected a number"},
+      {{{"HASTEN_LR", "-1"}}, "HASTEN_LR=-1.0. Expected 0 or more"},
+      {{{"HASTEN_NPROC", "0"}}, "HASTEN_NPROC=0. Expected 1 to 65536, auto, cpu or gpu"},
+      {{{"HASTEN_OPTIM", "adamm"}}, "Fix: write adam."},
+      {{{"HASTEN_BF16", "yes"}}, "HASTEN_BF16=yes. Expected true or false"},
+      {{{"HASTEN_LR", "1"}, {"HASTEN_LEARNING_RATE", "1"}}, "--learning-rate is given twice"},
+      {{{"HASTEN_LEARNING_RTE", "1"}},
+       "unknown variable of the environment: HASTEN_LEARNING_RTE. Fix: write HASTEN_LEARNING_RATE"},
+  };
+  for (const auto& wrong : cases) {
+    const testing_support::ScopedEnvironment environment(wrong.values);
+    EXPECT_NE(refused(train).find(wrong.said), std::string::npos) << refused(train);
+    EXPECT_NE(std::get<Answer>(parse_command_line({"train", "--help"})).text, "");
+  }
+}
+
+TEST(FlagsOfTheEnvironment, VariablesOfHastenAndOfOtherCommandsAreNotMisspelt) {
+  testing_support::EnvironmentValues values;
+  for (const char* name : {"HASTEN_CACHE",       "HASTEN_COMM_CHECK",        "HASTEN_COMPARE_STATE",
+                           "HASTEN_DEBUG",       "HASTEN_LAUNCHER",          "HASTEN_SECRET",
+                           "HASTEN_SECRET_FILE", "HASTEN_STORE_FILE",        "HASTEN_STORE_SOCKET",
+                           "HASTEN_TORCH",       "HASTEN_PEER_PYTHON",       "HASTEN_JOBS",
+                           "HASTEN_CCACHE",      "HASTEN_SANITIZE",          "HASTEN_COMBINATIONS",
+                           "HASTEN_KILL_TRIAL",  "HASTEN_EXACTNESS_TABLE",   "HASTEN_TEST_FAULT",
+                           "HASTEN_TEST_FOLDER", "HASTEN_TEST_CASE_SECONDS", "HASTEN_MAX_ROWS",
+                           "HASTEN_MAX_STEPS"}) {
+    values.emplace_back(name, "3");
+  }
+  values.emplace_back("HASTEN_HEARTBEAT_TIMEOUT", "2");
+  values.emplace_back("HASTEN_DDP_TIMEOUT", "4");
+  const testing_support::ScopedEnvironment environment(values);
+  const auto command = std::get<TrainCommand>(
+      parse_command_line({"train", "--model", "bert-tiny", "--output-dir", "o"}));
+  EXPECT_EQ(command.arguments.heartbeat_timeout, 2);
+  EXPECT_EQ(command.arguments.ddp_timeout, 4);
+  EXPECT_EQ(command.arguments.max_steps, 3);
+  EXPECT_EQ(command.secret_file, ""); // the ranks read HASTEN_SECRET_FILE themselves
+  EXPECT_EQ(refused({"eval", "--model", "m", "--file", "f.csv"}), "no error");
 }
 
 TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
