@@ -139,6 +139,13 @@ function(hasten_install)
       install(TARGETS ${program} ${HASTEN_RUNTIME})
     endif()
   endforeach()
+  set(completion "${PROJECT_SOURCE_DIR}/packaging/completion")
+  install(FILES "${completion}/hasten.bash" RENAME hasten
+    DESTINATION "${CMAKE_INSTALL_DATADIR}/bash-completion/completions" ${HASTEN_RUNTIME})
+  install(FILES "${completion}/hasten.zsh" RENAME _hasten
+    DESTINATION "${CMAKE_INSTALL_DATADIR}/zsh/site-functions" ${HASTEN_RUNTIME})
+  install(FILES "${completion}/hasten.fish"
+    DESTINATION "${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d" ${HASTEN_RUNTIME})
   install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" "${PROJECT_SOURCE_DIR}/CHANGELOG.md"
     DESTINATION "${CMAKE_INSTALL_DOCDIR}" ${HASTEN_RUNTIME})
   install(FILES "${PROJECT_SOURCE_DIR}/README.md" "${PROJECT_SOURCE_DIR}/SECURITY.md"

@@ -523,12 +523,17 @@ const CommandEntry& command_named(const std::string& name) {
                    fix.empty() ? "see hasten --help" : "write hasten" + fix.substr(5));
 }
 
-std::vector<std::vector<std::string>> flags_of(const std::string& command) {
-  const CommandEntry& entry = command_named(command);
-  try {
-    entry.parse(entry, {"--help"});
-  } catch (const HelpAsked& help) {
-    return help.flags;
+std::span<const CommandEntry> commands() { return kCommands; }
+
+std::vector<FlagRow> flags_of(const std::string& command) {
+  for (const CommandEntry& entry : kCommands) {
+    try {
+      if (command == entry.name) {
+        entry.parse(entry, {"--help"});
+      }
+    } catch (const HelpAsked& help) {
+      return help.flags;
+    }
   }
   return {};
 }
@@ -553,6 +558,9 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   }
   if (arguments[0] == "--version") {
     return Answer{"hasten " HASTEN_VERSION "\n"};
+  }
+  if (arguments[0] == "completion") { // not in the table: shells call it
+    return Answer{detail::completion({arguments.begin() + 1, arguments.end()})};
   }
   const detail::CommandEntry& command = detail::command_named(arguments[0]);
   std::vector<std::string> words(arguments.begin() + 1, arguments.end());

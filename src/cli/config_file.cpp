@@ -126,8 +126,8 @@ std::string variable_of(const std::string& flag) {
 /// True if `name` is a variable of a flag of another command.
 bool is_of_another_command(const std::string& name) {
   for (const char* command : {"train", "eval"}) {
-    for (const auto& names : flags_of(command)) {
-      if (std::any_of(names.begin(), names.end(),
+    for (const FlagRow& row : flags_of(command)) {
+      if (std::any_of(row.names.begin(), row.names.end(),
                       [&](const std::string& flag) { return variable_of(flag) == name; })) {
         return true;
       }

@@ -122,9 +122,14 @@ void FlagTable::values(const std::string& names, std::vector<std::string>& field
     }
     return good;
   };
-  config_entries_.push_back({split(names), last_, false, set, read,
+  config_entries_.push_back({split(names),
+                             last_,
+                             false,
+                             set,
+                             read,
                              [] { return "an array of strings"; },
-                             [&field] { return nlohmann::json(field); }});
+                             [&field] { return nlohmann::json(field); },
+                             {}});
 }
 
 void FlagTable::flag(const std::string& names, bool& field, const std::string& help) {
@@ -163,7 +168,8 @@ std::vector<std::string> FlagTable::parse_words(std::vector<std::string> argumen
   } catch (const CLI::CallForHelp&) {
     HelpAsked asked{help()};
     for (const ConfigEntry& entry : config_entries_) {
-      asked.flags.push_back(entry.names);
+      asked.flags.push_back({entry.names, entry.option->get_description(),
+                             !entry.option->get_type_name().empty(), entry.values});
     }
     throw asked;
   } catch (const CLI::ArgumentMismatch& error) {

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -130,6 +131,16 @@ std::string flag_fix(const std::string& text) {
   }
 }
 
+/// The spellings of an enumeration.
+template <typename T>
+std::vector<std::string> spelling_values() {
+  if constexpr (std::is_enum_v<T>) {
+    return spelling_names<T>();
+  } else {
+    return {};
+  }
+}
+
 /// T of an optional<T>, otherwise the type itself.
 template <typename T>
 struct FlagValue {
@@ -187,6 +198,8 @@ struct ConfigEntry {
   std::function<std::string()> expected{};
   /// The current value. null: a file cannot have it.
   std::function<nlohmann::json()> now{};
+  /// Of an enumeration.
+  std::vector<std::string> values{};
 };
 
 /// The range of a whole number, both ends included.
@@ -225,15 +238,29 @@ struct CommandText {
   std::string notes{};
 };
 
+struct FlagRow {
+  /// "--learning-rate", "--lr".
+  std::vector<std::string> names{};
+  std::string help{};
+  bool takes_value = false;
+  /// Of an enumeration.
+  std::vector<std::string> values{};
+};
+
 /// Thrown if --help is among the arguments.
 struct HelpAsked {
   /// The help.
   std::string text{};
-  /// Names of each flag: "--learning-rate", "--lr".
-  std::vector<std::vector<std::string>> flags{};
+  std::vector<FlagRow> flags{};
 };
-/// Names of each flag of a command.
-std::vector<std::vector<std::string>> flags_of(const std::string& command);
+
+/// In the order of hasten's help.
+std::span<const CommandEntry> commands();
+/// The flags of a command; none for an unknown one.
+std::vector<FlagRow> flags_of(const std::string& command);
+/// The answer of hasten completion: a shell's script (bash, zsh, fish), or after "--" the words
+/// that can replace the last of those given. Throws InputError for another shell.
+std::string completion(std::vector<std::string> arguments);
 
 /// Words that stand for a number: "auto, cpu or gpu".
 struct FlagWords {
@@ -347,7 +374,8 @@ class FlagTable {
                                  return text.empty()        ? nlohmann::json()
                                         : kPlainJson<Value> ? nlohmann::json::parse(text)
                                                             : nlohmann::json(text);
-                               }});
+                               },
+                               spelling_values<Value>()});
   }
   /// All names with "--".
   std::vector<std::string> names() const;

@@ -142,6 +142,23 @@ TEST(Programs, LaunchGivesEachRankItsPlaceAndTheFirstFailuresCode) {
   EXPECT_TRUE(failed.said("rank 1 exited with code 7 first")) << failed.error;
 }
 
+TEST(Programs, BashCompletesByTheScript) {
+  const std::string bash = "/bin/bash";
+  const auto program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "hasten";
+  const std::string script = run_program({"hasten", "completion", "bash"}).out;
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "hasten.bash", script);
+  const ProgramRun checked = run_program({bash, "-n", (folder / "hasten.bash").string()});
+  EXPECT_EQ(checked.code, 0) << checked.error;
+  const ProgramRun run =
+      run_program({bash, "-c",
+                   "source \"$1\"; COMP_WORDS=(\"$0\" train --strategy z); COMP_CWORD=3; _hasten; "
+                   "echo \"${COMPREPLY[@]}\"; COMP_WORDS=(\"$0\" pr); COMP_CWORD=1; _hasten; "
+                   "echo \"${COMPREPLY[@]}\"",
+                   program.string(), (folder / "hasten.bash").string()});
+  EXPECT_EQ(run.out, "zero1 zero2\npredict\n") << run.error;
+}
+
 TEST(Programs, WaitingThreadsSleepUnlessTheUserSaysOtherwise) {
   const std::vector<std::string> show = {
       "hasten", "launch", "--nproc", "1", "/bin/sh", "-c", "echo $OMP_WAIT_POLICY"};

@@ -1,0 +1,1 @@
+source <(hasten completion bash 2> /dev/null)

@@ -1,0 +1,1 @@
+hasten completion fish 2> /dev/null | source

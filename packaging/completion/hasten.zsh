@@ -1,0 +1,3 @@
+#compdef hasten
+source <(hasten completion zsh 2> /dev/null)
+_hasten "$@"
