@@ -50,7 +50,7 @@ TEST(Programs, MistakesOnTheCommandLineEndWithCode2AndOneLine) {
   EXPECT_EQ(unknown.out, "");
   EXPECT_EQ(unknown.error,
             "error: [cli::hasten] unknown command: trian. Expected train, predict, "
-            "eval, plan, estimate-memory, compare, state, tokenizer, synth, launch or "
+            "eval, plan, estimate-memory, compare, state, tokenizer, synth, report, launch or "
             "env. Fix: write hasten train.\n");
   EXPECT_EQ(run_program({"hasten", "env", "--jsn"}).code, 2);
 }

@@ -28,7 +28,7 @@ nlohmann::json json_of(const files::path& file) {
 /// Trains on two processes; the best model is not the last one for sure.
 ProgramRun train(const TemporaryFolder& folder) {
   write_file_atomically(folder / "train.csv", small_reviews(40));
-  write_file_atomically(folder / "eval.csv", small_reviews(18));
+  write_file_atomically(folder / "eval.csv", small_reviews(18, 100)); // other texts
   return run_program(train_arguments(
       folder.path(),
       {"--nproc", "2", "--eval-file", folder / "eval.csv", "--eval-strategy", "epoch",
