@@ -1,8 +1,9 @@
 #include "hasten/base/log.h"
 
-#include <unistd.h>
+#include <sys/ioctl.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -41,17 +42,34 @@ LogSinkHolder& log_sink_holder() {
   return *holder;
 }
 
+int window_columns(int fd) {
+  if (::isatty(fd) != 1) {
+    return 0;
+  }
+  winsize size{};
+  return ::ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+bool dumb_terminal() {
+  const char* term = std::getenv("TERM");
+  return term != nullptr && std::string_view(term) == "dumb";
+}
+
 void write_log_line(LogLevel level, std::string_view line) {
   std::string text;
   if (const int rank = log_rank; rank != 0) {
     text += "[rank " + std::to_string(rank) + "/" + std::to_string(log_world_size) + "] ";
   }
-  if (level == LogLevel::warning) {
-    text += "warning: ";
-  } else if (level == LogLevel::error) {
-    text += "error: ";
+  if (level == LogLevel::warning || level == LogLevel::error) {
+    const bool is_error = level == LogLevel::error;
+    const std::string name = is_error ? "error:" : "warning:";
+    const size_t indent = text.size() + name.size() + 1;
+    text += styled(name, is_error ? Style::red : Style::yellow) + " " +
+            wrapped(line, window_columns(STDERR_FILENO), indent);
+  } else {
+    text.append(line);
   }
-  text.append(line).push_back('\n');
+  text.push_back('\n');
   const std::lock_guard lock(terminal_mutex());
   if (terminal_bar_drawn) {
     text.insert(0, kEraseLine);
@@ -80,6 +98,28 @@ void set_log_levels(LogLevel main, LogLevel replica) {
 void set_log_rank(int rank, int world_size) {
   detail::log_rank = rank;
   detail::log_world_size = world_size;
+}
+
+int terminal_columns(int fd) {
+  if (fd == STDERR_FILENO) {
+    auto& holder = detail::log_sink_holder();
+    const std::lock_guard lock(holder.mutex);
+    if (holder.sink) {
+      return 0;
+    }
+  }
+  return detail::window_columns(fd);
+}
+
+std::string styled(std::string_view text, Style style, int fd) {
+  static constexpr const char* kCodes[] = {"1", "31", "33", "32"}; // [style]
+  const char* no_color = std::getenv("NO_COLOR");
+  if (terminal_columns(fd) == 0 || detail::dumb_terminal() ||
+      (no_color != nullptr && *no_color != '\0')) {
+    return std::string(text);
+  }
+  return std::string("\x1b[") + kCodes[static_cast<size_t>(style)] + "m" + std::string(text) +
+         "\x1b[0m";
 }
 
 bool log_enabled(LogLevel level) {

@@ -1,7 +1,6 @@
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/text.h"
 
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,19 +17,13 @@ namespace detail {
 constexpr auto kBarRedraw = std::chrono::milliseconds(100);
 constexpr auto kBarPlainLine = std::chrono::seconds(5);
 
-int terminal_columns() {
-  winsize size{};
-  const bool good = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
-  return good ? size.ws_col : 80;
-}
-
 } // namespace detail
 
 ProgressBar::ProgressBar(std::string label, int64_t total, bool enabled)
     : label_(std::move(label)),
       total_(std::max<int64_t>(total, 1)),
       enabled_(enabled),
-      terminal_(enabled && ::isatty(STDERR_FILENO) == 1),
+      terminal_(enabled && ::isatty(STDERR_FILENO) == 1 && !detail::dumb_terminal()),
       start_(std::chrono::steady_clock::now()),
       // A bar shows immediately, a plain line after the first five seconds.
       last_draw_(terminal_ ? start_ - detail::kBarRedraw : start_) {}
@@ -47,12 +40,14 @@ ProgressBar::~ProgressBar() {
   }
 }
 
-void ProgressBar::update(int64_t done, const std::string& note) {
+void ProgressBar::update(int64_t done, const std::string& note,
+                         std::optional<double> seconds_left) {
   if (!enabled_) {
     return;
   }
   done_ = std::clamp<int64_t>(done, 0, total_);
   note_ = note;
+  seconds_left_ = seconds_left;
   const auto now = std::chrono::steady_clock::now();
   const bool due = terminal_ ? now - last_draw_ >= detail::kBarRedraw
                              : now - last_draw_ >= detail::kBarPlainLine &&
@@ -86,16 +81,24 @@ void ProgressBar::finish() {
 std::string ProgressBar::text(std::chrono::steady_clock::time_point now, int width) const {
   const double elapsed = std::chrono::duration<double>(now - start_).count();
   const double left =
-      done_ > 0 ? elapsed * static_cast<double>(total_ - done_) / static_cast<double>(done_)
-                : std::numeric_limits<double>::infinity();
+      seconds_left_ ? *seconds_left_
+      : done_ > 0   ? elapsed * static_cast<double>(total_ - done_) / static_cast<double>(done_)
+                    : std::numeric_limits<double>::infinity();
   const double share = static_cast<double>(done_) / static_cast<double>(total_);
   char percent[8];
   std::snprintf(percent, sizeof percent, "%3d%%", static_cast<int>(share * 100));
   std::string head = label_ + " " + percent + " ";
   std::string tail = format_count(done_) + "/" + format_count(total_) + " " +
                      format_duration(elapsed) + "<" + format_duration(left);
-  if (!note_.empty()) {
-    tail += " " + note_;
+  std::string note = note_;
+  // A part of a number would be a wrong one, so names and values go together.
+  while (width > 0 && !note.empty() &&
+         head.size() + tail.size() + 1 + note.size() > static_cast<size_t>(width - 1)) {
+    const size_t next = note.find(' ', note.find(' ') + 1);
+    note.erase(0, next == std::string::npos ? next : next + 1);
+  }
+  if (!note.empty()) {
+    tail += " " + note;
   }
   // Leave one column free: a terminal wraps when the last column is written.
   const int room = width - 4 - static_cast<int>(head.size() + tail.size());
@@ -117,7 +120,8 @@ void ProgressBar::draw(std::chrono::steady_clock::time_point now) {
   printed_done_ = done_;
   const std::lock_guard lock(detail::terminal_mutex());
   if (terminal_) {
-    detail::write_stderr(std::string(detail::kEraseLine) + text(now, detail::terminal_columns()));
+    detail::write_stderr(std::string(detail::kEraseLine) +
+                         text(now, detail::window_columns(STDERR_FILENO)));
     detail::terminal_bar_drawn = true;
   } else {
     detail::write_stderr(text(now, 0) + "\n");

@@ -15,6 +15,12 @@ extern bool terminal_bar_drawn;
 /// Writes all bytes to stderr. Ignores errors, because there is nowhere to report them.
 void write_stderr(std::string_view bytes) noexcept;
 
+/// Columns of the terminal at `fd`, 80 if it does not say; 0 if `fd` is no terminal.
+int window_columns(int fd);
+
+/// True if the terminal knows no escape codes.
+bool dumb_terminal();
+
 /// Erases the line of the cursor.
 inline constexpr std::string_view kEraseLine = "\r\x1b[K";
 

@@ -73,6 +73,34 @@ std::string shortened(std::string_view text, size_t limit) {
   return detail::without_middle(words, limit);
 }
 
+size_t text_width(std::string_view text) {
+  return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) {
+    return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
+  }));
+}
+
+std::string wrapped(std::string_view text, int columns, size_t indent) {
+  const auto most = static_cast<size_t>(columns);
+  if (most < indent + 20) {
+    return std::string(text);
+  }
+  const std::vector<std::string> words = split(text, " ");
+  std::string lines = words[0];
+  size_t used = indent + text_width(words[0]);
+  for (size_t i = 1; i < words.size(); ++i) {
+    const size_t width = text_width(words[i]);
+    if (used + 1 + width > most) {
+      lines += "\n" + std::string(indent, ' ');
+      used = indent + width;
+    } else {
+      lines += ' ';
+      used += 1 + width;
+    }
+    lines += words[i];
+  }
+  return lines;
+}
+
 std::string write_nearest(std::string_view word, const std::vector<std::string>& names,
                           const std::string& otherwise) {
   const std::string near = nearest_name(word, names);
@@ -136,6 +164,26 @@ std::string format_bytes(int64_t bytes) {
     ++unit;
   }
   return format_fixed(value, unit == 0 || std::abs(value) >= 100 ? 0 : 1) + " " + kUnits[unit];
+}
+
+std::string sparkline(std::vector<double> values, size_t most) {
+  static constexpr const char* kLevels[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  std::erase_if(values, [](double value) { return !std::isfinite(value); });
+  std::vector<double> means(std::min(values.size(), most));
+  for (size_t i = 0; i < means.size(); ++i) {
+    const size_t begin = i * values.size() / means.size();
+    const size_t end = (i + 1) * values.size() / means.size();
+    for (size_t k = begin; k < end; ++k) {
+      means[i] += values[k] / static_cast<double>(end - begin);
+    }
+  }
+  std::string line;
+  const auto [low, high] = std::minmax_element(means.begin(), means.end());
+  for (const double mean : means) {
+    const double share = *high > *low ? (mean - *low) / (*high - *low) : 0;
+    line += kLevels[std::lround(share * (std::size(kLevels) - 1))];
+  }
+  return line;
 }
 
 } // namespace hasten

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 #include <thread>
 #include <vector>
@@ -9,10 +10,13 @@
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/text.h"
 #include "support/captured_stderr.h"
+#include "support/environment.h"
 
 namespace hasten {
 
 using testing_support::CapturedStderr;
+using testing_support::EnvironmentValues;
+using testing_support::ScopedEnvironment;
 
 class LogTest : public testing::Test {
  protected:
@@ -76,6 +80,56 @@ TEST_F(LogTest, LinesOfSeveralThreadsAreNeverTorn) {
   }
 }
 
+TEST_F(LogTest, OnATerminalErrorsAreRedAndWarningsYellow) {
+  CapturedStderr captured(true);
+  log_error("a");
+  log_warning("b");
+  log_info("c");
+  EXPECT_EQ(captured.take(), "\x1b[31merror:\x1b[0m a\r\n\x1b[33mwarning:\x1b[0m b\r\nc\r\n");
+}
+
+TEST_F(LogTest, ColoursNeedATerminalThatIsNotDumbAndNoNoColor) {
+  const auto error_of = [](bool terminal, const EnvironmentValues& values) {
+    CapturedStderr captured(terminal);
+    const ScopedEnvironment environment(values);
+    log_error("a");
+    return captured.take();
+  };
+  const std::string red = "\x1b[31merror:\x1b[0m a\r\n";
+  EXPECT_EQ(error_of(false, {{"TERM", "xterm"}, {"NO_COLOR", {}}}), "error: a\n");
+  EXPECT_EQ(error_of(true, {{"NO_COLOR", "1"}}), "error: a\r\n");
+  EXPECT_EQ(error_of(true, {{"NO_COLOR", "0"}}), "error: a\r\n"); // any value that is not empty
+  EXPECT_EQ(error_of(true, {{"NO_COLOR", ""}}), red);
+  EXPECT_EQ(error_of(true, {{"TERM", "dumb"}}), "error: a\r\n");
+  EXPECT_EQ(error_of(true, {{"TERM", {}}}), red);
+}
+
+TEST_F(LogTest, ATerminalsErrorIsWrappedBetweenWordsUnderItsBeginning) {
+  const std::string line = "[part::f] rows=0 of the file reviews.csv. Expected 1 row or more.";
+  {
+    CapturedStderr captured(true, 40);
+    const ScopedEnvironment plain(EnvironmentValues{{"NO_COLOR", "1"}});
+    log_error(line);
+    log_info(line); // commands in it can be copied
+    EXPECT_EQ(captured.take(),
+              "error: [part::f] rows=0 of the file\r\n"
+              "       reviews.csv. Expected 1 row or\r\n"
+              "       more.\r\n" +
+                  line + "\r\n");
+  }
+  CapturedStderr file;
+  log_error(line);
+  EXPECT_EQ(file.take(), "error: " + line + "\n");
+}
+
+TEST_F(LogTest, ASinkGetsNeitherColoursNorColumns) {
+  CapturedStderr captured(true, 60);
+  EXPECT_EQ(terminal_columns(), 60);
+  set_log_sink([](LogLevel, std::string_view) {});
+  EXPECT_EQ(terminal_columns(), 0);
+  EXPECT_EQ(styled("a", Style::bold), "a");
+}
+
 TEST(ProgressBar, OnATerminalALogLineRemovesTheBarFirst) {
   CapturedStderr captured(true);
   ProgressBar bar("train", 1000, true);
@@ -92,6 +146,33 @@ TEST(ProgressBar, OnATerminalALogLineRemovesTheBarFirst) {
   bar.finish();
   const std::string last = captured.take();
   EXPECT_EQ(last.substr(last.size() - 2), "\r\n");
+}
+
+TEST(ProgressBar, ANarrowTerminalShowsTheLastOfTheNoteAndNoPartOfANumber) {
+  const auto drawn = [](int columns) {
+    CapturedStderr captured(true, columns);
+    ProgressBar bar("train", 100'000, true);
+    bar.update(45'000, "epoch 0.45 loss 0.4100", 3600);
+    return captured.take();
+  };
+  const std::string wide = drawn(160);
+  EXPECT_NE(wide.find("] 45,000/100,000 00:00<1:00:00 epoch 0.45 loss 0.4100"), std::string::npos)
+      << wide;
+  const std::string narrow = drawn(60);
+  EXPECT_EQ(narrow.find("epoch"), std::string::npos) << narrow;
+  EXPECT_NE(narrow.find("00:00<1:00:00 loss 0.4100"), std::string::npos) << narrow;
+  for (const int columns : {20, 40, 60, 80, 160}) {
+    EXPECT_LT(drawn(columns).size(), static_cast<size_t>(columns) + 4) << columns; // "\r\x1b[K"
+  }
+}
+
+TEST(ProgressBar, ADumbTerminalGetsPlainLines) {
+  CapturedStderr captured(true);
+  const ScopedEnvironment dumb(EnvironmentValues{{"TERM", "dumb"}});
+  ProgressBar bar("eval", 10, true);
+  bar.update(5);
+  bar.finish();
+  EXPECT_EQ(captured.take(), "eval  50% 5/10 00:00<00:00\r\n");
 }
 
 TEST(ProgressBar, RedrawsAtMostTenTimesASecond) {
@@ -143,6 +224,25 @@ TEST(ProgressBar, NumbersReadAsPeopleWriteThem) {
   EXPECT_EQ(format_count(1'000'000), "1,000,000");
   EXPECT_EQ(format_bytes(1395864371), "1.3 GiB");
   EXPECT_EQ(format_bytes(512), "512 B");
+}
+
+TEST(Text, WrappedBreaksBetweenWordsAndKeepsLongOnes) {
+  EXPECT_EQ(wrapped("one two three four five", 22, 2), "one two three four\n  five");
+  EXPECT_EQ(wrapped("a /a/path/that/is/longer/than/a/line b", 22, 2),
+            "a\n  /a/path/that/is/longer/than/a/line\n  b");
+  EXPECT_EQ(wrapped("ä ö ü ä ö ü ä ö ü ä ö", 21, 0), "ä ö ü ä ö ü ä ö ü ä ö"); // 21 columns
+  for (const int columns : {0, 21}) { // no terminal; too few columns left
+    EXPECT_EQ(wrapped("one two three four five", columns, 2), "one two three four five");
+  }
+}
+
+TEST(Text, ASparklineGoesFromTheLowestToTheHighestCell) {
+  EXPECT_EQ(sparkline({8, 7, 6, 5, 4, 3, 2, 1}, 60), "█▇▆▅▄▃▂▁");
+  EXPECT_EQ(sparkline({1, 3, 8, 10}, 2), "▁█"); // means of two
+  EXPECT_EQ(sparkline({1, std::nan(""), 2, 1.0 / 0.0}, 60), "▁█");
+  EXPECT_EQ(sparkline({5, 5}, 60), "▁▁");
+  EXPECT_EQ(sparkline({}, 60), "");
+  EXPECT_EQ(text_width(sparkline(std::vector<double>(1000, 1), 60)), 60u);
 }
 
 } // namespace hasten

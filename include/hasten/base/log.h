@@ -3,7 +3,10 @@
 // Threading: any thread may call any function. Lines of several threads are not mixed.
 #pragma once
 
+#include <unistd.h>
+
 #include <functional>
+#include <string>
 #include <string_view>
 
 namespace hasten {
@@ -14,7 +17,7 @@ using LogSink = std::function<void(LogLevel, std::string_view line)>;
 
 /// Replaces the sink. The default sink writes one line to stderr: "[rank r/w] " on every rank
 /// but 0, then "warning: " or "error: ", then the text. It first removes a progress bar from the
-/// terminal. An empty function restores the default. Several threads may call the sink at the
+/// terminal. On a terminal it wraps warnings and errors between words. An empty function restores the default. Several threads may call the sink at the
 /// same time.
 void set_log_sink(LogSink sink);
 
@@ -33,5 +36,15 @@ void log(LogLevel level, std::string_view line);
 inline void log_info(std::string_view line) { log(LogLevel::info, line); }
 inline void log_warning(std::string_view line) { log(LogLevel::warning, line); }
 inline void log_error(std::string_view line) { log(LogLevel::error, line); }
+
+/// Columns of the terminal at STDERR_FILENO or STDOUT_FILENO, 80 if it does not say. 0 if there is
+/// no terminal, and for stderr if a sink gets the lines.
+int terminal_columns(int fd = STDERR_FILENO);
+
+enum class Style { bold, red, yellow, green };
+
+/// The text in the style for the terminal at `fd`. The text itself if there is no terminal, if
+/// TERM is "dumb", or if NO_COLOR is not empty (https://no-color.org).
+std::string styled(std::string_view text, Style style, int fd = STDERR_FILENO);
 
 } // namespace hasten

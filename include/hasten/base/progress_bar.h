@@ -1,4 +1,4 @@
-// A progress bar on stderr. If stderr is not a terminal, it prints plain lines instead: about one
+// A progress bar on stderr. If stderr is not a terminal, or TERM is "dumb", it prints plain lines instead: about one
 // for every tenth of the work, at most one every 5 s, and a last one. Only rank 0 draws: other
 // ranks pass `enabled = false`.
 // Threading: one thread; other threads may log at the same time.
@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace hasten {
@@ -19,10 +20,12 @@ class ProgressBar {
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  /// `done` is the total work done so far. `note` is a short text that stands after the bar.
+  /// `done` is the total work done so far. `note` stands after the bar: names and values, as in
+  /// "epoch 0.45 loss 0.41". The first ones are left out if the terminal is too narrow.
+  /// `seconds_left`: by default the time so far per work done, for the work left.
   /// Redraws at most 10 times a second. A call that does not draw costs one read of the steady
   /// clock and a comparison.
-  void update(int64_t done, const std::string& note = {});
+  void update(int64_t done, const std::string& note = {}, std::optional<double> seconds_left = {});
   /// Removes the bar from the terminal so that a line can be printed. The next update() draws it
   /// again. The default log sink calls this itself.
   void clear();
@@ -39,6 +42,7 @@ class ProgressBar {
   bool terminal_ = false;
   int64_t done_ = 0;
   std::string note_;
+  std::optional<double> seconds_left_{};
   int64_t printed_done_ = 0; // at the last plain line
   std::chrono::steady_clock::time_point start_;
   std::chrono::steady_clock::time_point last_draw_;

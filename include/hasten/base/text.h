@@ -35,6 +35,13 @@ std::optional<Number> parse_number(std::string_view text) {
 /// cuts a UTF-8 character. Error calls it for each part of its message, log() for each line.
 std::string shortened(std::string_view text, size_t limit = 2048);
 
+/// The columns that the UTF-8 text takes, one for each character.
+size_t text_width(std::string_view text);
+/// The text for the columns from `indent` on: later lines begin with so many spaces. Breaks lines
+/// between words; a longer word, such as a path, stays whole. The text itself if fewer than 20
+/// columns are left, and for 0 columns.
+std::string wrapped(std::string_view text, int columns, size_t indent);
+
 /// "write NAME" with the name nearest to `word` (nearest_name), or `otherwise` if none is near.
 /// For the "Fix" of an error.
 std::string write_nearest(std::string_view word, const std::vector<std::string>& names,
@@ -56,5 +63,9 @@ std::string format_duration(double seconds);
 std::string format_count(int64_t value);
 /// "1.3 GiB".
 std::string format_bytes(int64_t bytes);
+
+/// "▇▅▃▁": at most `most` cells, each the mean of equally many of the values in order, from the
+/// smallest to the largest. Values that are not finite are left out.
+std::string sparkline(std::vector<double> values, size_t most);
 
 } // namespace hasten
