@@ -66,4 +66,26 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
   return plan;
 }
 
+int64_t times_after(const TrainingPlan& plan, IntervalStrategy strategy, int64_t steps,
+                    int64_t done) {
+  if (strategy == IntervalStrategy::no || done >= plan.max_steps) {
+    return 0;
+  }
+  const bool by_epoch = strategy == IntervalStrategy::epoch;
+  const int64_t every = by_epoch ? plan.steps_per_epoch : steps;
+  const int64_t shift = by_epoch ? plan.step_shift : 0;
+  const int64_t last = plan.max_steps + shift;
+  return last / every - (std::max<int64_t>(done, 0) + shift) / every + (last % every != 0);
+}
+
+double seconds_for(std::initializer_list<WorkTime> kinds) {
+  double seconds = 0;
+  for (const WorkTime& kind : kinds) {
+    if (kind.times > 0) {
+      seconds += kind.seconds / static_cast<double>(kind.times) * static_cast<double>(kind.left);
+    }
+  }
+  return seconds;
+}
+
 } // namespace hasten

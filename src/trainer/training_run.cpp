@@ -359,9 +359,14 @@ void TrainingRun::after_step(bool epoch_ended) {
     step_plateau(state_.log_history.back());
     save = save_due() || save; // on_evaluate may request it, or the end of training
     consider_best(state_.log_history.back(), save);
+    ++evaluations_.times;
+    evaluations_.seconds += aside.seconds();
   }
   if (save) {
+    const double before = evaluate ? aside.seconds() : 0;
     save_checkpoint();
+    ++saves_.times;
+    saves_.seconds += aside.seconds() - before;
   }
   progress_.seconds_aside += aside.seconds();
 }
@@ -369,8 +374,18 @@ void TrainingRun::after_step(bool epoch_ended) {
 double TrainingRun::seconds_trained() const { return run_seconds() - progress_.seconds_aside; }
 
 double TrainingRun::seconds_left() const {
-  const auto done = static_cast<double>(state_.global_step);
-  return run_seconds() / done * (static_cast<double>(plan_.max_steps) - done);
+  const TrainingArguments& a = parts_.arguments;
+  const int64_t step = state_.global_step;
+  // What is due after this step may be still to do.
+  const auto left = [&](IntervalStrategy strategy, int64_t every, int64_t last) {
+    return times_after(plan_, strategy, every, std::max(last, step - 1));
+  };
+  WorkTime evaluations = evaluations_;
+  WorkTime saves = saves_;
+  evaluations.left =
+      parts_.eval ? left(a.eval_strategy, plan_.eval_steps, progress_.last_evaluated_step) : 0;
+  saves.left = left(a.save_strategy, plan_.save_steps, last_saved_step_);
+  return seconds_for({{step, seconds_trained(), plan_.max_steps - step}, evaluations, saves});
 }
 
 void TrainingRun::end_epoch() {

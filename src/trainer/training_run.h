@@ -187,6 +187,8 @@ class TrainingRun {
   int64_t bytes_sent_before_ = 0; // by this process, before the run
   Stopwatch run_time_{};
   double run_seconds_before_ = 0;
+  WorkTime evaluations_{}; // by this process, as the saves
+  WorkTime saves_{};
   int64_t last_saved_step_ = -1;
   int64_t last_logged_step_ = -1;
 

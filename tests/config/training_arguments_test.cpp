@@ -161,4 +161,34 @@ TEST(TrainingPlan, CountsUpdatesAsHuggingFaceDoes) {
   EXPECT_THROW(make_training_plan(arguments, 0), InputError);
 }
 
+TEST(TrainingPlan, EvaluationsLeftAreThoseDueAfterAStepAndAtTheEnd) {
+  TrainingPlan plan;
+  plan.steps_per_epoch = 10;
+  plan.max_steps = 25; // two epochs and a half
+  const auto after = [&](IntervalStrategy strategy, int64_t done) {
+    return times_after(plan, strategy, 4, done);
+  };
+  EXPECT_EQ(after(IntervalStrategy::epoch, -1), 3); // none yet: 10, 20, 25
+  EXPECT_EQ(after(IntervalStrategy::epoch, 9), 3);
+  EXPECT_EQ(after(IntervalStrategy::epoch, 10), 2); // that of step 10 is done
+  EXPECT_EQ(after(IntervalStrategy::epoch, 24), 1);
+  EXPECT_EQ(after(IntervalStrategy::epoch, 25), 0);
+  EXPECT_EQ(after(IntervalStrategy::steps, 0), 7); // 4, 8, … 24, 25
+  EXPECT_EQ(after(IntervalStrategy::steps, 8), 5);
+  EXPECT_EQ(after(IntervalStrategy::no, 0), 0);
+  plan.max_steps = 24;
+  EXPECT_EQ(after(IntervalStrategy::steps, 0), 6); // the last step is one of them
+  plan.step_shift = 5; // epochs end at 5, 15 and 25
+  EXPECT_EQ(after(IntervalStrategy::epoch, 0), 3); // 5, 15, 24
+  EXPECT_EQ(after(IntervalStrategy::epoch, 5), 2);
+  EXPECT_EQ(after(IntervalStrategy::steps, 5), 5); // 8, 12, 16, 20, 24
+}
+
+TEST(TrainingPlan, SecondsLeftAreThoseOfStepsEvaluationsAndSavesEachAtItsMean) {
+  // 10 of 30 steps in 5 s, one of 3 evaluations in 7 s, one of 3 saves in 1 s.
+  EXPECT_DOUBLE_EQ(seconds_for({{10, 5, 20}, {1, 7, 2}, {1, 1, 2}}), 10 + 14 + 2);
+  EXPECT_DOUBLE_EQ(seconds_for({{10, 5, 20}, {0, 0, 3}}), 10); // not measured yet
+  EXPECT_EQ(seconds_for({{30, 15, 0}, {3, 21, 0}}), 0);
+}
+
 } // namespace hasten

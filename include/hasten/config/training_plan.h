@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "hasten/config/training_arguments.h"
 
@@ -36,5 +37,21 @@ struct TrainingPlan {
 /// max_steps, and more than kMaxSteps.
 TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batches_per_epoch,
                                 int64_t step_shift = 0);
+
+/// How often an evaluation or save of the strategy is due after step `done` until the run's end,
+/// its last step included. `steps`: between two with IntervalStrategy::steps.
+int64_t times_after(const TrainingPlan& plan, IntervalStrategy strategy, int64_t steps,
+                    int64_t done);
+
+/// A part of a run's work: how often it was done, in how many seconds, and how often it comes yet.
+struct WorkTime {
+  int64_t times = 0;
+  double seconds = 0;
+  int64_t left = 0;
+};
+
+/// Seconds for what is left, each at the mean of its kind. A kind that was not measured yet counts
+/// 0.
+double seconds_for(std::initializer_list<WorkTime> kinds);
 
 } // namespace hasten

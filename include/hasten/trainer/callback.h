@@ -74,7 +74,8 @@ struct StepProgress {
   int64_t max_steps = 0;
   /// Epochs done, as a fraction: 1.5 is half-way through the second.
   double epoch = 0;
-  /// Estimate from the time taken so far, evaluations and saves included.
+  /// Estimate: steps, evaluations and saves that are left, each at its mean time so far. The first
+  /// evaluation and save count only once they were measured.
   double seconds_left = 0;
 };
 
@@ -108,7 +109,7 @@ struct EpochReport {
   /// Maximum over ranks since this process began the run: bytes that it has sent over the TCP
   /// connections that are still open, such as Gloo's. A store on this host is no TCP connection.
   int64_t bytes_sent = 0;
-  /// Estimate for the rest of the run.
+  /// Estimate for the rest of the run, as in StepProgress.
   double seconds_left = 0;
 };
 
