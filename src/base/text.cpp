@@ -166,24 +166,4 @@ std::string format_bytes(int64_t bytes) {
   return format_fixed(value, unit == 0 || std::abs(value) >= 100 ? 0 : 1) + " " + kUnits[unit];
 }
 
-std::string sparkline(std::vector<double> values, size_t most) {
-  static constexpr const char* kLevels[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
-  std::erase_if(values, [](double value) { return !std::isfinite(value); });
-  std::vector<double> means(std::min(values.size(), most));
-  for (size_t i = 0; i < means.size(); ++i) {
-    const size_t begin = i * values.size() / means.size();
-    const size_t end = (i + 1) * values.size() / means.size();
-    for (size_t k = begin; k < end; ++k) {
-      means[i] += values[k] / static_cast<double>(end - begin);
-    }
-  }
-  std::string line;
-  const auto [low, high] = std::minmax_element(means.begin(), means.end());
-  for (const double mean : means) {
-    const double share = *high > *low ? (mean - *low) / (*high - *low) : 0;
-    line += kLevels[std::lround(share * (std::size(kLevels) - 1))];
-  }
-  return line;
-}
-
 } // namespace hasten

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "hasten/base/json.h"
+#include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "hasten/data/loader.h"
@@ -136,7 +137,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
     }
   }
   std::cout << "Dry run: nothing is trained or written.\n";
-  std::cout << joined(banner_text(lines), "\n") << std::endl;
+  std::cout << joined(banner_text(lines, terminal_columns(STDOUT_FILENO)), "\n") << std::endl;
 }
 
 } // namespace hasten::detail

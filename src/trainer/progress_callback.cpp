@@ -50,10 +50,14 @@ struct EpochColumn {
   size_t width;
   std::string title;
   std::string text;
+  std::string metric{}; // in the evaluation's record
 };
 
+constexpr size_t kLeastEpochColumns = 4; // epoch, both losses, the first metric
+
 /// The line of the columns' titles or texts.
-std::string epoch_row(const EpochReport& epoch, std::string EpochColumn::*part) {
+std::string epoch_row(const EpochReport& epoch, std::string EpochColumn::*part, int most,
+                      const std::string& best_metric = {}) {
   const auto metric = [&](const std::string& name) {
     const auto found = epoch.evaluation.find(name);
     return found == epoch.evaluation.end() ? std::string("-") : fixed_text(found->second, 4);
@@ -62,30 +66,39 @@ std::string epoch_row(const EpochReport& epoch, std::string EpochColumn::*part) 
   const EpochColumn columns[] = {
       {7, "epoch", std::to_string(epoch.epoch) + "/" + std::to_string(epoch.epochs)},
       {10, "train loss", fixed_text(epoch.training_loss, 4)},
-      {9, "eval loss", metric("eval_loss")},
-      {8, first.title, metric(first.name)},
-      {8, second.title, metric(second.name)},
+      {9, "eval loss", metric("eval_loss"), "eval_loss"},
+      {8, first.title, metric(first.name), first.name},
+      {8, second.title, metric(second.name), second.name},
       {9, "samples/s", fixed_text(epoch.samples_per_second, 1)},
       {10, "tokens/s", format_count(std::llround(epoch.tokens_per_second))},
       {11, "peak memory", format_bytes(epoch.peak_resident_bytes)},
       {9, "time left", format_duration(epoch.seconds_left)}};
   std::string line;
+  size_t used = 0;
   for (const EpochColumn& column : columns) {
     const std::string& text = column.*part;
-    line += (line.empty() ? "" : "  ") +
-            std::string(column.width - std::min(column.width, text.size()), ' ') + text;
+    const size_t width = std::max(column.width, text.size()) + (line.empty() ? 0 : 2);
+    if (most > 0 && used + width > static_cast<size_t>(most) &&
+        &column >= columns + kLeastEpochColumns) {
+      break;
+    }
+    used += width;
+    line += std::string(width - text.size(), ' ');
+    line += !best_metric.empty() && column.metric == best_metric
+                ? styled(text, Style::green, STDOUT_FILENO)
+                : text;
   }
   return line;
 }
 
 } // namespace detail
 
-std::string epoch_header(const EpochReport& epoch) {
-  return detail::epoch_row(epoch, &detail::EpochColumn::title);
+std::string epoch_header(const EpochReport& epoch, int columns) {
+  return detail::epoch_row(epoch, &detail::EpochColumn::title, columns);
 }
 
-std::string epoch_line(const EpochReport& epoch) {
-  return detail::epoch_row(epoch, &detail::EpochColumn::text);
+std::string epoch_line(const EpochReport& epoch, int columns, const std::string& best_metric) {
+  return detail::epoch_row(epoch, &detail::EpochColumn::text, columns, best_metric);
 }
 
 BannerLines run_lines(const RunDescription& run) {
@@ -132,17 +145,31 @@ BannerLines run_lines(const RunDescription& run) {
   return lines;
 }
 
-std::vector<std::string> banner_text(const BannerLines& lines) {
+std::vector<std::string> banner_text(const BannerLines& lines, int columns) {
   std::vector<std::string> texts;
   std::string before;
   for (const auto& [name, text] : lines) { // consecutive lines of one name show it once
     const std::string label = name == before ? "" : name;
-    texts.push_back("  " + label + std::string(12 - std::min<size_t>(11, label.size()), ' ') +
-                    text);
+    const std::string start =
+        "  " + label + std::string(12 - std::min<size_t>(11, label.size()), ' ');
+    for (const std::string& line : split(start + wrapped(text, columns, 14), "\n")) {
+      texts.push_back(line);
+    }
     before = name;
   }
   return texts;
 }
+
+namespace detail {
+
+/// Logs a text, on a terminal wrapped between words.
+void log_wrapped(const std::string& text, std::optional<Style> style = {}) {
+  for (const std::string& line : split(wrapped(text, terminal_columns(), 0), "\n")) {
+    log_info(style ? styled(line, *style) : line);
+  }
+}
+
+} // namespace detail
 
 ProgressCallback::ProgressCallback(std::string title, BannerLines facts,
                                    std::string prediction_label)
@@ -159,16 +186,20 @@ void ProgressCallback::on_train_begin(const RunDescription& run) {
   for (auto& line : run_lines(run)) {
     lines.push_back(std::move(line));
   }
-  log_info(title_);
-  for (const std::string& line : banner_text(lines)) {
+  detail::log_wrapped(title_, Style::bold);
+  for (const std::string& line : banner_text(lines, terminal_columns())) {
     log_info(line);
   }
+  metric_ = run.arguments.best_metric_name();
+  greater_is_better_ = run.arguments.best_is_greater();
+  best_.reset();
   bar_.emplace("train", run.plan.max_steps, true);
 }
 
 void ProgressCallback::on_step_end(const StepProgress& progress) {
   if (bar_) {
-    bar_->update(progress.global_step, "epoch " + detail::fixed_text(progress.epoch, 2) + loss_);
+    bar_->update(progress.global_step, "epoch " + detail::fixed_text(progress.epoch, 2) + loss_,
+                 progress.seconds_left);
   }
 }
 
@@ -193,11 +224,19 @@ void ProgressCallback::on_epoch_end(const EpochReport& epoch) {
   if (bar_) {
     bar_->clear();
   }
+  const int columns = terminal_columns(STDOUT_FILENO);
   if (!header_printed_) {
-    std::cout << epoch_header(epoch) << "\n";
+    std::cout << styled(epoch_header(epoch, columns), Style::bold, STDOUT_FILENO) << "\n";
     header_printed_ = true;
   }
-  std::cout << epoch_line(epoch) << std::endl;
+  const auto metric = epoch.evaluation.find(metric_);
+  const bool best =
+      metric != epoch.evaluation.end() && std::isfinite(metric->second) &&
+      (!best_ || (greater_is_better_ ? metric->second > *best_ : metric->second < *best_));
+  if (best) {
+    best_ = metric->second;
+  }
+  std::cout << epoch_line(epoch, columns, best ? metric_ : "") << std::endl;
 }
 
 void ProgressCallback::on_train_end(const nlohmann::json& record) {
@@ -207,13 +246,14 @@ void ProgressCallback::on_train_end(const nlohmann::json& record) {
   }
   const double seconds = record.value("train_runtime", 0.0);
   if (const auto best = record.find("best_model_checkpoint"); best != record.end()) {
-    log_info("The final model is the best one, " + best->get<std::string>() +
-             ", with a metric of " + detail::fixed_text(record.at("best_metric").get<double>(), 4));
+    detail::log_wrapped("The final model is the best one, " + best->get<std::string>() +
+                        ", with a metric of " +
+                        detail::fixed_text(record.at("best_metric").get<double>(), 4));
   }
-  log_info("Trained in " + format_duration(seconds) + ": " +
-           detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
-           " samples/s (with evaluation and saving), training loss " +
-           detail::fixed_text(record.value("train_loss", NAN), 4));
+  detail::log_wrapped("Trained in " + format_duration(seconds) + ": " +
+                      detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
+                      " samples/s (with evaluation and saving), training loss " +
+                      detail::fixed_text(record.value("train_loss", NAN), 4));
 }
 
 } // namespace hasten

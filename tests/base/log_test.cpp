@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <string>
 #include <thread>
 #include <vector>
@@ -234,15 +233,6 @@ TEST(Text, WrappedBreaksBetweenWordsAndKeepsLongOnes) {
   for (const int columns : {0, 21}) { // no terminal; too few columns left
     EXPECT_EQ(wrapped("one two three four five", columns, 2), "one two three four five");
   }
-}
-
-TEST(Text, ASparklineGoesFromTheLowestToTheHighestCell) {
-  EXPECT_EQ(sparkline({8, 7, 6, 5, 4, 3, 2, 1}, 60), "█▇▆▅▄▃▂▁");
-  EXPECT_EQ(sparkline({1, 3, 8, 10}, 2), "▁█"); // means of two
-  EXPECT_EQ(sparkline({1, std::nan(""), 2, 1.0 / 0.0}, 60), "▁█");
-  EXPECT_EQ(sparkline({5, 5}, 60), "▁▁");
-  EXPECT_EQ(sparkline({}, 60), "");
-  EXPECT_EQ(text_width(sparkline(std::vector<double>(1000, 1), 60)), 60u);
 }
 
 } // namespace hasten

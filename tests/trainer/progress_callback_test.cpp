@@ -4,11 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <iostream>
+#include <nlohmann/json.hpp>
 
 #include "hasten/accelerator/accelerator.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/trainer.h"
 #include "support/captured_stderr.h"
 #include "support/communicator.h"
+#include "support/environment.h"
 #include "support/world.h"
 #include "trainer/toy_text.h"
 
@@ -82,6 +86,74 @@ TEST(ProgressCallback, TheTableHasTheMetricsThatTheEvaluationHas) {
   EXPECT_NE(epoch_header(epoch).find("perplexi"), std::string::npos);
   EXPECT_NE(epoch_line(epoch).find("2.2500"), std::string::npos);
   EXPECT_EQ(epoch_header(epoch).size(), epoch_line(epoch).size());
+}
+
+EpochReport epoch_with(int64_t number, double loss, double accuracy) {
+  EpochReport epoch;
+  epoch.epoch = number;
+  epoch.epochs = 3;
+  epoch.training_loss = 0.5;
+  epoch.evaluation = {{"eval_loss", loss}, {"eval_accuracy", accuracy}, {"eval_f1", 0.25}};
+  return epoch;
+}
+
+TEST(ProgressCallback, ANarrowTerminalsTableLeavesOutColumnsFromTheRight) {
+  const EpochReport epoch = epoch_with(1, 0.4, 0.75);
+  const std::string whole = epoch_header(epoch);
+  EXPECT_EQ(whole,
+            "  epoch  train loss  eval loss  accuracy  macro-F1  samples/s    tokens/s  peak memory"
+            "  time left");
+  EXPECT_EQ(epoch_header(epoch, 160), whole);
+  EXPECT_EQ(epoch_header(epoch, 80), whole.substr(0, whole.find("  peak memory")));
+  EXPECT_EQ(epoch_header(epoch, 60), whole.substr(0, whole.find("  samples/s")));
+  EXPECT_EQ(epoch_header(epoch, 10), whole.substr(0, whole.find("  macro-F1"))); // these stay
+  for (const int columns : {0, 10, 60, 80, 97, 160}) {
+    EXPECT_EQ(epoch_line(epoch, columns).size(), epoch_header(epoch, columns).size());
+  }
+}
+
+TEST(ProgressCallback, BannerTextsAreWrappedUnderTheirColumn) {
+  const BannerLines lines{{"batch", "8 samples per rank x 2 ranks x 4 accumulation = 64"},
+                          {"output", "/a/folder/with/a/name/that/is/longer/than/the/line"}};
+  EXPECT_EQ(joined(banner_text(lines, 40), "\n"),
+            "  batch       8 samples per rank x 2\n"
+            "              ranks x 4 accumulation =\n"
+            "              64\n"
+            "  output      /a/folder/with/a/name/that/is/longer/than/the/line");
+  EXPECT_EQ(banner_text(lines).size(), 2u);
+}
+
+/// What a run of three epochs with falling losses shows on terminals of so many columns.
+Shown shown_on_terminals(int columns) {
+  std::cout.flush();
+  testing_support::CapturedStderr out(true, columns, STDOUT_FILENO);
+  testing_support::CapturedStderr error(true, columns);
+  RunDescription run;
+  run.plan.max_steps = 8;
+  run.arguments.metric_for_best_model = "accuracy";
+  ProgressCallback callback("a title");
+  callback.on_train_begin(run);
+  for (int step = 0; step < 8; ++step) {
+    callback.on_log({{"loss", 0.8 - 0.1 * step}});
+  }
+  callback.on_epoch_end(epoch_with(1, 0.5, 0.7));
+  callback.on_epoch_end(epoch_with(2, 0.4, 0.9));
+  callback.on_epoch_end(epoch_with(3, 0.3, 0.8));
+  callback.on_train_end({{"train_runtime", 60.0}, {"train_loss", 0.45}});
+  return {out.take(), error.take()};
+}
+
+TEST(ProgressCallback, OnATerminalTitlesAreBoldAndEachBestMetricIsGreen) {
+  if (testing_support::test_world().rank > 0) {
+    return;
+  }
+  const Shown shown = shown_on_terminals(80);
+  EXPECT_EQ(shown.error.find("\x1b[1ma title\x1b[0m\r\n"), 0u) << shown.error;
+  EXPECT_EQ(shown.out.find("\x1b[1m  epoch"), 0u) << shown.out;
+  for (const char* best : {"\x1b[32m0.7000\x1b[0m", "\x1b[32m0.9000\x1b[0m"}) {
+    EXPECT_NE(shown.out.find(best), std::string::npos) << shown.out;
+  }
+  EXPECT_NE(shown.out.find("  0.8000  "), std::string::npos) << shown.out; // not better
 }
 
 } // namespace hasten::progress_callback_test

@@ -64,8 +64,4 @@ std::string format_count(int64_t value);
 /// "1.3 GiB".
 std::string format_bytes(int64_t bytes);
 
-/// "▇▅▃▁": at most `most` cells, each the mean of equally many of the values in order, from the
-/// smallest to the largest. Values that are not finite are left out.
-std::string sparkline(std::vector<double> values, size_t most);
-
 } // namespace hasten

@@ -1,5 +1,6 @@
 // The console output of a run: the banner, progress bars and messages on stderr, the table of
-// epochs on stdout. No other part of the Trainer prints. It prints on rank 0 only. A Trainer adds
+// epochs on stdout. On a terminal they fit its columns and have colours (styled() in base/log.h).
+// No other part of the Trainer prints. It prints on rank 0 only. A Trainer adds
 // one (transformers' ProgressCallback) unless TrainingArguments::disable_tqdm is set. One that you
 // add replaces it.
 // Threading: that of TrainerCallback.
@@ -39,16 +40,22 @@ class ProgressCallback : public TrainerCallback {
   std::optional<ProgressBar> prediction_bar_{}; // gone at the evaluation's end
   std::optional<ProgressBar> bar_{};
   std::string loss_{}; // of the newest record
+  std::string metric_{}; // by which the best epoch is chosen
+  bool greater_is_better_ = false;
+  std::optional<double> best_{};
   bool header_printed_ = false;
 };
 
 /// The banner's lines that the Trainer knows.
 BannerLines run_lines(const RunDescription& run);
-/// One text per line, with aligned names.
-std::vector<std::string> banner_text(const BannerLines& lines);
+/// One text per line, with aligned names. Texts are wrapped for so many columns, if not 0.
+std::vector<std::string> banner_text(const BannerLines& lines, int columns = 0);
 /// The header and one line of the table of epochs. It has losses, speed and two metrics of the
-/// evaluation.
-std::string epoch_header(const EpochReport& epoch);
-std::string epoch_line(const EpochReport& epoch);
+/// evaluation. For so many columns, if not 0: those that do not fit are left out from the right,
+/// but not losses and first metric. `best_metric` ("eval_accuracy") is green if stdout is a
+/// terminal.
+std::string epoch_header(const EpochReport& epoch, int columns = 0);
+std::string epoch_line(const EpochReport& epoch, int columns = 0,
+                       const std::string& best_metric = {});
 
 } // namespace hasten
