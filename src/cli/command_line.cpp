@@ -252,7 +252,7 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
               .examples = {"hasten estimate-memory --model bert-base --batch 8x128 \\\n"
                            "    --optim adamw --bf16 --strategy fsdp --nproc 4"},
               .notes = "Prints the peak memory of CPU tensors in a step. Scratch memory "
-                       "of libraries and the program itself (about 200 MB) are not included."});
+                       "of libraries and the program itself (about 200 MiB) are not included."});
   flags.group("Model and batch");
   declare_folder_or_shape(flags, command.model);
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",

@@ -14,6 +14,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 #include "local_sgd_scope.h"
 
 namespace hasten {
@@ -213,8 +214,7 @@ void LocalSGD::Impl::log_summary() const {
   std::ostringstream line;
   line.precision(3);
   line << "local sgd: " << progress.steps << " steps, " << progress.rounds << " averages, "
-       << static_cast<double>(report.bytes) / 1e6 << " MB sent by each rank, " << report.seconds
-       << " s in them ("
+       << format_bytes(report.bytes) << " sent by each rank, " << report.seconds << " s in them ("
        << 100 * report.seconds / std::chrono::duration<double>(Clock::now() - opened).count()
        << " % of the time)";
   if (!std::isnan(report.last.spread)) {
