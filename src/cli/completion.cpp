@@ -76,7 +76,7 @@ std::string completed(std::vector<std::string> words) {
       return lines;
     }
   }
-  if (current.starts_with("-")) {
+  if (current.starts_with("-") && !flags.empty()) { // none: no such command
     for (const FlagRow& row : flags) {
       for (const std::string& name : row.names) {
         add(name, row.help);
