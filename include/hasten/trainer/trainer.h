@@ -177,9 +177,10 @@ class Trainer {
   /// EvaluationMetrics::report() of the last evaluation, equal on every rank; null before the first.
   const nlohmann::json& evaluation_report() const;
 
-  /// Rank 0 writes `metrics` to output_dir/<split>_results.json, and with `combined` adds its
-  /// numbers and texts to output_dir/all_results.json, as transformers' save_metrics. Other ranks
-  /// do nothing. `split` is train, eval, test or all. Throws Error if a file cannot be written.
+  /// Rank 0 writes `metrics` to output_dir/train_results.json, where "train" is `split` (or eval,
+  /// test, all). With `combined` it adds their numbers and texts to output_dir/all_results.json.
+  /// Like transformers' save_metrics. Local; other ranks do nothing. Throws Error if a file cannot
+  /// be written.
   void save_metrics(const std::string& split, const nlohmann::json& metrics, bool combined = true);
 
   /// Memory: the outputs of all samples, on every rank.
