@@ -103,7 +103,7 @@ void Liveness::loop() {
     const bool last = leaving_;
     // A rank that knows of the failure writes so, because the store's server waits for it. It
     // continues, because the remaining ranks may need to know about each other.
-    const bool told = failed_ && !report_;
+    const bool reported = failed_ && !report_;
     const std::string beat = beat_text();
     in_exchange_ = true;
     lock.unlock();
@@ -115,7 +115,7 @@ void Liveness::loop() {
     if (stopping_ || last || !store()) {
       return;
     }
-    if (!(failed_ && !told)) {
+    if (!failed_ || reported) {
       changed_.wait_for(lock, watch_.interval(), wanted);
     }
     if (stopping_) {

@@ -1,21 +1,21 @@
 #include "hasten/io/commit.h"
 
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <csignal>
 #include <fstream>
 #include <set>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/io/safetensors.h"
+#include "support/full_disk.h"
 #include "support/temporary_folder.h"
 
 namespace hasten {
 
+using testing_support::FullDisk;
 using testing_support::TemporaryFolder;
 
 static std::set<std::string> entries_of(const std::filesystem::path& folder) {
@@ -40,26 +40,6 @@ static std::string error_of(const Call& call) {
   }
   return {};
 }
-
-// A write fails after 4096 bytes, as on a full disk.
-class FullDisk {
- public:
-  FullDisk() : old_handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit small{.rlim_cur = 4096, .rlim_max = before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &small);
-  }
-  ~FullDisk() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, old_handler_);
-  }
-  FullDisk(const FullDisk&) = delete;
-  FullDisk& operator=(const FullDisk&) = delete;
-
- private:
-  rlimit before_{};
-  void (*old_handler_)(int);
-};
 
 TEST(FolderCommit, NothingIsThereBeforeCommitAndAllAfter) {
   const TemporaryFolder folder;

@@ -1,6 +1,5 @@
 // The files of trackers: their content, kills, full disks, resumed runs.
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,11 +11,13 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/tracking/tracker.h"
+#include "support/full_disk.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::file_trackers_test {
 namespace {
 
+using testing_support::FullDisk;
 using testing_support::TemporaryFolder;
 
 /// The data of the file's whole records. Fails for a checksum that is wrong. `rest`: the bytes of a
@@ -64,26 +65,6 @@ std::string error_of(const Call& call) {
   }
   return {};
 }
-
-/// Writes to files fail after 4,096 bytes, as on a full disk.
-class FullDisk {
- public:
-  FullDisk() : old_handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit small{.rlim_cur = 4096, .rlim_max = before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &small);
-  }
-  ~FullDisk() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, old_handler_);
-  }
-  FullDisk(const FullDisk&) = delete;
-  FullDisk& operator=(const FullDisk&) = delete;
-
- private:
-  rlimit before_{};
-  sighandler_t old_handler_;
-};
 
 TEST(TensorBoardTracker, WritesARecordForEachValue) {
   const TemporaryFolder folder;
