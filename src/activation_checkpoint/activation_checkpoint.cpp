@@ -13,6 +13,7 @@ namespace detail {
 
 static std::atomic<int64_t> recomputed_regions{0};
 static std::atomic<int64_t> early_stops{0};
+static std::atomic<double> recompute_seconds{0};
 
 void count_recompute(bool stopped_early) {
   recomputed_regions.fetch_add(1, std::memory_order_relaxed);
@@ -21,9 +22,8 @@ void count_recompute(bool stopped_early) {
   }
 }
 
-double& recompute_seconds() {
-  static thread_local double seconds = 0;
-  return seconds;
+void count_recompute_time(double seconds) {
+  recompute_seconds.fetch_add(seconds, std::memory_order_relaxed);
 }
 
 std::optional<bool>& early_stop_override() {
@@ -120,6 +120,8 @@ SharedRecompute::~SharedRecompute() {
   }
 }
 
-RecomputeCounts recompute_counts() { return {detail::recomputed_regions, detail::early_stops}; }
+RecomputeCounts recompute_counts() {
+  return {detail::recomputed_regions, detail::early_stops, detail::recompute_seconds};
+}
 
 } // namespace hasten

@@ -187,11 +187,11 @@ static BlockRun run_block_once(const RegionForward& run, const std::vector<at::T
     return result;
   }
   const at::Tensor root = Seeds::apply(at::TensorList(roots));
-  const double recomputed = recompute_seconds();
+  const double recomputed = recompute_counts().seconds;
   const Probe probe;
   root.backward();
   result.backward_seconds = probe.seconds();
-  result.recompute_seconds = recompute_seconds() - recomputed;
+  result.recompute_seconds = recompute_counts().seconds - recomputed;
   result.backward_peak = probe.peak();
   return result;
 }

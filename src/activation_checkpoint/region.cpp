@@ -333,8 +333,8 @@ void Region::recompute(Recomputed& pass, bool keeps_graph) {
   pass.left = 0;
   pass.stop = {torch::autograd::get_current_graph_task_id(), false};
   run_again(pass, keeps_graph);
-  recompute_seconds() +=
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  count_recompute_time(
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
 at::Tensor Region::unpack(size_t index) {

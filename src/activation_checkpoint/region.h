@@ -183,7 +183,6 @@ struct SharedRegions {
 std::shared_ptr<SharedRegions>& shared_regions();
 
 void count_recompute(bool stopped_early);
-/// Total seconds of this thread's recomputations.
-double& recompute_seconds();
+void count_recompute_time(double seconds);
 
 } // namespace hasten::detail

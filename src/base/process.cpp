@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <system_error>
 
 #include "hasten/base/error.h"
@@ -272,6 +273,31 @@ std::pair<int, int> listen_on_loopback() {
     throw Error("base::listen_on_loopback", "127.0.0.1: " + std::generic_category().message(errno));
   }
   return {fd.release(), ntohs(address.sin_port)};
+}
+
+std::string host_name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof name - 1) == 0 ? name : "localhost";
+}
+
+std::string command_line() {
+  std::ifstream file("/proc/self/cmdline");
+  std::string line;
+  for (std::string word; std::getline(file, word, '\0');) {
+    line += line.empty() ? std::filesystem::path(word).filename().string() : " " + word;
+  }
+  return line;
+}
+
+std::string proc_value(const char* path, const std::string& key) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with(key)) {
+      const size_t at = line.find_first_not_of(" \t", line.find(':') + 1);
+      return at == std::string::npos ? std::string() : line.substr(at);
+    }
+  }
+  return {};
 }
 
 int64_t tcp_bytes_sent() {

@@ -64,6 +64,8 @@ struct TrainCommand : ProcessFlags {
   int64_t max_eval_rows = 0;
   /// Folder of cached token ids; empty: see cache_folder().
   std::string cache_dir{};
+  /// Whether the results have texts of samples: "on" or "off".
+  std::string report_texts = "on";
 
   /// single_label_classification, regression, multi_label_classification; empty: from the label
   /// columns and the model.

@@ -4,7 +4,6 @@
 #include <torch/version.h>
 
 #include <cstdlib>
-#include <fstream>
 #include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "hasten/base/exit_code.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "hasten/core/linear.h"
@@ -23,18 +23,6 @@
 namespace hasten {
 
 namespace detail {
-
-/// The value of "key: value" in a file of /proc; empty if the key is missing.
-std::string proc_value(const char* path, const std::string& key) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    if (line.rfind(key, 0) == 0) {
-      const size_t at = line.find_first_not_of(" \t", line.find(':') + 1);
-      return at == std::string::npos ? std::string() : line.substr(at);
-    }
-  }
-  return {};
-}
 
 /// Bytes of a "12345 kB" line of /proc/meminfo.
 int64_t memory_bytes(const std::string& key) {

@@ -130,6 +130,14 @@ void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInp
     evaluation = of_final_model ? *last : trainer.evaluate();
     evaluation["eval_samples"] = in.eval->size();
     evaluation.update(trainer.evaluation_report());
+    if (command.report_texts == "on" && evaluation.contains("most_wrong")) {
+      for (auto& sample : evaluation["most_wrong"]) {
+        const Batch batch = in.eval->collate({sample["sample"].get<int64_t>()});
+        const at::Tensor& ids = batch["input_ids"];
+        sample["text"] = in.data->tokenizer.decode(
+            {ids.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + ids.numel()});
+      }
+    }
     trainer.save_metrics("eval", evaluation);
   }
   if (!trainer.accelerator().is_main_process()) {

@@ -34,6 +34,9 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
               "use only the first SAMPLES that pass the filters; 0 uses all", kAnyRows);
   flags.value("--max-eval-rows", command.max_eval_rows, "SAMPLES",
               "use only the first SAMPLES of --eval-file; 0 uses all", kAnyRows);
+  flags.value("--report-texts", command.report_texts, "on|off",
+              "texts of the samples that the model is most wrong about, in eval_results.json and "
+              "report.html; off leaves them out");
   flags.value("--cache-dir", command.cache_dir, "FOLDER",
               "folder of token ids that later runs reuse (default: HASTEN_CACHE, or "
               "$XDG_CACHE_HOME/hasten, or ~/.cache/hasten)");
@@ -348,6 +351,8 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   if (command.train_file.empty() && command.eval_file.empty() && !flags.given("--eval-split")) {
     command.eval_split = 0.1;
   }
+  require_flag(flags, command.report_texts == "on" || command.report_texts == "off",
+               "--report-texts=" + command.report_texts, "on or off");
   require_flag(flags, command.eval_file.empty() || command.eval_split == 0,
                "--eval-file=" + command.eval_file +
                    " and --eval-split=" + flag_text(command.eval_split) + " exclude each other",

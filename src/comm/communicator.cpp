@@ -14,6 +14,7 @@
 #include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
+#include "hasten/core/recompute.h"
 #include "tensor_checks.h"
 
 namespace hasten {
@@ -129,11 +130,27 @@ const at::Tensor& Collective::shared() const {
   return kind <= Kind::broadcast || kind == Kind::scatter ? output : input;
 }
 
+static double& waited_seconds() {
+  static thread_local double seconds = 0;
+  return seconds;
+}
+
+detail::WaitTime::WaitTime() : before_(waited_seconds()) {}
+
+detail::WaitTime::~WaitTime() {
+  if (!in_recompute()) { // set, because waits may be nested
+    waited_seconds() = before_ + std::chrono::duration<double>(CommClock::now() - start_).count();
+  }
+}
+
 void Work::wait() {
   if (state_) {
+    const detail::WaitTime time;
     state_->wait();
   }
 }
+
+double seconds_waited() { return waited_seconds(); }
 
 std::chrono::steady_clock::time_point Work::ended() const {
   return state_ ? state_->ended() : std::chrono::steady_clock::time_point{};

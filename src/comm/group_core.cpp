@@ -149,6 +149,7 @@ static auto exchange_bytes(const std::string& prefix, int rank, int world_size, 
 
 std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, uint64_t sequence,
                                                 const nlohmann::json& value) {
+  const WaitTime time;
   uint64_t number = 0;
   {
     const std::lock_guard<std::mutex> lock(progress_->mutex);

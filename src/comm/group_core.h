@@ -29,6 +29,19 @@ struct Work::State {
 
 namespace detail {
 
+/// Adds its lifetime to seconds_waited().
+class WaitTime {
+ public:
+  WaitTime();
+  WaitTime(const WaitTime&) = delete;
+  WaitTime& operator=(const WaitTime&) = delete;
+  ~WaitTime();
+
+ private:
+  double before_;
+  CommClock::time_point start_ = CommClock::now();
+};
+
 /// Why an operation failed.
 struct OperationFailure {
   std::string text{};

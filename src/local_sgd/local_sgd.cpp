@@ -14,6 +14,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "local_sgd_scope.h"
 
@@ -175,12 +176,7 @@ void LocalSGD::Impl::open_parts() {
 // Every rank gets all ranks' group names, and makes a group with the ranks of its own name.
 void LocalSGD::Impl::open_group(const Averager::NamedTensorList& tensors) {
   static std::atomic<int> opened_groups{0};
-  std::string name = options.group;
-  if (name.empty()) {
-    name.resize(256);
-    ::gethostname(name.data(), name.size() - 1);
-    name.resize(std::strlen(name.c_str()));
-  }
+  const std::string name = options.group.empty() ? host_name() : options.group;
   const auto names = copies->all_gather_object(name, "groups of ranks");
   std::vector<int> members;
   for (size_t rank = 0; rank < names.size(); ++rank) {

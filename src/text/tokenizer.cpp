@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -231,6 +232,22 @@ std::vector<std::string> WordPieceTokenizer::tokenize(std::string_view text) con
     pieces.push_back(token(id));
   }
   return pieces;
+}
+
+std::string WordPieceTokenizer::decode(const std::vector<int64_t>& ids) const {
+  const WordPieceOptions& o = options();
+  const std::set<std::string> special{o.unk_token, o.sep_token, o.pad_token, o.cls_token,
+                                      o.mask_token};
+  std::string text;
+  for (const int64_t id : ids) {
+    const std::string& piece = token(id);
+    if (piece.starts_with("##")) {
+      text += piece.substr(2);
+    } else if (!special.contains(piece)) {
+      text += (text.empty() ? "" : " ") + piece;
+    }
+  }
+  return text;
 }
 
 int64_t WordPieceTokenizer::vocab_size() const { return static_cast<int64_t>(impl_->vocab.size()); }

@@ -12,6 +12,7 @@
 #include "event.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "hasten/config/training_arguments.h"
 #include "hasten/tracking/tracker.h"
@@ -24,11 +25,6 @@ namespace detail {
 /// Seconds since 1970.
 static double wall_time() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
-static std::string host_name() {
-  char name[256] = {};
-  return ::gethostname(name, sizeof name - 1) == 0 ? name : "localhost";
 }
 
 /// "events.out.tfevents.1795451490.host.1234.0": seconds, host, process, number in the process.
@@ -215,7 +211,7 @@ std::filesystem::path default_logging_dir() {
   std::tm local{};
   char time[32];
   std::strftime(time, sizeof time, "%b%d_%H-%M-%S", ::localtime_r(&now, &local));
-  return std::filesystem::path("runs") / (time + ("_" + detail::host_name()));
+  return std::filesystem::path("runs") / (time + ("_" + host_name()));
 }
 
 } // namespace hasten

@@ -172,6 +172,52 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
 
 constexpr int64_t kMostMatrixLabels = 256;
 
+/// The wrong predictions with the greatest cross entropy, the greatest first. state(): [20, 4] of
+/// loss, sample, label and predicted label; loss -1 where there are fewer.
+class MostWrong final : public MergedMetric<MostWrong> {
+ public:
+  MostWrong() { MostWrong::reset(); }
+
+  void update(const at::Tensor& outputs, const at::Tensor& labels,
+              const std::vector<int64_t>& samples) {
+    const at::Tensor logits = outputs.detach().to(at::kCPU, at::kDouble);
+    const at::Tensor truth = labels.detach().to(at::kCPU, at::kLong);
+    const at::Tensor losses = at::cross_entropy_loss(logits, truth, {}, at::Reduction::None);
+    const at::Tensor predicted = logits.argmax(1);
+    const at::Tensor wrong = predicted.ne(truth).logical_and(truth.ge(0)); // -100: no label
+    merge_state(at::stack({losses.where(wrong, -1.0), at::tensor(samples, at::kDouble),
+                           truth.to(at::kDouble), predicted.to(at::kDouble)},
+                          1));
+  }
+  at::Tensor state() const override { return worst_; }
+  void merge_state(const at::Tensor& other) override {
+    at::Tensor all = at::cat({worst_, other});
+    for (const int64_t column : {1, 0}) { // of equal losses the first sample
+      all = all.index_select(
+          0, std::get<1>(at::sort(all.select(1, column), /*stable=*/true, 0, column == 0)));
+    }
+    worst_ = all.slice(0, 0, kMost).clone();
+  }
+  void reset() override { worst_ = at::full({kMost, 4}, -1.0, at::kDouble); }
+  nlohmann::json table(const std::vector<std::string>& names) const {
+    nlohmann::json samples = nlohmann::json::array();
+    for (const at::Tensor& row : worst_.unbind()) {
+      const auto* values = row.const_data_ptr<double>();
+      if (values[0] != -1) {
+        samples.push_back({{"sample", static_cast<int64_t>(values[1])},
+                           {"label", names[static_cast<size_t>(values[2])]},
+                           {"predicted", names[static_cast<size_t>(values[3])]},
+                           {"loss", values[0]}});
+      }
+    }
+    return samples;
+  }
+
+ private:
+  static constexpr int64_t kMost = 20;
+  at::Tensor worst_{};
+};
+
 nlohmann::json per_class_json(const std::vector<ClassScores>& scores,
                               const std::vector<std::string>& names) {
   nlohmann::json all = nlohmann::json::object();
@@ -214,18 +260,30 @@ class CountedEvaluation final : public EvaluationMetrics {
   void update(const at::Tensor& outputs, const Batch& batch) override {
     if (batch.has(labels_name_)) {
       metrics_.update(outputs, batch[labels_name_]);
+      if (kOneLabel && outputs.dim() == 2) { // not of predicted labels
+        most_wrong_.update(outputs, batch[labels_name_], batch.indices);
+      }
     }
   }
-  std::vector<Metric*> metrics() override { return {&metrics_}; }
+  std::vector<Metric*> metrics() override { return {&metrics_, &most_wrong_}; }
   std::map<std::string, double> compute() const override {
     return metrics_.rows() > 0 ? metrics_.compute() : std::map<std::string, double>{};
   }
   nlohmann::json report() const override {
-    return metrics_.rows() > 0 ? report_of(metrics_, names_) : nlohmann::json::object();
+    nlohmann::json report = nlohmann::json::object();
+    if (metrics_.rows() > 0) {
+      report = report_of(metrics_, names_);
+      if (kOneLabel) {
+        report["most_wrong"] = most_wrong_.table(names_);
+      }
+    }
+    return report;
   }
 
  private:
+  static constexpr bool kOneLabel = std::is_same_v<M, ClassificationMetrics>;
   M metrics_;
+  MostWrong most_wrong_{}; // empty with several labels
   std::string labels_name_;
   std::vector<std::string> names_; // [label]
 };

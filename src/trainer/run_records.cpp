@@ -1,6 +1,8 @@
 // What a run writes: records, checkpoints, its own part of a state.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <torch/optim/adamw.h>
+#include <torch/version.h>
 
 #include <cmath>
 #include <map>
@@ -11,6 +13,8 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/process.h"
+#include "hasten/base/world.h"
 #include "hasten/io/commit.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
@@ -105,8 +109,26 @@ void TrainingRun::log_training() {
   }
   progress_.since_record = {};
   state_.log_history.push_back(record);
-  append_record("train", record);
   control_.notify([&](TrainerCallback& c) { c.on_log(record); });
+  record.update(take_speed());
+  append_record("train", record);
+}
+
+nlohmann::json TrainingRun::take_speed() {
+  const StepSeconds& s = step_seconds_;
+  const double trained = seconds_trained();
+  const double seconds = trained - std::exchange(seconds_at_record_, trained);
+  const int64_t samples = progress_.samples - std::exchange(samples_at_record_, progress_.samples);
+  nlohmann::json speed = {{"samples_per_second", static_cast<double>(samples) / seconds},
+                          {"step_seconds", nlohmann::json::object()}};
+  for (const auto& [name, value] :
+       {std::pair("compute", s.compute), std::pair("recompute", s.recompute),
+        std::pair("communication", s.communication), std::pair("data", s.data),
+        std::pair("save", s.save)}) {
+    speed["step_seconds"][name] = value / static_cast<double>(std::max<int64_t>(1, s.steps));
+  }
+  step_seconds_ = {};
+  return speed;
 }
 
 void TrainingRun::evaluate_and_log() {
@@ -268,6 +290,8 @@ void TrainingRun::restore(const nlohmann::json& values) {
   run_seconds_before_ = seconds;
   run_time_.restart();
   last_saved_step_ = state_.global_step;
+  seconds_at_record_ = seconds_trained();
+  samples_at_record_ = progress_.samples;
   control_.set_stopping(stopping);
 }
 
@@ -317,6 +341,15 @@ void TrainingRun::open_output_dir() {
     clear_output_dir(output_dir_);
   }
   metrics_ = make_tracker("json", output_dir_, std::nullopt, "trainer::train");
+  if (!start_.own_folder) {
+    append_record("start", {{"command", command_line()},
+                            {"host", host_name()},
+                            {"cpu", proc_value("/proc/cpuinfo", "model name")},
+                            {"allowed_cores", allowed_cores()},
+                            {"threads", at::get_num_threads()},
+                            {"device", parts_.accelerator->device().str()},
+                            {"libtorch_version", TORCH_VERSION}});
+  }
   if (!start_.folder.empty()) {
     append_record("resume", {{"step", state_.global_step},
                              {"epoch", state_.epoch},

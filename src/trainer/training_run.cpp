@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
@@ -228,7 +229,9 @@ void TrainingRun::run_epoch() {
     return;
   }
   step_->loader().set_epoch(static_cast<uint64_t>(progress_.epoch));
+  step_seconds_.lap(nullptr);
   for (const Batch& batch : step_->loader()) {
+    step_seconds_.lap(&step_seconds_.data);
     // The dataset knows the lengths, so no tensor of the device is read.
     if (batch.has("attention_mask")) {
       uncollected_.padded += batch["attention_mask"].numel();
@@ -236,25 +239,27 @@ void TrainingRun::run_epoch() {
         uncollected_.real += parts_.train->length(row);
       }
     }
-    if (!step_->run(batch, step_progress())) {
+    const bool stepped = step_->run(batch, step_progress());
+    step_seconds_.lap(&step_seconds_.compute);
+    if (!stepped) {
       continue;
     }
     count_step(true);
-    if (state_.global_step == epochs_last_step(progress_.epoch)) {
-      // Records and saves wait for the loader's end, which is collective. A rank without samples
-      // in the last window takes part in that window only there.
-      continue;
+    // At the end of an epoch records and saves wait for the loader's end, which is collective. A
+    // rank without samples in the last window takes part in that window only there.
+    if (state_.global_step != epochs_last_step(progress_.epoch)) {
+      if (last_step()) {
+        break; // in the middle of an epoch, where every rank has samples
+      }
+      after_step(false);
+      if (control_.stopping()) {
+        break;
+      }
+      if (control_.terminating()) {
+        return terminate();
+      }
     }
-    if (last_step()) {
-      break; // in the middle of an epoch, where every rank has samples
-    }
-    after_step(false);
-    if (control_.stopping()) {
-      break;
-    }
-    if (control_.terminating()) {
-      return terminate();
-    }
+    step_seconds_.lap(nullptr);
   }
   if (parts_.accelerator->last_window().number > progress_.windows_counted ||
       (is_local() && local_sgd_->steps() > state_.global_step)) {
@@ -308,6 +313,7 @@ void TrainingRun::count_step(bool stepped) {
   }
   step_->counted(stepped);
   ++state_.global_step;
+  ++step_seconds_.steps;
   if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) && parts_.is_main() &&
       !gradient_checkpointing_called(parts_.model)) {
     log_warning("gradient_checkpointing=" + parts_.arguments.gradient_checkpointing.text() +
@@ -367,8 +373,23 @@ void TrainingRun::after_step(bool epoch_ended) {
     save_checkpoint();
     ++saves_.times;
     saves_.seconds += aside.seconds() - before;
+    step_seconds_.save += aside.seconds() - before;
   }
   progress_.seconds_aside += aside.seconds();
+}
+
+void StepSeconds::lap(double* part) {
+  const double seconds = time_.seconds();
+  const double waited = seconds_waited();
+  const double recomputed = recompute_counts().seconds;
+  if (part != nullptr) {
+    communication += waited - waited_;
+    recompute += recomputed - recomputed_;
+    *part += seconds - (waited - waited_) - (recomputed - recomputed_);
+  }
+  time_.restart();
+  waited_ = waited;
+  recomputed_ = recomputed;
 }
 
 double TrainingRun::seconds_trained() const { return run_seconds() - progress_.seconds_aside; }
@@ -393,11 +414,11 @@ void TrainingRun::end_epoch() {
   collect_tokens();
   collect_losses();
   const at::Device& device = parts_.accelerator->device();
-  at::Tensor peaks = at::tensor({memory_stats(device).peak_bytes, peak_resident_bytes(),
-                                 tcp_bytes_sent() - bytes_sent_before_},
-                                at::kDouble);
-  peaks = parts_.accelerator->reduce(peaks.to(device), ReduceOp::MAX);
-  peaks = peaks.cpu();
+  at::Tensor own = at::tensor({memory_stats(device).peak_bytes, peak_resident_bytes(),
+                               tcp_bytes_sent() - bytes_sent_before_},
+                              at::kLong);
+  const at::Tensor of_ranks = parts_.accelerator->gather(own.view({1, 3}).to(device)).cpu();
+  const at::Tensor peaks = of_ranks.amax(0);
 
   EpochReport report;
   report.epoch = progress_.epoch + 1;
@@ -417,9 +438,9 @@ void TrainingRun::end_epoch() {
   report.tokens_per_second = real / seconds;
   report.padded_tokens_per_second = padded / seconds;
   report.padding_waste = padded > 0 ? 1.0 - real / padded : 0.0;
-  report.peak_tensor_bytes = static_cast<int64_t>(peaks[0].item<double>());
-  report.peak_resident_bytes = static_cast<int64_t>(peaks[1].item<double>());
-  report.bytes_sent = static_cast<int64_t>(peaks[2].item<double>());
+  report.peak_tensor_bytes = peaks[0].item<int64_t>();
+  report.peak_resident_bytes = peaks[1].item<int64_t>();
+  report.bytes_sent = peaks[2].item<int64_t>();
   report.seconds_left = seconds_left();
   progress_.of_epoch = {};
 
@@ -437,6 +458,12 @@ void TrainingRun::end_epoch() {
                            {"bytes_sent", report.bytes_sent},
                            {"seconds_left", report.seconds_left}};
   record.update(nlohmann::json(report.evaluation));
+  for (const auto& [column, name] :
+       {std::pair(0, "peak_tensor_bytes_by_rank"), std::pair(1, "peak_resident_bytes_by_rank")}) {
+    const at::Tensor values = of_ranks.select(1, column).contiguous();
+    const auto* bytes = values.const_data_ptr<int64_t>();
+    record[name] = std::vector<int64_t>(bytes, bytes + values.numel());
+  }
   append_record("epoch", record);
   control_.notify([&](TrainerCallback& c) { c.on_epoch_end(report); });
 }

@@ -27,6 +27,26 @@ class Stopwatch {
   Clock::time_point start_ = Clock::now();
 };
 
+/// Seconds of the training thread since the last record, by what it did. Evaluations, records and
+/// callbacks between the steps are in none of them. They are the host's times.
+struct StepSeconds {
+  double compute = 0;
+  double recompute = 0;
+  double communication = 0; // waiting in collectives, for slower ranks, too
+  double data = 0; // waiting for batches
+  double save = 0;
+  int64_t steps = 0;
+
+  /// Adds the time since the last call to `part`, without recomputing and waiting in collectives.
+  /// Null: only starts anew.
+  void lap(double* part);
+
+ private:
+  Stopwatch time_{};
+  double waited_ = 0;
+  double recomputed_ = 0;
+};
+
 /// Loss over several steps and all ranks: the sum of the windows' reports.
 struct LossTotal {
   double loss_sum = 0;
@@ -139,6 +159,9 @@ class TrainingRun {
   void collect_losses();
   /// Adds the norms by name to a training record. With Local SGD collective.
   void describe_gradient_norms(nlohmann::json& record);
+  /// Speed and times of a step since the last record, for metrics.jsonl alone: they differ in each
+  /// run.
+  nlohmann::json take_speed();
   /// Adds Local SGD's report to a training record.
   void describe_rounds(nlohmann::json& record);
   void load_best();
@@ -189,6 +212,9 @@ class TrainingRun {
   double run_seconds_before_ = 0;
   WorkTime evaluations_{}; // by this process, as the saves
   WorkTime saves_{};
+  StepSeconds step_seconds_{}; // since the last record
+  double seconds_at_record_ = 0; // of seconds_trained()
+  int64_t samples_at_record_ = 0;
   int64_t last_saved_step_ = -1;
   int64_t last_logged_step_ = -1;
 

@@ -56,6 +56,18 @@ TEST(ResultsPrograms, TheResultsAreThoseOfTheFinalModelOnAnyNumberOfProcesses) {
   EXPECT_EQ(all.at("eval_loss"), left.at("eval_loss"));
   EXPECT_EQ(all.at("train_loss"), json_of(folder / "out/train_results.json").at("train_loss"));
   EXPECT_FALSE(all.contains("per_class")); // only numbers and texts
+  int64_t mistakes = 0;
+  for (const size_t label : {0, 1}) {
+    mistakes += left.at("confusion_matrix").at("counts")[label][1 - label].get<int64_t>();
+  }
+  auto worst = left.at("most_wrong");
+  EXPECT_EQ(std::ssize(worst), mistakes);
+  const std::string texts = read_file(folder / "eval.csv");
+  for (auto& sample : worst) {
+    const auto text = sample.at("text").get<std::string>();
+    EXPECT_NE(texts.find(text.substr(0, text.find(' '))), std::string::npos) << text;
+    sample.erase("text");
+  }
   for (const char* nproc : {"1", "2", "3"}) {
     SCOPED_TRACE(nproc);
     const ProgramRun again = evaluate(folder, {"--nproc", nproc});
@@ -66,6 +78,11 @@ TEST(ResultsPrograms, TheResultsAreThoseOfTheFinalModelOnAnyNumberOfProcesses) {
     EXPECT_EQ(said.at("eval_accuracy"), left.at("eval_accuracy"));
     EXPECT_EQ(said.at("per_class"), left.at("per_class"));
     EXPECT_EQ(said.at("confusion_matrix"), left.at("confusion_matrix"));
+    ASSERT_EQ(said.at("most_wrong").size(), worst.size());
+    for (size_t i = 0; i < worst.size(); ++i) {
+      EXPECT_NEAR(said["most_wrong"][i].at("loss"), worst[i].at("loss"), 1e-5);
+      EXPECT_EQ(said["most_wrong"][i].at("sample"), worst[i].at("sample"));
+    }
   }
 
   const auto link = folder / "out/checkpoint-best";

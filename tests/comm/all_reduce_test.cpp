@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cmath>
 #include <thread>
 #include <vector>
@@ -144,6 +145,26 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
     const double mean = i + (comm->world_size() - 1) / 2.0;
     EXPECT_FLOAT_EQ(tensors[static_cast<size_t>(i)][0].item<float>(), float(mean));
   }
+}
+
+TEST(AllReduce, WaitingForALateRankIsCountedOnce) {
+  const auto comm = fresh_communicator();
+  comm->barrier("start");
+  const double before = seconds_waited();
+  const auto start = std::chrono::steady_clock::now();
+  if (comm->rank() == comm->world_size() - 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+  torch::Tensor tensor = torch::ones({8});
+  Work work = comm->all_reduce_async(tensor, ReduceOp::SUM, "late");
+  work.wait();
+  work.wait(); // has ended
+  const double waited = seconds_waited() - before;
+  if (comm->rank() < comm->world_size() - 1) {
+    EXPECT_GT(waited, 0.15);
+  }
+  EXPECT_LE(waited,
+            std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
 TEST(AllReduce, HandlesWithoutAnOperationAreDone) {

@@ -48,6 +48,14 @@ TEST(Tokenizer, TakesTheLongestPieceAndUnkForAWordThatDoesNotFit) {
   EXPECT_EQ(tokenizer.encode("the").ids, (std::vector<int64_t>{2, 8, 3}));
 }
 
+TEST(Tokenizer, DecodeJoinsPiecesAndLeavesSpecialTokensOut) {
+  const WordPieceTokenizer tokenizer(kSmallVocab, {});
+  EXPECT_EQ(tokenizer.decode(tokenizer.encode("The unaffable, unaffx good!").ids),
+            "the unaffable good !");
+  EXPECT_EQ(tokenizer.decode({}), "");
+  EXPECT_THROW(tokenizer.decode({9999}), InputError);
+}
+
 TEST(Tokenizer, OfEqualPiecesTheLaterCounts) {
   Pieces vocab = kSmallVocab;
   vocab.push_back("the");

@@ -105,4 +105,54 @@ TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
   }
 }
 
+TEST(TrainerEvaluation, TheMostWrongSamplesAreThoseWithTheGreatestLossOnAnyNumberOfRanks) {
+  const toy::Texts texts(61);
+  auto model = std::make_shared<toy::Classifier>();
+  std::vector<int64_t> all(61);
+  std::iota(all.begin(), all.end(), 0);
+  const Batch joined = texts.collate(all);
+  const at::NoGradGuard no_grad;
+  model->eval();
+  // Samples in pairs of equal losses; every third one is right.
+  const auto score = [](const at::Tensor& labels, const std::vector<int64_t>& samples) {
+    at::Tensor logits = at::zeros({std::ssize(samples), toy::kLabels});
+    for (size_t i = 0; i < samples.size(); ++i) {
+      const int64_t label = labels[static_cast<int64_t>(i)].item<int64_t>();
+      const int64_t shown = samples[i] % 3 == 0 ? label : (label + 1) % toy::kLabels;
+      logits[static_cast<int64_t>(i)][shown] = static_cast<double>(1 + samples[i] / 2);
+    }
+    return logits;
+  };
+  TrainingArguments arguments = toy::arguments();
+  arguments.per_device_eval_batch_size = 3;
+  Trainer trainer(
+      model,
+      [&](const Batch& batch) {
+        const at::Tensor logits = score(batch["labels"], batch.indices);
+        return LossOutput{logits.sum(), static_cast<double>(batch.rows()), logits};
+      },
+      arguments, nullptr, nullptr, classification_metrics(toy::kLabels), accelerator_of(1));
+  trainer.evaluate(texts);
+  const auto worst = trainer.evaluation_report().at("most_wrong");
+  ASSERT_EQ(worst.size(), 20u);
+  std::vector<int64_t> expected;
+  for (int64_t pair = 30; expected.size() < 20; --pair) {
+    for (const int64_t sample : {2 * pair, 2 * pair + 1}) {
+      if (sample % 3 != 0 && sample < 61 && expected.size() < 20) {
+        expected.push_back(sample);
+      }
+    }
+  }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    SCOPED_TRACE(i);
+    EXPECT_EQ(worst[i].at("sample"), expected[i]);
+    const auto label = joined["labels"][expected[i]].item<int64_t>();
+    EXPECT_EQ(worst[i].at("label"), std::to_string(label));
+    EXPECT_EQ(worst[i].at("predicted"), std::to_string((label + 1) % toy::kLabels));
+    const auto margin = static_cast<double>(1 + expected[i] / 2);
+    EXPECT_NEAR(worst[i].at("loss"), margin + std::log1p((toy::kLabels - 1) * std::exp(-margin)),
+                1e-12);
+  }
+}
+
 } // namespace hasten::evaluation_test

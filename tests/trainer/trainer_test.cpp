@@ -217,9 +217,23 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
   std::map<std::string, int> types;
   for (const auto& line : detail::json_lines(folder / "metrics.jsonl")) {
     ++types[line.at("type").get<std::string>()];
+    if (line.at("type") == "train") {
+      const auto& seconds = line.at("step_seconds");
+      EXPECT_GT(seconds.at("compute"), 0);
+      EXPECT_GT(seconds.at("data"), 0);
+      EXPECT_EQ(seconds.at("communication"), 0);
+      EXPECT_EQ(seconds.at("recompute"), 0);
+      EXPECT_EQ(seconds.at("save") > 0, line.at("step") == 4) << line; // saved after step 3
+      EXPECT_GT(line.at("samples_per_second"), 0);
+    } else if (line.at("type") == "epoch") {
+      EXPECT_EQ(line.at("peak_resident_bytes_by_rank"),
+                nlohmann::json({line.at("peak_resident_bytes")}));
+    } else if (line.at("type") == "start") {
+      EXPECT_NE(line.at("command").get<std::string>().find("hasten_unit_tests"), std::string::npos);
+    }
   }
-  EXPECT_EQ(types,
-            (std::map<std::string, int>{{"train", 3}, {"eval", 2}, {"epoch", 2}, {"end", 1}}));
+  EXPECT_EQ(types, (std::map<std::string, int>{
+                       {"start", 1}, {"train", 3}, {"eval", 2}, {"epoch", 2}, {"end", 1}}));
   for (const char* place : {"", "checkpoint-3", "checkpoint-6"}) {
     for (const char* name :
          {"model.safetensors", "trainer_state.json", "hasten_state.json", "training_args.json"}) {

@@ -183,10 +183,12 @@ class [[nodiscard]] SharedRecompute {
   std::shared_ptr<void> before_{};
 };
 
-/// Recomputations in this process so far, and how many of them stopped early.
+/// Recomputations in this process so far, how many of them stopped early, and the seconds that all
+/// took. Without the hook engine nothing is counted.
 struct RecomputeCounts {
   int64_t recomputed = 0;
   int64_t stopped_early = 0;
+  double seconds = 0;
 };
 RecomputeCounts recompute_counts();
 

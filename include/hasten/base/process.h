@@ -72,6 +72,16 @@ ProcessStat process_stat(int pid);
 /// Binds 127.0.0.1:0 and listens. Returns {descriptor (close-on-exec), port}.
 std::pair<int, int> listen_on_loopback();
 
+/// The host's name; "localhost" if it has none.
+std::string host_name();
+
+/// The words of this process's command line with spaces between them; the program without its
+/// folder. Empty without /proc.
+std::string command_line();
+
+/// The value of the first "key: value" in a file of /proc; empty if there is none.
+std::string proc_value(const char* path, const std::string& key);
+
 /// Bytes that this process has sent over the TCP connections that are open now. The kernel counts
 /// them: data without headers.
 int64_t tcp_bytes_sent();

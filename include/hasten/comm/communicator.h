@@ -111,6 +111,11 @@ class Work {
   std::shared_ptr<State> state_;
 };
 
+/// Seconds that this thread has waited in collectives so far: in Work::wait() and in the blocking
+/// ones. Waits in a recomputation of activation checkpointing are part of
+/// recompute_counts().seconds instead.
+double seconds_waited();
+
 /// The ranks that are left of a world; see Communicator::shrink.
 struct Survivors {
   /// [new rank] Its rank before. Ascending; fewer than before.

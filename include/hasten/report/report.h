@@ -7,11 +7,12 @@
 //   records "eval", or eval_results.json
 //     "confusion_matrix": {"labels": [NAME, …], "counts": [[N, …], …]}   [label][predicted]
 //     "per_class": {NAME: {"precision", "recall", "f1", "support"}}
-//     "most_wrong": [{"text", "label", "predicted", "loss"}, …]
-//   records "train" or "epoch"
+//     "most_wrong": [{"sample", "text", "label", "predicted", "loss"}, …]
+//   records "train"
 //     "step_seconds": {"compute", "recompute", "communication", "data", "save"}   of one step
+//   records "epoch"
 //     "peak_tensor_bytes_by_rank", "peak_resident_bytes_by_rank": [BYTES, …]      [rank]
-//   a record "start": facts of the run, {"command": …, "machine": {…}, …}
+//   a record "start": facts of the run, {"command": …, "cpu": …, …}
 // Each other number of a record has a chart.
 //
 // Without LibTorch. Threading: free functions. Local: rank 0 calls these.

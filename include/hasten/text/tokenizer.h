@@ -78,6 +78,10 @@ class WordPieceTokenizer {
   /// The text's pieces, without [CLS] and [SEP].
   std::vector<std::string> tokenize(std::string_view text) const;
 
+  /// The text of `ids` without special tokens: pieces with spaces between them, "##" pieces joined to
+  /// the piece before. Throws InputError for an unknown id.
+  std::string decode(const std::vector<int64_t>& ids) const;
+
   /// Number of pieces in the vocabulary, without added tokens beyond it.
   int64_t vocab_size() const;
   /// Pieces by id.
