@@ -1,72 +1,46 @@
 #include "hasten/base/svg.h"
 
-#include <algorithm>
-#include <array>
-#include <charconv>
 #include <cmath>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
+
+#include "hasten/base/text.h"
 
 namespace hasten {
 
+using TextPairs = std::initializer_list<std::pair<const char*, const char*>>;
+
+/// The text with each `from` replaced by its `to`, pair after pair.
+static std::string replaced(std::string text, TextPairs pairs) {
+  for (const auto& [from, to] : pairs) {
+    text = joined(split(text, from), to);
+  }
+  return text;
+}
+
 std::string clean_text(std::string_view text) {
+  static constexpr TextPairs kMarks = {
+      {"\u061C", "<ALM>"}, {"\u200E", "<LRM>"}, {"\u200F", "<RLM>"}, {"\u202A", "<LRE>"},
+      {"\u202B", "<RLE>"}, {"\u202C", "<PDF>"}, {"\u202D", "<LRO>"}, {"\u202E", "<RLO>"},
+      {"\u2066", "<LRI>"}, {"\u2067", "<RLI>"}, {"\u2068", "<FSI>"}, {"\u2069", "<PDI>"}};
   // dump() replaces bytes that are not UTF-8.
-  std::string clean =
-      nlohmann::json::parse(
-          nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace))
-          .get<std::string>();
-  const auto replace_at = [&](size_t at, size_t length, const char* by) {
-    clean.replace(at, length, by);
-    return at + std::string_view(by).size();
-  };
-  constexpr const char* kReplacement = "\xEF\xBF\xBD"; // U+FFFD
-  for (size_t at = 0; at < clean.size();) {
-    const auto byte = [&](size_t i) { return static_cast<unsigned char>(clean.c_str()[at + i]); };
-    const bool space = byte(0) == '\t' || byte(0) == '\n' || byte(0) == '\r';
-    if ((byte(0) < 0x20 && !space) || byte(0) == 0x7F) {
-      at = replace_at(at, 1, kReplacement);
-    } else if (byte(0) == 0xC2 && byte(1) < 0xA0) {
-      at = replace_at(at, 2, kReplacement);
-    } else if (byte(0) == 0xE2 && byte(1) == 0x80 && (byte(2) == 0x8E || byte(2) == 0x8F)) {
-      at = replace_at(at, 3, byte(2) == 0x8E ? "<LRM>" : "<RLM>");
-    } else if (byte(0) == 0xE2 && byte(1) == 0x80 && byte(2) >= 0xAA && byte(2) <= 0xAE) {
-      constexpr const char* kMarks[] = {"<LRE>", "<RLE>", "<PDF>", "<LRO>", "<RLO>"};
-      at = replace_at(at, 3, kMarks[byte(2) - 0xAA]);
-    } else if (byte(0) == 0xE2 && byte(1) == 0x81 && byte(2) >= 0xA6 && byte(2) <= 0xA9) {
-      constexpr const char* kMarks[] = {"<LRI>", "<RLI>", "<FSI>", "<PDI>"};
-      at = replace_at(at, 3, kMarks[byte(2) - 0xA6]);
-    } else if (byte(0) == 0xD8 && byte(1) == 0x9C) {
-      at = replace_at(at, 2, "<ALM>");
-    } else {
-      ++at;
+  const nlohmann::json valid = nlohmann::json::parse(
+      nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  std::string clean = replaced(valid.get<std::string>(), kMarks);
+  for (size_t at = 0; at < clean.size(); ++at) {
+    const auto byte = static_cast<unsigned char>(clean[at]);
+    const bool c1 = byte == 0xC2 && static_cast<unsigned char>(clean[at + 1]) < 0xA0;
+    const bool space = byte == '\t' || byte == '\n' || byte == '\r';
+    if (c1 || byte == 0x7F || (byte < 0x20 && !space)) {
+      clean.replace(at, c1 ? 2 : 1, "\uFFFD");
     }
   }
   return clean;
 }
 
 std::string escape_markup(std::string_view text) {
-  std::string escaped;
-  for (const char c : clean_text(text)) {
-    switch (c) {
-      case '&':
-        escaped += "&amp;";
-        break;
-      case '<':
-        escaped += "&lt;";
-        break;
-      case '>':
-        escaped += "&gt;";
-        break;
-      case '"':
-        escaped += "&quot;";
-        break;
-      case '\'':
-        escaped += "&#39;";
-        break;
-      default:
-        escaped += c;
-    }
-  }
-  return escaped;
+  return replaced(clean_text(text),
+                  {{"&", "&amp;"}, {"<", "&lt;"}, {">", "&gt;"}, {"\"", "&quot;"}, {"'", "&#39;"}});
 }
 
 std::vector<double> round_ticks(double low, double high, int count) {
@@ -76,13 +50,12 @@ std::vector<double> round_ticks(double low, double high, int count) {
     return ticks;
   }
   const double power = std::pow(10.0, std::floor(std::log10(range / count)));
-  double step = 10 * power;
-  for (const double factor : {1.0, 2.0, 2.5, 5.0}) {
-    if (factor * power * count >= range * 0.999) {
-      step = factor * power;
-      break;
-    }
-  }
+  const double least = range * 0.999 / count / power;
+  const double step = power * (least <= 1     ? 1
+                               : least <= 2   ? 2
+                               : least <= 2.5 ? 2.5
+                               : least <= 5   ? 5
+                                              : 10);
   // A range far from zero may have no value that differs by a step.
   for (double i = std::ceil(low / step - 1e-6); i * step <= high + 1e-6 * step; ++i) {
     if (!ticks.empty() && i * step <= ticks.back()) {
@@ -94,30 +67,33 @@ std::vector<double> round_ticks(double low, double high, int count) {
 }
 
 std::string svg_number(double value) {
-  std::array<char, 400> text{};
-  const double tenths = std::round(value * 10) / 10 + 0.0; // + 0.0: no "-0"
-  char* end =
-      std::to_chars(text.data(), text.data() + text.size(), tenths, std::chars_format::fixed, 1)
-          .ptr;
-  return {text.data(), end[-1] == '0' ? end - 2 : end};
+  return format_exact(std::round(value * 10) / 10 + 0.0); // + 0.0: no "-0"
+}
+
+using SvgNumbers = std::initializer_list<std::pair<const char*, double>>;
+
+/// "<circle cx="1" cy="2" …", without its end.
+static std::string opened(const char* element, SvgNumbers numbers, std::string_view attributes) {
+  std::string text = std::string("<") + element;
+  for (const auto& [name, value] : numbers) {
+    text += std::string(" ") + name + "=\"" + svg_number(value) + "\"";
+  }
+  return text + " " + std::string(attributes);
 }
 
 SvgWriter::SvgWriter(double width, double height, std::string_view attributes) {
-  const std::string size[] = {svg_number(width), svg_number(height)};
-  text_ = "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + size[0] + "\" height=\"" +
-          size[1] + "\" viewBox=\"0 0 " + size[0] + " " + size[1] + "\" " +
-          std::string(attributes) + ">\n";
+  text_ = opened("svg", {{"width", width}, {"height", height}}, attributes) +
+          " xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " + svg_number(width) + " " +
+          svg_number(height) + "\">\n";
 }
 
 void SvgWriter::rect(double x, double y, double width, double height, std::string_view attributes) {
-  text_ += "<rect x=\"" + svg_number(x) + "\" y=\"" + svg_number(y) + "\" width=\"" +
-           svg_number(width) + "\" height=\"" + svg_number(height) + "\" " +
-           std::string(attributes) + "/>\n";
+  text_ += opened("rect", {{"x", x}, {"y", y}, {"width", width}, {"height", height}}, attributes) +
+           "/>\n";
 }
 
 void SvgWriter::circle(double x, double y, double radius, std::string_view attributes) {
-  text_ += "<circle cx=\"" + svg_number(x) + "\" cy=\"" + svg_number(y) + "\" r=\"" +
-           svg_number(radius) + "\" " + std::string(attributes) + "/>\n";
+  text_ += opened("circle", {{"cx", x}, {"cy", y}, {"r", radius}}, attributes) + "/>\n";
 }
 
 void SvgWriter::path(std::string_view d, std::string_view attributes) {
@@ -133,8 +109,8 @@ void SvgWriter::polyline(const SvgPoints& points, std::string_view attributes) {
 }
 
 void SvgWriter::text(double x, double y, std::string_view text, std::string_view attributes) {
-  text_ += "<text x=\"" + svg_number(x) + "\" y=\"" + svg_number(y) + "\" " +
-           std::string(attributes) + ">" + escape_markup(text) + "</text>\n";
+  text_ +=
+      opened("text", {{"x", x}, {"y", y}}, attributes) + ">" + escape_markup(text) + "</text>\n";
 }
 
 std::string SvgWriter::finish() {
