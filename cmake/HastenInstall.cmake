@@ -112,6 +112,7 @@ function(hasten_install)
   # the file of the targets exists in an installation alone.
   set(HASTEN_PACKAGE_FILES "${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/package")
   file(REMOVE "${CMAKE_CURRENT_BINARY_DIR}/hastenConfig.cmake") # where it once was
+  string(REGEX MATCH "^[0-9]+[.][0-9]+" HASTEN_TORCH_RELEASE "${LibTorch_VERSION}")
   set(HASTEN_BUILT_WITH "")
   if(NOT HASTEN_PACKAGE)
     get_filename_component(HASTEN_BUILT_WITH "${LibTorch_LIB_DIR}" DIRECTORY)

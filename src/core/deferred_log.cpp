@@ -6,6 +6,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ScopeExit.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <cstring>
@@ -93,9 +94,22 @@ void DeferredLog::evict(size_t storage) {
   real->release_data_and_set_meta_custom_data_ptr_error_msg_(kDeferredRead);
 }
 
+// LibTorch 2.11 has no function that ends the refusal of reads. Its flag is private, and only an
+// explicit instantiation may name it.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+void allow_reads(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::*kRefused>
+struct ReadsFlag {
+  friend void allow_reads(c10::StorageImpl& storage) { storage.*kRefused = false; }
+};
+template struct ReadsFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#else
+static void allow_reads(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
+#endif
+
 static void give_data(c10::StorageImpl& real, c10::DataPtr&& data) {
-  real.set_data_ptr_noswap(std::move(data));
-  real.clear_data_ptr_access_error_msg_();
+  allow_reads(real);
+  real.set_data_ptr_noswap(std::move(data)); // also brings other flags up to date
 }
 
 void DeferredLog::allocate(size_t storage) {

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <optional>
 
 #include "hasten/core/autocast.h"
@@ -168,8 +169,10 @@ class LinearNode final : public torch::autograd::Node {
                                 bias.defined() ? std::optional(in(bias)) : std::nullopt);
     }
     if (torch::autograd::compute_requires_grad(x, weight, bias)) {
-      const auto node = c10::make_intrusive<LinearNode>(narrow, narrow ? kept : x, x.scalar_type());
-      node->weight_ = torch::autograd::SavedVariable(weight, false);
+      auto made = std::make_unique<LinearNode>(narrow, narrow ? kept : x, x.scalar_type());
+      made->weight_ = torch::autograd::SavedVariable(weight, false);
+      // An intrusive_ptr since LibTorch 2.13, a shared_ptr before.
+      const decltype(torch::autograd::Edge::function) node(std::move(made));
       node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
       torch::autograd::set_history(product, node);
     }

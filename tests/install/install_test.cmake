@@ -61,21 +61,27 @@ foreach(part "/prefix/lib/pkgconfig/[.][.]/[.][.]/include"
   endif()
 endforeach()
 
-# The release of LibTorch before the tested one is refused.
-file(READ "${TORCH}/include/torch/headeronly/version.h" version)
-string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${version}")
-math(EXPR before "${CMAKE_MATCH_1} - 1")
-string(REPLACE "TORCH_VERSION_MINOR ${CMAKE_MATCH_1}" "TORCH_VERSION_MINOR ${before}"
-  version "${version}")
-file(WRITE "${WORK}/older/include/torch/headeronly/version.h" "${version}")
-file(CREATE_LINK "${TORCH}/lib" "${WORK}/older/lib" SYMBOLIC)
-file(CREATE_LINK "${TORCH}/include/torch/csrc" "${WORK}/older/include/torch/csrc" SYMBOLIC)
-foreach(way "-DCMAKE_PREFIX_PATH=${WORK}/prefix" "-DHASTEN_SOURCE=${SOURCE}")
-  refused("unsuitable[ \n]+version[ \n]+\"[0-9]+[.]${before}[.]" ${CMAKE_COMMAND} -G "${GENERATOR}"
-    "-DHASTEN_TORCH=${WORK}/older" "${way}"
+# A LibTorch that is too old is refused: by the sources one before 2.11, by an installation also
+# the release before its own, and the one after it.
+file(READ "${TORCH}/include/torch/headeronly/version.h" real)
+string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${real}")
+set(minor ${CMAKE_MATCH_1})
+file(CREATE_LINK "${TORCH}/lib" "${WORK}/other/lib" SYMBOLIC)
+file(CREATE_LINK "${TORCH}/include/torch/csrc" "${WORK}/other/include/torch/csrc" SYMBOLIC)
+function(refused_release other pattern way)
+  string(REPLACE "TORCH_VERSION_MINOR ${minor}" "TORCH_VERSION_MINOR ${other}" version "${real}")
+  file(WRITE "${WORK}/other/include/torch/headeronly/version.h" "${version}")
+  refused("${pattern}" ${CMAKE_COMMAND} -G "${GENERATOR}" "-DHASTEN_TORCH=${WORK}/other" "${way}"
     -S "${SOURCE}/tests/install/consumer" -B "${WORK}/refused")
   file(REMOVE_RECURSE "${WORK}/refused")
-endforeach()
+endfunction()
+math(EXPR before "${minor} - 1")
+math(EXPR after "${minor} + 1")
+refused_release(10 "unsuitable[ \n]+version[ \n]+\"2[.]10[.]" "-DHASTEN_SOURCE=${SOURCE}")
+refused_release(${before} "unsuitable[ \n]+version[ \n]+\"2[.]${before}[.]"
+  "-DCMAKE_PREFIX_PATH=${WORK}/prefix")
+refused_release(${after} "was[ \n]+compiled[ \n]+for[ \n]+LibTorch[ \n]+2[.]${minor}"
+  "-DCMAKE_PREFIX_PATH=${WORK}/prefix")
 
 run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
   -S "${SOURCE}/tests/install/consumer" -B "${WORK}/subfolder"
