@@ -25,8 +25,7 @@ set(HASTEN_DEVELOPMENT COMPONENT development)
 # between releases of a distribution.
 function(hasten_bring_libraries)
   foreach(module sodium utf8proc xxhash jemalloc)
-    list(GET ${module}_LINK_LIBRARIES 0 library)
-    file(REAL_PATH "${library}" library)
+    file(REAL_PATH "${HastenLibraries_${module}_LIBRARY}" library)
     execute_process(COMMAND "${CMAKE_READELF}" -d "${library}" OUTPUT_VARIABLE dynamic
       COMMAND_ERROR_IS_FATAL ANY)
     if(NOT dynamic MATCHES "SONAME[^\n]*\\[([^]]+)\\]")
@@ -127,6 +126,7 @@ function(hasten_install)
   install(FILES
     "${HASTEN_PACKAGE_FILES}/hastenConfig.cmake"
     "${HASTEN_PACKAGE_FILES}/hastenConfigVersion.cmake"
+    "${PROJECT_SOURCE_DIR}/cmake/FindHastenLibraries.cmake"
     "${PROJECT_SOURCE_DIR}/cmake/FindLibTorch.cmake"
     DESTINATION "${folder}" ${HASTEN_DEVELOPMENT})
   install(EXPORT hastenTargets NAMESPACE hasten:: DESTINATION "${folder}"
