@@ -1,5 +1,6 @@
 # Makes HastenLibraries::NAME for each component NAME out of its header and its library, wherever
 # CMake looks for such: pkg-config need not be there.
+set(_header_gtest gtest/gtest.h)
 set(_header_jemalloc jemalloc/jemalloc.h)
 set(_header_sodium sodium.h)
 set(_header_utf8proc utf8proc.h)
