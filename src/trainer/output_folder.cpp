@@ -128,9 +128,15 @@ void clear_output_dir(const std::filesystem::path& folder) {
   remove_unfinished_saves(folder);
 }
 
-void link_best_checkpoint(const std::filesystem::path& folder, int64_t step) {
-  const std::string target = std::string(detail::kCheckpointPrefix) + std::to_string(step);
+void link_best_checkpoint(const std::filesystem::path& folder, std::optional<int64_t> step) {
+  const std::string target =
+      std::string(detail::kCheckpointPrefix) + std::to_string(step.value_or(-1));
   const std::filesystem::path link = folder / "checkpoint-best";
+  std::error_code error;
+  if (!std::filesystem::exists(folder / target, error)) {
+    std::filesystem::remove(link, error);
+    return;
+  }
   std::filesystem::path made;
   const int failed = make_beside(link, ".tmp-", made, [&](const auto& name) {
     return ::symlink(target.c_str(), name.c_str()) == 0 ? 0 : errno;

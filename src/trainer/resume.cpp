@@ -276,7 +276,8 @@ void set_aside(const std::filesystem::path& folder) {
 
 } // namespace detail
 
-void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step) {
+void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step,
+                         std::optional<int64_t> best_step) {
   for (const CheckpointFolder& checkpoint : checkpoint_folders(output_dir)) {
     if (checkpoint.global_step > global_step) {
       detail::set_aside(checkpoint.path);
@@ -284,6 +285,9 @@ void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global
   }
   remove_unfinished_saves(output_dir);
   std::error_code error;
+  if (!std::filesystem::exists(output_dir / "checkpoint-best", error)) { // renamed, or no link
+    link_best_checkpoint(output_dir, best_step);
+  }
   for (const char* name : {"trainer_state.json", kRunFile}) {
     std::filesystem::remove(output_dir / name, error);
   }

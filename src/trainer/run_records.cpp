@@ -336,7 +336,7 @@ void TrainingRun::load_checkpoint() {
 
 void TrainingRun::open_output_dir() {
   if (start_.own_folder) {
-    prepare_resumed_dir(output_dir_, state_.global_step);
+    prepare_resumed_dir(output_dir_, state_.global_step, state_.best_global_step);
   } else {
     clear_output_dir(output_dir_);
   }

@@ -179,6 +179,21 @@ TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {
   EXPECT_TRUE(std::filesystem::exists(scratch.path() / "checkpoint-x"));
 }
 
+TEST(OutputFolder, AResumedRunHasNoLinkToACheckpointThatWasSetAside) {
+  const testing_support::TemporaryFolder scratch;
+  const auto link = scratch / "checkpoint-best";
+  const auto linked_after = [&](int64_t resumed_step, std::optional<int64_t> best_step) {
+    detail::make_checkpoints(scratch.path(), {2, 4, 6});
+    link_best_checkpoint(scratch.path(), 6);
+    prepare_resumed_dir(scratch.path(), resumed_step, best_step);
+    return std::filesystem::is_symlink(link) ? std::filesystem::read_symlink(link).string() : "";
+  };
+  EXPECT_EQ(linked_after(6, 2), "checkpoint-6"); // still there
+  EXPECT_EQ(linked_after(4, 2), "checkpoint-2");
+  EXPECT_EQ(linked_after(4, 3), ""); // step 3 was not saved
+  EXPECT_EQ(linked_after(2, {}), "");
+}
+
 TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
   TrainerState state;
   state.global_step = 7;

@@ -79,9 +79,9 @@ struct CheckpointFolder {
 };
 std::vector<CheckpointFolder> checkpoint_folders(const std::filesystem::path& folder);
 
-/// Makes folder/checkpoint-best a link to checkpoint-`step`, or changes it. Does nothing on a file
-/// system without links.
-void link_best_checkpoint(const std::filesystem::path& folder, int64_t step);
+/// Makes folder/checkpoint-best a link to checkpoint-`step`, or removes it if there is no such
+/// checkpoint. Makes none on a file system without links.
+void link_best_checkpoint(const std::filesystem::path& folder, std::optional<int64_t> step);
 
 /// Removes what killed writers left in the folder and next to it: files and checkpoints that are
 /// incomplete or partly removed ("checkpoint-N.tmp-…"), and the unfinished final model

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -75,7 +76,9 @@ void require_same_trajectory(const std::filesystem::path& folder,
 /// Prepares output_dir to continue after its checkpoint of step `global_step`. It renames later
 /// checkpoint-N folders (damaged, or of a run that is abandoned) to
 /// "checkpoint-N.set-aside…", removes the marks of a finished run and the files of killed writers,
-/// and cuts later records off metrics.jsonl. Throws Error if something cannot be written.
-void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step);
+/// and cuts later records off metrics.jsonl. A checkpoint-best that leads to a renamed folder then
+/// leads to `best_step`'s. Throws Error if something cannot be written.
+void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global_step,
+                         std::optional<int64_t> best_step);
 
 } // namespace hasten
