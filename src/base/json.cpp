@@ -110,7 +110,8 @@ nlohmann::json parse_json(std::string_view where, const std::string& source, std
     if (parsed.byte > 0) {
       const auto before = text.substr(0, parsed.byte - 1);
       place = "not JSON near byte=" + std::to_string(parsed.byte) + " (line " +
-              std::to_string(1 + std::ranges::count(before, '\n')) + "): ";
+              std::to_string(1 + std::ranges::count(before, '\n')) + ", column " +
+              std::to_string(parsed.byte - 1 - before.rfind('\n')) + "): ";
     }
     throw InputError(where, source + ": " + place + parsed.problem, "JSON");
   }

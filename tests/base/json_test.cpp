@@ -49,11 +49,11 @@ TEST(Json, ProblemsAreNamedWithTheirPlace) {
     const char* part; // of the error's message; empty: no error
   };
   const Case cases[] = {
-      {"[1, 1e999]", {}, "near byte=9 (line 1): number overflow parsing '1e999'"},
+      {"[1, 1e999]", {}, "near byte=9 (line 1, column 9): number overflow parsing '1e999'"},
       {"[1, 1e308]", {}, ""},
-      {"[1,\n2", {}, "near byte=6 (line 2): syntax error"},
-      {"[1] 2", {}, "near byte=5 (line 1): syntax error"},
-      {"", {}, "near byte=1 (line 1): syntax error"},
+      {"[1,\n2", {}, "near byte=6 (line 2, column 2): syntax error"},
+      {"[1] 2", {}, "near byte=5 (line 1, column 5): syntax error"},
+      {"", {}, "near byte=1 (line 1, column 1): syntax error"},
       {"\"\xFF\"", {}, "ill-formed UTF-8"},
       {"[1] // one", {}, "near byte=5"},
       {"[1] // one", {.comments = true}, ""},

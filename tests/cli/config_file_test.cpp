@@ -321,7 +321,8 @@ TEST(ConfigFile, WhatIsWrongIsNamedByPathAndWhatIsExpected) {
       {R"({"config": "x.json"})", {"/config: unknown name", "leave it out"}},
       {R"({"epochs": 1, "num_train_epochs": 2})", {"--num-train-epochs is given twice"}},
       {R"(["model"])", {"run.json holds a JSON array", "a JSON object"}},
-      {"{\"model\": \n }", {"run.json: ", "line 2"}},
+      {"{\"model\": \n }", {"run.json: ", "line 2, column 2"}},
+      {"{ // model\n  /* a */ \"seed\": 1,,\n}", {"run.json: ", "line 2, column 21"}},
       {R"({"learning_rate": 0.1})", {"--model is missing"}},
   };
   for (const auto& bad : cases) {

@@ -35,7 +35,7 @@ struct ParsedJson {
 ParsedJson try_parse_json(std::string_view text, JsonRules rules = {});
 
 /// Like try_parse_json(), but throws the problem. `where` and `source` are for the message:
-/// InputError "[where] <source>: not JSON near byte=17 (line 2): …".
+/// InputError "[where] <source>: not JSON near byte=17 (line 2, column 5): …".
 nlohmann::json parse_json(std::string_view where, const std::string& source, std::string_view text,
                           JsonRules rules = {});
 
