@@ -1,6 +1,7 @@
 #include "run_context.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstdlib>
 
@@ -65,16 +66,26 @@ static World context_world(const std::shared_ptr<Communicator>& communicator) {
   return world;
 }
 
+static at::Device context_device(const AcceleratorOptions& options, const World& world) {
+  DeviceChoice choice = choose_device(options.device, world, options.backend == "gloo");
+  if (world.local_rank == 0 && !choice.note.empty()) {
+    log_info(choice.note);
+  }
+  if (!choice.device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(choice.device.type()).setDevice(choice.device);
+  }
+  return choice.device;
+}
+
 static std::shared_ptr<Communicator> context_group(const AcceleratorOptions& options,
-                                                   const World& world) {
+                                                   const World& world, const at::Device& device) {
   announce_world(world);
   CommunicatorOptions comm;
   comm.timeout = options.timeout;
   comm.heartbeat_timeout = options.heartbeat_timeout;
   comm.backend = options.backend;
   comm.check_shapes = debugs(options) ? ShapeCheck::always : ShapeCheck::first;
-  comm.device_kind =
-      c10::DeviceTypeName(device_of_rank(world.local_rank, options.cpu).type(), true);
+  comm.device_kind = c10::DeviceTypeName(device.type(), true);
   return Communicator::create(world, comm);
 }
 
@@ -82,8 +93,9 @@ RunContext::RunContext(AcceleratorOptions options, std::shared_ptr<Communicator>
     : options_(checked_options(options)),
       world_(context_world(communicator)),
       owns_group_(!communicator),
-      communicator_(communicator ? std::move(communicator) : context_group(options_, world_)),
-      device_(device_of_rank(world_.local_rank, options_.cpu)) {
+      device_(context_device(options_, world_)),
+      communicator_(communicator ? std::move(communicator)
+                                 : context_group(options_, world_, device_)) {
   if (debugs(options_)) {
     order_check_ = std::make_shared<OrderCheck>(communicator_);
     communicator_ = order_check_;

@@ -55,9 +55,9 @@ class RunContext {
   AcceleratorOptions options_;
   World world_;
   bool owns_group_;
+  at::Device device_;
   std::shared_ptr<OrderCheck> order_check_; // debug only, else null
   std::shared_ptr<Communicator> communicator_;
-  at::Device device_;
   std::vector<int> launch_ranks_{}; // [rank] once ranks have been lost
   bool closed_ = false;
 };

@@ -31,7 +31,7 @@ double median_of(std::vector<double> values) {
 AcceleratorOptions compared_options(const CompareCommand& command, Strategy strategy) {
   AcceleratorOptions options = accelerator_options(command.arguments);
   options.mixed_precision = command.arguments.effective_precision();
-  options.cpu = true; // the memory meter counts only CPU tensors
+  options.device = "cpu"; // the memory meter counts only CPU tensors
   options.strategy = strategy;
   options.shard_size = strategy == Strategy::hsdp ? options.shard_size : 0;
   return options;

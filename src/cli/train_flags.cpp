@@ -63,6 +63,9 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments) {
 constexpr std::array kWorkerBackends{"gloo"};
 
 void declare_backend(FlagTable& flags, TrainingArguments& arguments) {
+  flags.value("--device", arguments.device, "NAME",
+              "auto (a GPU for each process, else the CPU), cpu, cuda, or cuda:N");
+  flags.flag("--use-cpu", arguments.use_cpu, "the same as --device cpu");
   flags.value("--ddp-backend,--backend", arguments.ddp_backend, "NAME",
               "what moves tensors between processes: gloo (sockets, tensors on the CPU)");
 }

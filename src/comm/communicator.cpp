@@ -21,41 +21,44 @@ namespace hasten {
 
 namespace detail {
 
-/// An exchange of rows. The first wait that completes it computes the sum.
-struct RowSum final : Work::State {
-  RowSum(Work exchange_in, at::Tensor output_in, at::Tensor rows_in)
-      : exchange(std::move(exchange_in)), output(std::move(output_in)), rows(std::move(rows_in)) {}
+struct Continued final : Work::State {
+  Continued(Work first_in, std::function<void()> rest_in)
+      : first(std::move(first_in)), rest(std::move(rest_in)) {}
 
   void wait() override {
-    exchange.wait();
+    first.wait();
     const std::lock_guard<std::mutex> lock(mutex);
-    if (rows.defined()) {
-      add_rows();
-      rows.reset();
+    if (rest) {
+      rest();
+      rest = nullptr;
     }
   }
-  bool done() const noexcept override { return exchange.done(); }
-  std::chrono::steady_clock::time_point ended() const noexcept override { return exchange.ended(); }
+  bool done() const noexcept override { return first.done(); }
+  std::chrono::steady_clock::time_point ended() const noexcept override { return first.ended(); }
 
- private:
-  void add_rows() {
-    const at::NoGradGuard no_grad;
-    const int64_t count = rows.size(0);
-    if (count == 2 && rows.scalar_type() == output.scalar_type()) {
-      at::add_out(output, rows[0], rows[1]);
-      return;
-    }
-    output.copy_(rows[0]);
-    for (int64_t rank = 1; rank < count; ++rank) {
-      output.add_(rows[rank]);
-    }
-  }
-
-  Work exchange;
-  at::Tensor output;
+  Work first;
   std::mutex mutex;
-  at::Tensor rows; // undefined once summed
+  std::function<void()> rest; // empty once it has run
 };
+
+Work continued(Work first, std::function<void()> rest) {
+  return Work(std::make_shared<Continued>(std::move(first), std::move(rest)));
+}
+
+/// `rows` are [rank, …].
+static void sum_rows(const at::Tensor& output, const at::Tensor& rows) {
+  const at::NoGradGuard no_grad;
+  const int64_t count = rows.size(0);
+  if (count == 2 && rows.scalar_type() == output.scalar_type()) {
+    at::Tensor sum = output;
+    at::add_out(sum, rows[0], rows[1]);
+    return;
+  }
+  output.copy_(rows[0]);
+  for (int64_t rank = 1; rank < count; ++rank) {
+    output.add_(rows[rank]);
+  }
+}
 
 using Backends = c10::Synchronized<std::map<std::string, BackendFactory>>; // by name
 
@@ -195,10 +198,11 @@ Work Communicator::reduce_scatter_async(at::Tensor output, at::Tensor input, std
   if (!scratch.defined()) {
     scratch = at::empty_like(input);
   }
-  Work exchange = all_to_all_async(scratch, input, name);
-  return Work(
-      std::make_shared<detail::RowSum>(std::move(exchange), output.detach().view({output.numel()}),
-                                       scratch.detach().view({world_size(), output.numel()})));
+  return detail::continued(all_to_all_async(scratch, input, name),
+                           [to = output.detach().view({output.numel()}),
+                            rows = scratch.detach().view({world_size(), output.numel()})] {
+                             detail::sum_rows(to, rows);
+                           });
 }
 
 } // namespace hasten

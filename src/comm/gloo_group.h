@@ -44,6 +44,7 @@ class GlooGroup final : public Communicator {
   Work submit(std::string operation, const std::string& tensors, const Start& start,
               std::function<void()> finish = nullptr);
   Work start_reduction(const Collective& what);
+  Work start_staged(const Collective& what);
 
   std::shared_ptr<GroupCore> core_;
 };

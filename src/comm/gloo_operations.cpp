@@ -87,9 +87,27 @@ Work GlooGroup::start_reduction(const Collective& what) {
       });
 }
 
+/// Gloo moves host memory only, so the tensors of another device go through copies there.
+Work GlooGroup::start_staged(const Collective& what) {
+  const auto host_copy = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.detach().cpu() : tensor;
+  };
+  Collective staged = what;
+  staged.input = host_copy(what.input);
+  staged.output = host_copy(what.output);
+  return continued(start(staged), [to = what.output, from = staged.output] {
+    if (to.defined()) {
+      to.detach().copy_(from);
+    }
+  });
+}
+
 Work GlooGroup::start(const Collective& what) {
   using Kind = Collective::Kind;
   check_collective(what, rank(), world_size());
+  if (!what.shared().is_cpu()) {
+    return start_staged(what);
+  }
   if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
     return start_reduction(what);
   }

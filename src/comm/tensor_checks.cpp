@@ -31,18 +31,16 @@ std::string tensor_text(const at::Tensor& tensor, size_t first) {
   return text.str();
 }
 
-/// Throws unless the tensor is defined, dense, contiguous and on the CPU.
+/// Throws unless the tensor is defined, dense and contiguous.
 static void check_tensor(std::string_view operation, const at::Tensor& tensor) {
   const std::string where = "comm::" + std::string(operation);
   if (!tensor.defined()) {
     throw InputError(where, "the tensor is undefined", "a tensor with data");
   }
-  if (tensor.layout() != at::kStrided || !tensor.device().is_cpu()) {
-    throw InputError(
-        where,
-        "device=" + tensor.device().str() + (tensor.layout() == at::kStrided ? "" : ", not dense"),
-        "a dense tensor on the CPU, where this group communicates",
-        "with an Accelerator set AcceleratorOptions::cpu, else copy it with .to(\"cpu\")");
+  if (tensor.layout() != at::kStrided || tensor.is_meta()) {
+    std::ostringstream text;
+    text << "layout=" << tensor.layout() << ", device=" << tensor.device();
+    throw InputError(where, text.str(), "a dense tensor with data");
   }
   if (!tensor.is_contiguous()) {
     std::ostringstream text;
@@ -172,6 +170,13 @@ void check_collective(const Collective& what, int rank, int world_size) {
       }
   }
   check_root(name, what.root, world_size);
+  if (what.input.defined() && what.output.defined() &&
+      what.input.device() != what.output.device()) {
+    throw InputError(
+        "comm::" + std::string(name),
+        "input is on " + what.input.device().str() + ", output on " + what.output.device().str(),
+        "tensors of one device");
+  }
 }
 
 at::Tensor bytes_of(const at::Tensor& tensor) {

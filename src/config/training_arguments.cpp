@@ -66,6 +66,8 @@ void visit_arguments(Arguments& a, Visit&& visit) {
   visit("strategy", a.strategy);
   visit("shard_size", a.shard_size);
   visit("local_sgd_steps", a.local_sgd_steps);
+  visit("device", a.device);
+  visit("use_cpu", a.use_cpu);
   visit("ddp_backend", a.ddp_backend);
   visit("ddp_timeout", a.ddp_timeout);
   visit("heartbeat_timeout", a.heartbeat_timeout);
@@ -206,6 +208,8 @@ void validate_precision(const TrainingArguments& a) {
 }
 
 void validate_strategy(const TrainingArguments& a) {
+  require_consistent(!a.use_cpu || a.device == "auto" || a.device == "cpu",
+                     "use_cpu=true with device=" + a.device, "one device", "leave use_cpu out");
   require_argument(
       a.strategy == Strategy::ddp || a.strategy == Strategy::hsdp || a.local_sgd_steps == 0,
       "local_sgd_steps", a.local_sgd_steps,

@@ -1,5 +1,6 @@
 #include "hasten/core/autocast.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -85,7 +86,7 @@ static void register_fp32_ops() {
 
 AutocastState AutocastState::now(const std::vector<at::Tensor>& tensors) {
   AutocastState state;
-  state.devices_[1].type = at::DeviceType::CUDA;
+  state.devices_[1].type = at::getAccelerator().value_or(at::DeviceType::CUDA);
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined() && !tensor.is_cpu() && !tensor.is_meta()) {
       state.devices_[1].type = tensor.device().type();
@@ -127,9 +128,9 @@ Autocast::Autocast(const AutocastOptions& options) : before_(AutocastState::now(
     throw InputError("core::Autocast", std::string("dtype=") + c10::toString(dtype),
                      "BFloat16 or Half", "leave Autocast out, or set enabled=false, for fp32");
   }
-  if (options.device != at::kCPU && options.device != at::kCUDA) {
+  if (!at::autocast::is_autocast_available(options.device)) {
     throw InputError("core::Autocast", "device=" + c10::DeviceTypeName(options.device, true),
-                     "cpu or cuda");
+                     "cpu, cuda or another device for which LibTorch has autocast");
   }
   detail::register_fp32_ops();
   at::autocast::set_autocast_enabled(options.device, options.enabled);
@@ -166,7 +167,7 @@ at::Tensor autocast_cast(const at::Tensor& x) {
     return x;
   }
   const at::DeviceType type = x.device().type();
-  if ((type != at::kCPU && type != at::kCUDA) || !x.is_floating_point() ||
+  if (!at::autocast::is_autocast_available(type) || !x.is_floating_point() ||
       x.scalar_type() == at::kDouble) {
     return x;
   }

@@ -2,21 +2,71 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <torch/cuda.h>
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <functional>
 #include <iterator>
 #include <mutex>
 
+#include "hasten/base/error.h"
+
 namespace hasten::detail {
 
-at::Device device_of_rank(int local_rank, bool cpu) {
-  if (cpu || !torch::cuda::is_available()) {
-    return at::kCPU;
+static int devices_of(c10::DeviceType type) {
+  return c10::impl::hasDeviceGuardImpl(type) ? c10::impl::getDeviceGuardImpl(type)->deviceCount()
+                                             : 0;
+}
+
+/// Throws InputError if it is no device's name.
+static at::Device parsed_device(const std::string& name) {
+  try {
+    return at::Device(name);
+  } catch (const c10::Error&) {
+    throw InputError("core::choose_device", "device=" + name, "auto, cpu, cuda or cuda:N");
   }
-  const auto count = static_cast<int>(torch::cuda::device_count());
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(local_rank % count)};
+}
+
+DeviceChoice choose_device(const std::string& name, const World& world, bool shared) {
+  const int ranks = world.local_world_size;
+  if (name == "auto") {
+    const auto type = at::getAccelerator(false);
+    const int count = type ? devices_of(*type) : 0;
+    if (count >= ranks) {
+      return {at::Device(*type, static_cast<c10::DeviceIndex>(world.local_rank))};
+    }
+    return {at::kCPU, count == 0 ? ""
+                                 : "device=auto takes the CPU, because there are " +
+                                       std::to_string(ranks) + " processes on this host for " +
+                                       std::to_string(count) + " " +
+                                       c10::DeviceTypeName(*type, true) + " devices"};
+  }
+  const at::Device device = parsed_device(name);
+  if (device.is_cpu()) {
+    return {at::kCPU};
+  }
+  const int count = devices_of(device.type());
+  if (count == 0 || device.index() >= count) {
+    throw InputError(
+        "core::choose_device",
+        "device=" + name + " on a host with " + std::to_string(count) + " such devices",
+        "a device that LibTorch sees",
+        count == 0 ? "check that LibTorch is a build for it and that its driver is "
+                     "installed, or set device=auto"
+                   : "choose another one");
+  }
+  if (!shared && ranks > (device.has_index() ? 1 : count)) {
+    throw InputError("core::choose_device",
+                     "device=" + name + " for " + std::to_string(ranks) +
+                         " processes on a host with " + std::to_string(count) + " such devices",
+                     "a device for each process",
+                     "start fewer processes, or set backend=gloo, with which processes share a "
+                     "device");
+  }
+  return {device.has_index()
+              ? device
+              : at::Device(device.type(), static_cast<c10::DeviceIndex>(world.local_rank % count))};
 }
 
 at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device) {

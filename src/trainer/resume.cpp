@@ -166,6 +166,8 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "gradient_checkpointing",
       "strategy", // changes only the order of sums
       "shard_size",
+      "device",
+      "use_cpu",
       "ddp_backend",
       "per_device_eval_batch_size",
       "dataloader_num_workers",

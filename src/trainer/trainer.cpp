@@ -187,6 +187,7 @@ void require_parts(const TrainerParts& parts) {
 AcceleratorOptions accelerator_options(const TrainingArguments& arguments) {
   return {.gradient_accumulation_steps = arguments.gradient_accumulation_steps,
           .seed = arguments.seed,
+          .device = arguments.use_cpu ? "cpu" : arguments.device,
           .strategy = arguments.strategy,
           .shard_size = static_cast<int>(arguments.shard_size),
           .timeout = from_seconds(arguments.ddp_timeout),

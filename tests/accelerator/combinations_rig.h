@@ -109,7 +109,7 @@ inline Strategy strategy_of(const Features& features) {
 
 inline AcceleratorOptions options_for(const Features& features, int world) {
   AcceleratorOptions options;
-  options.cpu = true;
+  options.device = "cpu";
   options.seed = 12;
   options.strategy = strategy_of(features);
   if (options.strategy == Strategy::hsdp && world > 1) {

@@ -45,7 +45,7 @@ inline WideNet same_net() {
 }
 
 inline Accelerator accelerator_with(AcceleratorOptions options) {
-  options.cpu = true;
+  options.device = "cpu";
   return Accelerator(options, testing_support::fresh_communicator());
 }
 

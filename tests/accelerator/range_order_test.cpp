@@ -65,7 +65,7 @@ auto lazy_loader() { return torch::data::make_data_loader(numbers(), Lazy(kRows)
 
 Accelerator make_accelerator(std::optional<uint64_t> seed = 42) {
   AcceleratorOptions options;
-  options.cpu = true;
+  options.device = "cpu";
   options.seed = seed;
   Accelerator made(options, fresh_communicator());
   torch::manual_seed(100 + static_cast<uint64_t>(made.process_index()));
@@ -153,7 +153,7 @@ struct TrainingRun {
       : accelerator(
             [&] {
               AcceleratorOptions options;
-              options.cpu = true;
+              options.device = "cpu";
               options.dataloader_config = config;
               return options;
             }(),

@@ -134,7 +134,7 @@ inline AcceleratorOptions options_of(const Training& run) {
   options.mixed_precision = run.precision;
   options.gradient_accumulation_steps = run.accumulation;
   options.seed = 12;
-  options.cpu = true;
+  options.device = "cpu";
   if (run.change) {
     run.change(options);
   }

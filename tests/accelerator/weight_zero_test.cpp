@@ -87,7 +87,7 @@ struct Result {
 
 Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
   AcceleratorOptions options;
-  options.cpu = true;
+  options.device = "cpu";
   options.seed.reset();
   options.strategy = way.strategy;
   options.shard_size = communicator->world_size() / 2;

@@ -101,8 +101,26 @@ TEST(GeneratorScope, WithoutStatesDoesNothing) {
   EXPECT_FALSE(torch::equal(state_of_torch(), before));
 }
 
-TEST(Device, ARankComputesOnTheCpuIfItMust) {
-  EXPECT_EQ(device_of_rank(1, true), at::Device(at::kCPU));
+TEST(Device, ADeviceThatThisMachineLacksIsAnErrorAndAutoTakesTheCpu) {
+  World world;
+  world.local_rank = 1;
+  world.local_world_size = 2;
+  for (const char* name : {"auto", "cpu"}) {
+    const DeviceChoice choice = choose_device(name, world, false);
+    EXPECT_EQ(choice.device, at::Device(at::kCPU));
+    EXPECT_EQ(choice.note, "");
+  }
+  for (const auto& [name, part] :
+       {std::pair("cuda", "with 0 such devices"), std::pair("cuda:1", "with 0 such devices"),
+        std::pair("cuda:x", "auto, cpu, cuda or cuda:N"),
+        std::pair("gpu", "auto, cpu, cuda or cuda:N")}) {
+    try {
+      choose_device(name, world, true);
+      ADD_FAILURE() << name;
+    } catch (const InputError& error) {
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  }
 }
 
 } // namespace hasten::detail

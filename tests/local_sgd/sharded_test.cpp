@@ -162,7 +162,7 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   install_memory_meter();
   const auto fits = [](Strategy strategy) {
     const int64_t before = memory_stats().live_bytes;
-    Accelerator accelerator({.cpu = true, .strategy = strategy},
+    Accelerator accelerator({.device = "cpu", .strategy = strategy},
                             testing_support::fresh_communicator());
     torch::nn::Sequential model;
     for (int i = 0; i < 8; ++i) {

@@ -18,8 +18,8 @@ namespace hasten::precision_trainer_test {
 
 struct PrecisionRun {
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>(at::kFloat);
-  std::shared_ptr<Accelerator> accelerator =
-      std::make_shared<Accelerator>(AcceleratorOptions{.cpu = true}, Communicator::create(World{}));
+  std::shared_ptr<Accelerator> accelerator = std::make_shared<Accelerator>(
+      AcceleratorOptions{.device = "cpu"}, Communicator::create(World{}));
   std::vector<at::ScalarType> types{}; // dtypes of the logits
   int64_t calls = 0;
   int64_t overflow_at = 0; // index of a training call of the loss function

@@ -75,8 +75,11 @@ struct AcceleratorOptions {
   /// of ranges that draw from torch's default generator. Empty: the generators are not seeded;
   /// several ranks then read such ranges as with seed 0.
   std::optional<uint64_t> seed = 42;
-  /// Use the CPU even if there is a GPU for this local rank.
-  bool cpu = false;
+  /// Where this rank computes: "cpu"; "cuda", of which each rank of the host takes the one with its
+  /// local rank; "cuda:1"; or another type of device of LibTorch. "auto" takes the accelerator that
+  /// LibTorch has if there is one for each rank of the host, else the CPU. InputError if the device
+  /// does not exist. With backend gloo, which moves host memory, ranks may share a device.
+  std::string device = "auto";
   /// Approximate size of a bucket: gradients are reduced in buckets while backward runs. MiB, > 0.
   /// A larger value means fewer collectives and less overlap.
   double bucket_cap_mb = 25;

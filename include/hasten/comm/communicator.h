@@ -65,7 +65,8 @@ struct CommunicatorOptions {
   /// the environment sets always; 0 turns `first` into never.
   ShapeCheck check_shapes = ShapeCheck::first;
   /// What moves tensors: a name of backend_names() (hasten/comm/backend.h), the same on all ranks.
-  /// A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
+  /// "gloo" moves host memory: it copies tensors of other devices there when an operation starts,
+  /// which waits for the device, and back in wait(). A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
   /// have the back end of the group from which they are made.
   std::string backend = "gloo";
 };
@@ -144,7 +145,7 @@ class Communicator {
   bool is_main() const { return rank() == 0; }
 
   /// Reduces `tensor` in-place. It has the result after wait().
-  /// The tensor is contiguous, on the CPU, of any shape, and float, double, half, bfloat16, or for
+  /// The tensor is contiguous, of any shape, and float, double, half, bfloat16, or for
   /// all but AVG also int64, int32, int8 or uint8. Every rank gets the same bits. The order of SUM
   /// and PRODUCT depends on the world size. AVG is the SUM, divided once by the world size. half
   /// and bfloat16 are summed, multiplied and divided in an fp32 copy (memory: 2 x the tensor until

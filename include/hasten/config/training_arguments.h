@@ -163,6 +163,11 @@ struct TrainingArguments {
   /// weights.
   int64_t local_sgd_steps = 0;
 
+  /// Where processes compute: AcceleratorOptions::device. `use_cpu` is short for "cpu". An
+  /// accelerator that is passed in has its own.
+  std::string device = "auto";
+  bool use_cpu = false;
+
   /// Moves tensors between processes: "gloo", or a back end that the program has registered
   /// (hasten/comm/backend.h). An accelerator that is passed in uses its own.
   std::string ddp_backend = "gloo";

@@ -60,7 +60,7 @@ struct AutocastOptions {
 class AutocastState {
  public:
   /// Settings of this thread for the CPU and for the device of the first tensor that is not on
-  /// the CPU (CUDA if there is none).
+  /// the CPU (if there is none, for the accelerator that LibTorch has).
   static AutocastState now(const std::vector<at::Tensor>& tensors = {});
   /// This thread's present settings for the same devices.
   AutocastState again() const;

@@ -10,11 +10,22 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/base/world.h"
+
 namespace hasten::detail {
 
-/// Where the rank with this number on its host computes: on a GPU, or on the CPU if `cpu` is true
-/// or there is no GPU. If there are more ranks than GPUs, ranks share a GPU.
-at::Device device_of_rank(int local_rank, bool cpu);
+/// The device of a rank, and why it is not an accelerator although there is one; else empty.
+struct DeviceChoice {
+  at::Device device;
+  std::string note{};
+};
+
+/// `name`: "cpu"; a type of device ("cuda"), of which each rank of the host takes the one with its
+/// local rank; a device ("cuda:1"); or "auto": the accelerator that LibTorch has, if there is one
+/// for each rank of the host, else the CPU. `shared`: ranks may share a device, which takes a back
+/// end that moves host memory. Throws InputError if the device does not exist, or if there are
+/// fewer than ranks.
+DeviceChoice choose_device(const std::string& name, const World& world, bool shared);
 
 /// Does not wait for the copy if the tensor is in pinned memory.
 at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device);
