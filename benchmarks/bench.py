@@ -32,9 +32,9 @@ PEER = "Hugging Face Trainer"
 MOST_OF_BEFORE = 1.03  # of an earlier commit, in cases that are held to a ratio at all
 
 
-class FirstLine(threading.Thread):
-    """Notes when a file gets its first line: the record of the first step is written
-    through as soon as its loss is known."""
+class FirstStep(threading.Thread):
+    """Notes when metrics.jsonl gets the record of the first step, which is written through
+    as soon as its loss is known."""
 
     def __init__(self, path):
         super().__init__(daemon=True)
@@ -45,7 +45,7 @@ class FirstLine(threading.Thread):
     def run(self):
         for _ in range(60_000):
             try:
-                if self.path.stat().st_size:
+                if '"train"' in self.path.read_text():
                     self.seen = time.time()
                     return
             except FileNotFoundError:
@@ -72,7 +72,7 @@ class Startup(Bench):
         flags = ["--max-steps", "1", "--logging-steps", "1", "--per-device-train-batch-size", "8"]
         flags += ["--eval-strategy", "no", "--cache-dir", cache]
         for case in self.cases:
-            watch = FirstLine(self.work / "out/metrics.jsonl")
+            watch = FirstStep(self.work / "out/metrics.jsonl")
             process = self.ours("bert-mini", *flags)
             yield case.name, watch.time() - process.start, None
         if self.options.peers:
@@ -113,6 +113,25 @@ class TrainerReviews(Bench):
         process, report = self.peer("bert-mini", *same, "--padding", "max_length")
         yield "defaults", None, 1000 * report["train_runtime"] / report["samples"]
         yield "defaults_peak_resident", None, process.peak_bytes
+
+
+class Tracking(Bench):
+    """Trackers, report and progress of a run with a record for each step, compared with none."""
+
+    name = "tracking"
+    rounds = 5
+    peer_name = "no trackers, no progress"
+    cases = [Case("bert_mini", "s/step", 1.01, 5)]
+
+    def round(self):
+        flags = ["--max-steps", "4" if self.options.smoke else "150", "--logging-steps", "1"]
+        flags += ["--eval-strategy", "no", "--per-device-train-batch-size", "8"]
+        sides = [["--report-to", "tensorboard,csv,html"], ["--report-to", "none", "--disable-tqdm"]]
+        seconds = []
+        for side in sides:
+            self.ours("bert-mini", *flags, *side, ranks=1)
+            seconds.append(next(1 / r["train_steps_per_second"] for r in self.records() if r["type"] == "end"))
+        yield "bert_mini", *seconds
 
 
 class TrainerAccuracy(Bench):
@@ -359,6 +378,7 @@ BENCHMARKS = {
     for bench in (
         Startup,
         TrainerReviews,
+        Tracking,
         TrainerAccuracy,
         TrainerOverhead,
         AcceleratorOverhead,

@@ -31,6 +31,7 @@ namespace detail {
 
 /// `first`, and then `rest`, which the first wait() runs.
 Work continued(Work first, std::function<void()> rest);
+
 /// Adds its lifetime to seconds_waited().
 class WaitTime {
  public:
