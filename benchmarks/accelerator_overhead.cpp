@@ -75,7 +75,7 @@ void compare(const char* name, int64_t steps, const std::function<Model()>& make
   AdamW plain_optimizer(plain->parameters(), options);
   Model ours = make();
   AdamW adamw(ours->parameters(), options);
-  Accelerator accelerator({.seed = {}, .cpu = true});
+  Accelerator accelerator({.seed = {}, .device = "cpu"});
   at::set_num_threads(1);
   auto [model, optimizer, loader] = accelerator.prepare(ours, adamw, data);
 

@@ -60,7 +60,7 @@ struct Measured {
 template <typename Model>
 Measured measure_steps(Model model, const Request& request, double weight,
                        const std::function<at::Tensor()>& loss) {
-  Accelerator accelerator({.cpu = true});
+  Accelerator accelerator({.device = "cpu"});
   accelerator.prepare(model);
   constexpr int kWarmUp = 5;
   std::vector<double> seconds;

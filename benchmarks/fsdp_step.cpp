@@ -108,7 +108,7 @@ static void run(const Request& request) {
   install_memory_meter();
   const World world = world_from_environment();
   const bool alone = request.strategy == "alone";
-  Accelerator accelerator({.cpu = true, .strategy = strategy_of(request.strategy)},
+  Accelerator accelerator({.device = "cpu", .strategy = strategy_of(request.strategy)},
                           Communicator::create(alone ? World{} : world));
   at::set_num_threads(1);
   torch::manual_seed(1);

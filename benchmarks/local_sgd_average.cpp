@@ -73,7 +73,7 @@ double seconds_of(Accelerator& accelerator, int rounds, const Action& action) {
 }
 
 static void run(const Shapes& shapes, int rounds, bool in_place) {
-  Accelerator accelerator({.cpu = true});
+  Accelerator accelerator({.device = "cpu"});
   at::set_num_threads(1);
   Averager::NamedTensorList tensors;
   int64_t bytes = 0;

@@ -29,7 +29,7 @@ struct Request {
 
 static void run(const Request& request) {
   constexpr int64_t kRows = 8, kTokens = 64;
-  Accelerator accelerator({.cpu = true});
+  Accelerator accelerator({.device = "cpu"});
   at::set_num_threads(1);
   BertForSequenceClassification model(BertConfig::from_shape("bert-mini"));
   model->train();

@@ -240,7 +240,7 @@ static void sweep(const SparseRows& rows, int batch, bool smoke) {
 }
 
 static int check(const SparseRows& rows, int batch) {
-  Accelerator accelerator({.cpu = true});
+  Accelerator accelerator({.device = "cpu"});
   const int world = accelerator.num_processes();
   Worker mine(rows, accelerator.process_index(), batch);
   std::vector<Worker> all;
