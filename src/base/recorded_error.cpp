@@ -24,11 +24,11 @@ std::string message_of(const std::exception& error) {
   return text.substr(0, text.find("\nException raised from "));
 }
 
-void record_error(const std::exception& error, bool shown) noexcept {
+bool record_error(const std::exception& error, bool shown) noexcept {
   try {
     const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
     if (path == nullptr || *path == '\0' || std::filesystem::exists(path)) {
-      return;
+      return false;
     }
     const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
                          std::chrono::system_clock::now().time_since_epoch())
@@ -47,7 +47,9 @@ void record_error(const std::exception& error, bool shown) noexcept {
             {"shown", shown}}}}}};
     write_file_atomically(path,
                           json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
-  } catch (...) { // the caller reports the error itself
+    return true;
+  } catch (...) {
+    return false;
   }
 }
 

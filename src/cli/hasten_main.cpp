@@ -48,9 +48,8 @@ std::string worker_program() {
   throw Error("cli::hasten", "cannot start " + worker + ": " + std::strerror(errno));
 }
 
-/// Prints once why the ranks failed. If they are hasten's own (`ours`), the first that failed may
-/// have printed it, unless its stderr does not reach the console.
-int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
+/// Prints once why the ranks failed. hasten's own (`ours`) may have said all.
+int report(const LaunchResult& result, bool ours) {
   if (result.exit_code == kExitOk) {
     return kExitOk;
   }
@@ -58,10 +57,9 @@ int report(const LaunchResult& result, const LogsSpecs& logs, bool ours) {
     log_info("Stopped by Ctrl-C; all ranks have ended.");
     return result.exit_code;
   }
-  const int first = result.first_failed_rank;
-  const bool shown = first < 0 || logs.on_console(first, Std::err);
-  if (!ours || !shown || !result.shown) {
-    log_error(result.reason + (result.message.empty() ? "" : ": " + result.message));
+  if (!ours || !result.shown) {
+    const bool more = !result.shown && !result.message.empty();
+    log_error(result.reason + (more ? ": " + result.message : ""));
     if (!result.consequences.empty()) {
       log_info("after it: " + joined(result.consequences));
     }
@@ -133,7 +131,7 @@ class Hasten {
     }
     LaunchOptions options = with_prefix(command);
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
-    return report(launch_workers(std::move(options)), command.logs, true);
+    return report(launch_workers(std::move(options)), true);
   }
   int operator()(const EvalCommand& command) {
     const World world = world_from_environment();
@@ -144,7 +142,7 @@ class Hasten {
     if (command.nproc == 1 || world.world_size > 1) {
       become_worker(arguments_);
     }
-    return report(launch_workers(with_prefix(command)), command.logs, true);
+    return report(launch_workers(with_prefix(command)), true);
   }
   int operator()(const CompareCommand& command) {
     check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
@@ -156,7 +154,7 @@ class Hasten {
           std::any_of(result.ends.begin(), result.ends.end(),
                       [](const ProcessEnd& end) { return end.code == kExitOutOfMemory; });
       if (result.exit_code != kExitOk && !ran_out) {
-        throw SilentExit(report(result, {}, true));
+        throw SilentExit(report(result, true));
       }
     });
     return kExitOk;
@@ -167,7 +165,7 @@ class Hasten {
   }
   int operator()(const LaunchCommand& command) {
     check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
-    return report(launch(with_prefix(command)), command.logs, false);
+    return report(launch(with_prefix(command)), false);
   }
   /// Commands that the worker runs in one process.
   template <typename C>

@@ -84,8 +84,15 @@ struct RankFailure {
   std::chrono::system_clock::time_point time{}; // of its recorded error, or of its end
   bool follows = false; // from a peer's failure, or from the launcher's SIGTERM
   std::string message{}; // that the rank recorded
-  bool shown = false; // the rank printed the message itself
+  bool shown = false; // the rank printed the message on this process's stderr
   bool froze = false;
+
+  /// Equal for ranks that have an error in common: without "rank r/w ".
+  std::string_view common() const {
+    const std::string_view text = message;
+    const bool named = text.starts_with("rank " + std::to_string(rank) + "/");
+    return text.substr(named ? std::min(text.find(" ["), text.size()) : 0);
+  }
 };
 
 /// Decides when the ranks get SIGTERM and when SIGKILL.
@@ -121,12 +128,7 @@ class LaunchJudge {
 
   void on_end(int rank) {
     const ProcessEnd& end = group_.end(rank);
-    if (end.code == 0 || signal_ != 0 || failed(rank)) {
-      return;
-    }
-    if (options_.keep_going && rank != 0) {
-      log_warning("rank " + std::to_string(rank) + " " + describe(end) +
-                  (group_.all_ended() ? "" : "; the other ranks may continue without it"));
+    if (failed(rank)) {
       return;
     }
     RankFailure failure{rank, std::chrono::system_clock::now(), told_, {}};
@@ -134,7 +136,20 @@ class LaunchJudge {
       failure.time = std::min(failure.time, error->time);
       failure.follows = error->of_a_peer;
       failure.message = error->message;
-      failure.shown = error->shown;
+      failure.shown = error->shown && options_.logs.on_console(rank, Std::err);
+    }
+    const bool unsaid = !failure.shown && !failure.message.empty();
+    const std::string ended = "rank " + std::to_string(rank) + " " + describe(end) +
+                              (unsaid ? ": " + failure.message : "");
+    if (end.code == 0 || signal_ != 0) {
+      if (unsaid) {
+        log_warning(ended);
+      }
+      return;
+    }
+    if (options_.keep_going && rank != 0) {
+      log_warning(ended + (group_.all_ended() ? "" : "; the other ranks may continue without it"));
+      return;
     }
     add_failure(failure, describe(end));
   }
@@ -272,15 +287,26 @@ class LaunchJudge {
       const bool froze = failures[0].froze;
       result.exit_code = froze ? 1 : end.code;
       result.reason = "rank " + std::to_string(first) + " " + (froze ? "froze" : describe(end));
-      result.shown = failures[0].shown;
+      std::set<std::string_view> said;
+      for (const RankFailure& failure : failures) {
+        if (failure.shown) {
+          said.insert(failure.common());
+        }
+      }
+      result.shown = !said.insert(failures[0].common()).second;
       if (group_.size() > 1) {
         result.reason += " first";
       }
       result.message =
           failures[0].message.empty() ? output_.stderr_tail(first) : failures[0].message;
       for (size_t i = 1; i < failures.size(); ++i) {
-        result.consequences.push_back("rank " + std::to_string(failures[i].rank) + " " +
-                                      describe(group_.end(failures[i].rank)));
+        const RankFailure& other = failures[i];
+        const bool unsaid =
+            !other.follows && !other.message.empty() && said.insert(other.common()).second;
+        result.shown = result.shown && !unsaid;
+        result.consequences.push_back("rank " + std::to_string(other.rank) + " " +
+                                      describe(group_.end(other.rank)) +
+                                      (unsaid ? ": " + other.message : ""));
       }
     } else if (signal_ != 0) {
       const char* name = ::sigdescr_np(signal_);

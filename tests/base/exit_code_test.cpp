@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 
@@ -76,6 +77,31 @@ TEST(Record, ExceptionsAreSaidRecordedAndBecomeExitCodes) {
     EXPECT_NE(run.said.find(bad.message), std::string::npos) << run.said;
     EXPECT_NE(run.recorded.find(bad.message), std::string::npos);
   }
+}
+
+TEST(Record, UnderHastensLauncherOnlyTheFirstRankSaysAnErrorThatTheLauncherCanRead) {
+  const auto says = [](int local_rank, const std::optional<std::string>& launcher,
+                       bool readable = true) {
+    const TemporaryFolder folder;
+    const auto path = folder / (readable ? "error.json" : "none/error.json");
+    const ScopedEnvironment environment(EnvironmentValues{
+        {"TORCHELASTIC_ERROR_FILE", path.string()}, {"HASTEN_LAUNCHER", launcher}});
+    CapturedStderr error;
+    EXPECT_EQ(exit_code_of(local_rank, 2, []() -> int { throw InputError("part::f", "rows=0"); }),
+              kExitBadInput);
+    const bool said = !error.take().empty();
+    const auto recorded = read_recorded_error(path);
+    EXPECT_EQ(recorded.has_value(), readable);
+    if (recorded) {
+      EXPECT_EQ(recorded->shown, said);
+      EXPECT_TRUE(recorded->message.starts_with("[part::f] rows=0"));
+    }
+    return said;
+  };
+  EXPECT_TRUE(says(0, "1"));
+  EXPECT_FALSE(says(1, "1"));
+  EXPECT_TRUE(says(1, "1", false));
+  EXPECT_TRUE(says(1, {})); // another launcher may not show what is recorded
 }
 
 TEST(Record, LibTorchsStackTraceIsLeftOut) {

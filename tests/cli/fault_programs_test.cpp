@@ -17,14 +17,6 @@ using testing_support::train_arguments;
 
 namespace detail {
 
-size_t occurrences(const std::string& text, const std::string& of) {
-  size_t count = 0;
-  for (size_t at = text.find(of); at != std::string::npos; at = text.find(of, at + 1)) {
-    ++count;
-  }
-  return count;
-}
-
 /// The pid of rank `rank` that trains in `folder`; 0 if there is none yet.
 pid_t pid_of_rank(const std::filesystem::path& folder, int rank) {
   const auto bytes = [](const std::filesystem::path& file) {
@@ -83,7 +75,7 @@ TEST(FaultPrograms, AFrozenRankIsNamedOnceByTrain) {
         folder, detail::endless_training(folder, {"--nproc", "2", "--heartbeat-timeout", "1"}),
         rank, SIGSTOP);
     EXPECT_EQ(run.code, 1);
-    EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
+    EXPECT_EQ(run.times("error:"), 1u) << run.error;
     EXPECT_TRUE(run.said("error: rank " + std::to_string(rank) + " froze first: process "))
         << run.error;
   }
@@ -97,7 +89,7 @@ TEST(FaultPrograms, AFrozenRankIsNamedOnceByLaunch) {
   const ProgramRun run =
       detail::run_with_fault(folder, command, 0, SIGSTOP, {{"HASTEN_HEARTBEAT_TIMEOUT", "1"}});
   EXPECT_EQ(run.code, 1);
-  EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
+  EXPECT_EQ(run.times("error:"), 1u) << run.error;
   EXPECT_TRUE(run.said("error: rank 0 froze first: ")) << run.error;
 }
 
@@ -106,7 +98,7 @@ TEST(FaultPrograms, AKilledRankZeroIsNamedOnceByTrain) {
   const ProgramRun run = detail::run_with_fault(
       folder, detail::endless_training(folder, {"--nproc", "2"}), 0, SIGKILL);
   EXPECT_EQ(run.code, 137);
-  EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
+  EXPECT_EQ(run.times("error:"), 1u) << run.error;
   EXPECT_TRUE(run.said("rank 0 was killed by signal 9")) << run.error;
 }
 
@@ -126,7 +118,7 @@ TEST(FaultPrograms, WithoutALauncherOneOfTheRanksThatAreLeftSaysTheCause) {
     const ProgramRun run = detail::run_with_fault(folder, command, 0, signal);
     EXPECT_EQ(read_file(folder / "code1"), "1\n");
     EXPECT_EQ(read_file(folder / "code2"), "1\n");
-    EXPECT_EQ(detail::occurrences(run.error, "error:"), 1u) << run.error;
+    EXPECT_EQ(run.times("error:"), 1u) << run.error;
     EXPECT_TRUE(run.said(signal == SIGKILL ? "rank 0 died" : "rank 0 has been stopped by a signal"))
         << run.error;
     const pid_t left = detail::pid_of_rank(folder.path(), 0);

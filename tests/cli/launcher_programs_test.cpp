@@ -42,15 +42,18 @@ Words with(Words words, const Words& more) {
   return words;
 }
 
-/// A short training into folder/out. `hasten` is given by its path.
-Words short_training(const TemporaryFolder& folder, const Words& more = {}) {
+/// A training of 24 rows into folder/out. `hasten` is given by its path.
+Words training_with(const TemporaryFolder& folder, const Words& flags) {
   write_file_atomically(folder / "train.csv", small_reviews(24));
-  Words words = train_arguments(
-      folder.path(),
-      with({"--max-steps", "3", "--batch-size", "4", "--save-strategy", "no"}, more));
+  Words words = train_arguments(folder.path(), flags);
   const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path();
   words[0] = (bin / "hasten").string();
   return words;
+}
+
+Words short_training(const TemporaryFolder& folder, const Words& more = {}) {
+  return training_with(
+      folder, with({"--max-steps", "3", "--batch-size", "4", "--save-strategy", "no"}, more));
 }
 
 std::string weights(const TemporaryFolder& folder) {
@@ -184,6 +187,40 @@ TEST(LauncherPrograms, TrainingWithALogFolderKeepsWhatEachRankSaid) {
   EXPECT_EQ(first.find("[rank"), std::string::npos) << first;
   EXPECT_EQ(read_file(folder / "logs/1/stdout.log"), "");
   EXPECT_TRUE(detail::weights(folder) == detail::weights_of_two_ranks());
+}
+
+TEST(LauncherPrograms, AnErrorInCommonIsPrintedOnce) {
+  const TemporaryFolder folder;
+  const auto training = detail::training_with(
+      folder,
+      {"--eval-split", "0.25", "--load-best-model-at-end", "--metric-for-best-model", "sharpness"});
+  const char* message = "metric_for_best_model=sharpness is not";
+  const ProgramRun own = run_program(detail::with(training, {"--nproc", "2"}));
+  EXPECT_EQ(own.code, 2);
+  EXPECT_EQ(own.times(message), 1u) << own.error;
+  EXPECT_EQ(own.times("\n"), 1u) << own.error;
+  const ProgramRun launched =
+      run_program(detail::with({"hasten", "launch", "--nproc", "2"}, training));
+  EXPECT_EQ(launched.code, 2);
+  EXPECT_EQ(launched.times(message), 1u) << launched.error;
+  EXPECT_TRUE(launched.said(" exited with code 2 first\n")) << launched.error;
+}
+
+TEST(LauncherPrograms, AnErrorOfOneRankAloneIsPrintedUnderEachLauncher) {
+  const TemporaryFolder folder;
+  const TemporaryFolder empty;
+  auto training = detail::short_training(folder);
+  *std::find(training.begin(), training.end(), (folder / "train.csv").string()) = "train.csv";
+  const std::string script = "[ ${RANK:-$SLURM_PROCID} = 0 ] && cd " + folder.path().string() +
+                             " || cd " + empty.path().string() + "; exec \"$@\"";
+  const auto ranks = detail::with({"/bin/sh", "-c", script, "sh"}, training);
+  for (const auto& launcher : {detail::Words{"hasten", "launch", "--nproc", "2"},
+                               detail::Words{"/bin/sh", "-c", detail::kSlurmStep, "sh"}}) {
+    const ProgramRun run = run_program(detail::with(launcher, ranks));
+    EXPECT_EQ(run.code, 2);
+    EXPECT_EQ(run.times("train.csv does not exist"), 1u) << run.error;
+    EXPECT_TRUE(run.said("rank 1")) << run.error;
+  }
 }
 
 TEST(LauncherPrograms, AFailureInARankThatPrintsNothingIsShown) {

@@ -27,6 +27,14 @@ struct ProgramRun {
   bool timed_out = false;
 
   bool said(const std::string& text) const { return error.find(text) != std::string::npos; }
+  /// How often stderr has the text.
+  size_t times(const std::string& text) const {
+    size_t count = 0;
+    for (size_t at = error.find(text); at != std::string::npos; at = error.find(text, at + 1)) {
+      ++count;
+    }
+    return count;
+  }
 };
 
 struct ProgramOptions {

@@ -233,6 +233,37 @@ TEST(LaunchCause, RanksThatTheLauncherEndedFollow) {
   EXPECT_EQ(run.result.consequences[0], "rank 1 was killed by signal 15 (Terminated)");
 }
 
+// Records "rank r/2 MESSAGE" of this rank, shown by it or not.
+static const std::string kRecordOwn =
+    "own() { printf '{\"message\": {\"message\": \"rank %s/2 %s\", \"extraInfo\": "
+    "{\"timestamp\": \"1\", \"microseconds\": %s, \"shown\": %s}}}' "
+    "$RANK \"$1\" $2 $3 > $TORCHELASTIC_ERROR_FILE; }; ";
+
+TEST(LaunchCause, AnErrorInCommonIsShownIfOneRankPrintedItToTheConsole) {
+  const TemporaryFolder folder;
+  const std::string script =
+      kRecordOwn + "[ $RANK = 0 ] && own '[f] no' 7 true || own '[f] no' 5 false; exit 2";
+  const auto run = launch_and_read(2, folder, script);
+  EXPECT_EQ(run.result.message, "rank 1/2 [f] no"); // the first by time
+  EXPECT_TRUE(run.result.shown);
+  EXPECT_EQ(run.result.consequences, std::vector<std::string>{"rank 0 exited with code 2"});
+  EXPECT_FALSE(launch_and_read(2, folder, script, {.local_ranks_filter = {1}}).result.shown);
+}
+
+TEST(LaunchCause, AnErrorThatNobodyPrintedIsNeverLost) {
+  const TemporaryFolder folder;
+  const auto run = launch_and_read(
+      2, folder, kRecordOwn + "[ $RANK = 0 ] && own '[f] a' 5 true || own '[f] b' 7 false; exit 2");
+  EXPECT_FALSE(run.result.shown);
+  EXPECT_EQ(run.result.message, "rank 0/2 [f] a");
+  EXPECT_EQ(run.result.consequences,
+            std::vector<std::string>{"rank 1 exited with code 2: rank 1/2 [f] b"});
+  // The program may end well all the same.
+  const auto good = launch_and_read(1, folder, kRecordOwn + "own '[f] a' 5 false; exit 0");
+  EXPECT_EQ(good.result.exit_code, 0);
+  EXPECT_EQ(good.error, "warning: rank 0 exited with code 0: rank 0/2 [f] a\n");
+}
+
 TEST(LaunchCause, TheEndOfARedirectedStderrIsShown) {
   const TemporaryFolder folder;
   LogsSpecs logs;

@@ -33,7 +33,9 @@ class SilentExit : public std::exception {
 ///   kExitFailed    for any other std::exception
 /// A TrainingError or CommunicationError, which all ranks throw, is printed once. hasten's
 /// launcher prints it. Under other launchers the first rank of each host prints it; for a
-/// CommunicationError the first live rank of the host.
+/// CommunicationError the first live rank of the host. Other errors are printed by their rank.
+/// Under hasten's launcher only its first rank does so, and the launcher prints those of the other
+/// ranks that differ.
 int exit_code_of(int local_rank, int world_size, const std::function<int()>& body);
 
 namespace detail {

@@ -29,8 +29,8 @@ struct RecordedError {
 /// Writes `error` to the file that TORCHELASTIC_ERROR_FILE names. Does nothing if the variable
 /// is not set, the file cannot be written or the file exists: the first error counts.
 /// hasten-worker calls it for the error that ends it. Your own program may call it in the last
-/// catch of its main. `shown`: the rank prints the error itself.
-void record_error(const std::exception& error, bool shown = false) noexcept;
+/// catch of its main. `shown`: the rank prints the error itself. True if it wrote the file.
+bool record_error(const std::exception& error, bool shown = false) noexcept;
 
 /// Whether another live rank of this host throws the same CommunicationError as this rank, so
 /// that this rank need not print it. Communicators set it.

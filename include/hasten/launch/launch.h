@@ -120,10 +120,11 @@ struct LaunchResult {
   /// The message that this rank recorded. Otherwise the last lines of its stderr if that was
   /// written only to a file. Otherwise empty.
   std::string message{};
-  /// True if this rank printed the message itself.
+  /// True if ranks printed this message, and all others that they recorded, on this process's
+  /// stderr.
   bool shown = false;
-  /// The other failed ranks, in the order of their failures: "rank 0 exited with code 1". Their
-  /// failures probably follow from the first.
+  /// The other failed ranks, in the order of their failures: "rank 0 exited with code 1", and the
+  /// message if it is another one that nobody printed. They probably follow from the first.
   std::vector<std::string> consequences{};
   /// How each rank ended. [rank]
   std::vector<ProcessEnd> ends{};
