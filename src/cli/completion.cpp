@@ -23,6 +23,7 @@ _hasten() {
   if (( $#found )); then
     _describe hasten found
   else
+    compset -P '--*='
     _files
   fi
 }
@@ -31,15 +32,10 @@ compdef _hasten hasten
 constexpr const char* kFishScript = R"sh(# Load with: hasten completion fish | source
 function __hasten_words
   set -l words (commandline -opc)
-  set -l current (commandline -ct)
-  set -l found (hasten completion -- $words[2..-1] "$current" 2> /dev/null)
-  if test (count $found) -gt 0
-    printf '%s\n' $found
-  else
-    __fish_complete_path "$current"
-  end
+  set -l program (string replace -r '^~' ~ -- $words[1])
+  $program completion -- $words[2..-1] (commandline -ct) 2> /dev/null
 end
-complete -c hasten -f -a '(__hasten_words)'
+complete -c hasten -n 'count (__hasten_words) > /dev/null' -f -a '(__hasten_words)'
 )sh";
 
 /// Lines "word<tab>help" of what can replace the last of `words`, which follow "hasten".

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cli/small_reviews.h"
 
@@ -157,6 +158,59 @@ TEST(Programs, BashCompletesByTheScript) {
                    "echo \"${COMPREPLY[@]}\"",
                    program.string(), (folder / "hasten.bash").string()});
   EXPECT_EQ(run.out, "zero1 zero2\npredict\n") << run.error;
+}
+
+/// Runs the shell's program with "hasten" in PATH, its completion's script and the file train.csv.
+/// Nothing if this machine does not have the shell.
+static std::optional<ProgramRun> complete_by(const std::string& shell, const std::string& flag,
+                                             const std::string& program) {
+  if (run_program({"/bin/sh", "-c", "command -v " + shell}).code != 0) {
+    return std::nullopt;
+  }
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "script", run_program({"hasten", "completion", shell}).out);
+  write_file_atomically(folder / "program", program);
+  write_file_atomically(folder / "train.csv", "");
+  const auto bin = std::filesystem::read_symlink("/proc/self/exe").parent_path().string();
+  return run_program(
+      {"/bin/sh", "-c",
+       "cd \"$0\" && PATH=$1:$PATH HOME=$0 TERM=xterm exec " + shell + " " + flag + " ./program",
+       folder.path().string(), bin});
+}
+
+TEST(Programs, FishCompletesByTheScript) {
+  const auto run = complete_by("fish", "--no-config", R"(source script
+for line in 'hasten tr' 'hasten train --rep' 'hasten train --config=tr' 'hasten train tr'
+  complete -C $line | string replace -r '\t.*' ''
+end
+)");
+  if (!run) {
+    GTEST_SKIP() << "no fish in PATH (Debian: fish)";
+  }
+  EXPECT_EQ(run->out, "train\n--report-to\n--config=train.csv\ntrain.csv\n") << run->error;
+}
+
+TEST(Programs, ZshCompletesByTheScript) {
+  // An interactive zsh, because only its line editor completes.
+  const auto run = complete_by("zsh", "-f", R"(zmodload zsh/zpty
+zpty z zsh -f -i
+zpty -w z 'PROMPT= ; autoload -Uz compinit; compinit -D -u; source ./script'
+zpty -w z 'show() { print -r -- "<$BUFFER>"; BUFFER=; zle accept-line }; zle -N show'
+zpty -w z 'bindkey "^T" show; print rea""dy'
+zpty -r z text '*ready*'
+for line in 'hasten tr' 'hasten train --rep' 'hasten train --config=tr' 'hasten train tr'; do
+  zpty -w -n z "$line"$'\t\C-T'
+  zpty -r z text '*<*>*'
+  print -r -- "${${text##*<}%%>*}"
+done
+)");
+  if (!run) {
+    GTEST_SKIP() << "no zsh in PATH (Debian: zsh)";
+  }
+  EXPECT_EQ(run->out,
+            "hasten train \nhasten train --report-to \nhasten train --config=train.csv \n"
+            "hasten train train.csv \n")
+      << run->error;
 }
 
 TEST(Programs, WaitingThreadsSleepUnlessTheUserSaysOtherwise) {
