@@ -98,6 +98,11 @@ int FileDescriptor::close() {
 
 FileWriter::FileWriter(const char* where, std::filesystem::path path)
     : where_(where), path_(std::move(path)) {
+  struct stat old {};
+  if (::stat(path_.c_str(), &old) == 0 && !S_ISREG(old.st_mode) && !S_ISDIR(old.st_mode)) {
+    // finish() would replace the device itself by a file.
+    throw InputError(where_, path_.string() + " is a device or a pipe", "the path of a file");
+  }
   const int error = make_beside(path_, ".tmp-", temporary_, [this](const auto& name) {
     file_ = FileDescriptor(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
     return file_.get() < 0 ? errno : 0;

@@ -100,6 +100,24 @@ TEST(Files, PermissionsStayAndLinksAreFollowed) {
   EXPECT_EQ(status.st_mode & 07777, 0640u);
 }
 
+// As root, a rename replaces even /dev/null.
+TEST(Files, DevicesAndPipesAreRefusedAndStay) {
+  const TemporaryFolder folder;
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  std::filesystem::create_symlink("pipe", folder / "link");
+  for (const char* name : {"pipe", "link"}) {
+    try {
+      write_file_atomically(folder / name, "x");
+      FAIL() << name << " was replaced";
+    } catch (const InputError& error) {
+      EXPECT_NE(std::string(error.what()).find("pipe is a device or a pipe"), std::string::npos)
+          << error.what();
+    }
+    EXPECT_TRUE(std::filesystem::is_fifo(folder / "pipe"));
+  }
+  EXPECT_EQ(count_entries(folder.path()), 2u);
+}
+
 TEST(Files, HashIsXxh3) {
   // The published value of XXH3_64bits for the empty input.
   EXPECT_EQ(hash_hex(""), "2d06800538d394c2");

@@ -17,8 +17,9 @@ std::string read_file(const std::filesystem::path& path);
 /// Replaces the content of `path` by `bytes`: writes a temporary file in the same folder, calls
 /// fsync, renames it and calls fsync on the folder. A crash leaves the old or the new file, never
 /// a mixture. Keeps the old file's permissions. If `path` is a symbolic link, replaces its target.
-/// Throws InputError if the folder does not exist or denies writing, and Error for other
-/// failures such as a full disk. Both name the path and the reason and leave the old file.
+/// Throws InputError if the folder does not exist or denies writing, or if `path` is a device or a
+/// pipe, and Error for other failures such as a full disk. Both name the path and the reason and
+/// leave the old file.
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
 
 /// Calls fsync on a file or a folder. Throws Error.
@@ -81,7 +82,7 @@ class FileDescriptor {
 
 /// Writes a file in several parts and replaces the old file in one step: writes to "<path>.tmp-…".
 /// finish() syncs the file and renames it. Without finish() nothing is left. Functions throw as
-/// throw_file_error() does.
+/// throw_file_error() does. The constructor refuses devices and pipes, too (InputError).
 class FileWriter {
  public:
   FileWriter(const char* where, std::filesystem::path path);
