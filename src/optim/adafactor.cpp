@@ -71,31 +71,41 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
+    for (size_t i = 0; i < t.parameters.size(); ++i) {
+      run_one(t, i, k);
+    }
+  }
+
+ private:
+  static void run_one(StepTensors& t, size_t i, const StepNumbers& k) {
+    const at::Tensor& parameter = t.parameters[i];
+    const at::Tensor& gradient = t.gradients[i];
     const auto rms = [](const at::Tensor& x) {
       return x.norm() / std::sqrt(static_cast<double>(x.numel()));
     };
-    at::Tensor rate = at::full({}, k.lr, t.parameter.options());
+    at::Tensor rate = at::full({}, k.lr, parameter.options());
     if (k.scale_parameter) {
-      rate = rate * rms(t.parameter).clamp_min(k.eps_scale);
+      rate = rate * rms(parameter).clamp_min(k.eps_scale);
     }
-    at::Tensor update = t.gradient.square().add_(k.eps);
-    at::Tensor& row = t.moments[0];
-    if (t.parameter.dim() >= 2) {
-      at::Tensor& column = t.moments[1];
+    at::Tensor update = gradient.square().add_(k.eps);
+    const at::Tensor& row = t.moments[0][i];
+    if (parameter.dim() >= 2) {
+      const at::Tensor& column = t.moments[1][i];
       row.mul_(k.beta2).add_(update.mean(-1), 1 - k.beta2);
       column.mul_(k.beta2).add_(update.mean(-2), 1 - k.beta2);
       update = (row / row.mean(-1, true)).rsqrt_().unsqueeze(-1) * column.unsqueeze(-2).rsqrt();
-      update.mul_(t.gradient);
+      update.mul_(gradient);
     } else {
       row.mul_(k.beta2).add_(update, 1 - k.beta2);
-      update = row.rsqrt().mul_(t.gradient);
+      update = row.rsqrt().mul_(gradient);
     }
     update.div_((rms(update) / k.clip_threshold).clamp_min(1)).mul_(rate);
-    if (at::Tensor& mean = t.moments[2]; mean.defined()) {
+    if (!t.moments[2].empty()) {
+      const at::Tensor& mean = t.moments[2][i];
       mean.mul_(k.beta1).add_(update, 1 - k.beta1);
       update = mean;
     }
-    t.parameter.sub_(t.parameter * (rate * k.weight_decay)).sub_(update);
+    parameter.sub_(parameter * (rate * k.weight_decay)).sub_(update);
   }
 };
 

@@ -56,17 +56,13 @@ class AdamRules : public RulesOf<OwnOptions> {
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
-    const auto step =
-        at::full({}, static_cast<double>(t.step), t.parameter.options().dtype(at::kFloat));
-    std::vector<at::Tensor> largest;
-    if (k.amsgrad) {
-      largest.push_back(t.moments[2]);
-    }
+    const std::vector<at::Tensor> steps(
+        t.parameters.size(),
+        at::full({}, static_cast<double>(t.step), t.parameters[0].options().dtype(at::kFloat)));
     const auto fused = [&](auto operation) {
-      operation(at::TensorList(t.parameter), at::TensorList(t.gradient),
-                at::TensorList(t.moments[0]), at::TensorList(t.moments[1]), at::TensorList(largest),
-                at::TensorList(step), k.lr, k.beta1, k.beta2, k.weight_decay, k.eps, k.amsgrad,
-                /*maximize=*/false);
+      operation(t.parameters, t.gradients, t.moments[0], t.moments[1],
+                k.amsgrad ? at::TensorList(t.moments[2]) : at::TensorList(), steps, k.lr, k.beta1,
+                k.beta2, k.weight_decay, k.eps, k.amsgrad, /*maximize=*/false);
     };
     if constexpr (kDecoupled<OwnOptions>) {
       fused([](auto... arguments) { at::_fused_adamw_(arguments...); });

@@ -20,7 +20,7 @@ double tensor_norm(const at::Tensor& tensor, double p) {
   }
   const auto type = find_step_type(tensor.scalar_type());
   const bool known = p == 1 || p == 2 || std::isinf(p);
-  if (!type || !known || !tensor.is_cpu() || tensor.layout() != at::kStrided ||
+  if (!type || !known || tensor.layout() != at::kStrided ||
       !tensor.is_non_overlapping_and_dense()) {
     return at::linalg_vector_norm(tensor.is_sparse() ? tensor.coalesce().values() : tensor, p,
                                   std::nullopt, false, at::kDouble)
@@ -40,10 +40,24 @@ std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double 
     throw InputError(detail::kNormWhere, "norm_type=" + c10::str(norm_type),
                      "a number above 0, or infinity");
   }
-  std::vector<double> norms;
-  norms.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    norms.push_back(detail::tensor_norm(tensor, norm_type));
+  std::vector<double> norms(tensors.size(), 0.0);
+  std::vector<at::Tensor> away; // on a device, which is waited for once
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (tensor.is_cpu()) {
+      norms[i] = detail::tensor_norm(tensor, norm_type);
+    } else if (tensor.numel() > 0) {
+      away.push_back(tensor.is_sparse() ? tensor.coalesce().values() : tensor);
+      places.push_back(i);
+    }
+  }
+  if (!away.empty()) {
+    const at::Tensor values =
+        at::stack(at::_foreach_norm(away, norm_type, at::kDouble)).cpu(); // of one device
+    for (size_t i = 0; i < places.size(); ++i) {
+      norms[places[i]] = values[static_cast<int64_t>(i)].item<double>();
+    }
   }
   return norms;
 }

@@ -33,17 +33,21 @@ class Rules<LambOptions> final : public RulesOf<LambOptions> {
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
-    at::Tensor& mean = t.moments[0];
-    at::Tensor& square = t.moments[1];
-    mean.lerp_(t.gradient, 1 - k.beta1);
-    square.mul_(k.beta2).addcmul_(t.gradient, t.gradient, 1 - k.beta2);
-    const at::Tensor direction =
-        (mean * k.unbias).div_(square.sqrt().mul_(k.root).add_(k.eps)).add_(t.parameter, k.l2);
-    const at::Tensor size = t.parameter.norm();
-    const at::Tensor length = direction.norm();
-    const at::Tensor ratio =
-        at::where((size > 0).logical_and(length > 0), size / length, at::ones_like(size));
-    t.parameter.sub_(direction.mul(ratio), k.lr);
+    const auto& [means, squares, none] = t.moments;
+    at::_foreach_lerp_(means, t.gradients, 1 - k.beta1);
+    at::_foreach_mul_(squares, k.beta2);
+    at::_foreach_addcmul_(squares, t.gradients, t.gradients, 1 - k.beta2);
+    auto roots = at::_foreach_sqrt(squares);
+    at::_foreach_mul_(roots, k.root);
+    at::_foreach_add_(roots, k.eps);
+    auto directions = at::_foreach_mul(means, k.unbias);
+    at::_foreach_div_(directions, roots);
+    at::_foreach_add_(directions, t.parameters, k.l2);
+    const at::Tensor sizes = at::stack(at::_foreach_norm(t.parameters)); // [parameter]
+    const at::Tensor lengths = at::stack(at::_foreach_norm(directions));
+    const at::Tensor ratios = at::where((sizes > 0).logical_and(lengths > 0), sizes / lengths, 1.0);
+    at::_foreach_mul_(directions, ratios.unbind());
+    at::_foreach_sub_(t.parameters, directions, k.lr);
   }
 };
 

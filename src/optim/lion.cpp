@@ -28,11 +28,13 @@ class Rules<LionOptions> final : public RulesOf<LionOptions> {
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
-    at::Tensor& mean = t.moments[0];
-    const at::Tensor mixed = at::lerp(mean, t.gradient, 1 - k.beta1);
-    const at::Tensor sign = at::where(mixed == mixed, mixed.sign(), mixed);
-    t.parameter.mul_(k.keep).sub_(sign, k.lr);
-    mean.lerp_(t.gradient, 1 - k.beta2);
+    const auto& means = t.moments[0];
+    const auto mixed = at::_foreach_lerp(means, t.gradients, 1 - k.beta1);
+    auto signs = at::_foreach_sign(mixed);
+    at::_foreach_maximum_(signs, at::_foreach_minimum(mixed, signs)); // NaN stays NaN
+    at::_foreach_mul_(t.parameters, k.keep);
+    at::_foreach_sub_(t.parameters, signs, k.lr);
+    at::_foreach_lerp_(means, t.gradients, 1 - k.beta2);
   }
 };
 

@@ -49,15 +49,16 @@ class Rules<torch::optim::SGDOptions> final : public RulesOf<torch::optim::SGDOp
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
-    at::Tensor direction = t.gradient;
+    std::vector<at::Tensor> direction = t.gradients;
     if (k.l2 != 0) {
-      direction = direction.add(t.parameter, k.l2);
+      direction = at::_foreach_add(direction, t.parameters, k.l2);
     }
-    if (at::Tensor& buffer = t.moments[0]; buffer.defined()) {
-      buffer.mul_(k.momentum).add_(direction, k.share);
-      direction = k.nesterov ? direction.add(buffer, k.beta1) : buffer;
+    if (const auto& buffers = t.moments[0]; !buffers.empty()) {
+      at::_foreach_mul_(buffers, k.momentum);
+      at::_foreach_add_(buffers, direction, k.share);
+      direction = k.nesterov ? at::_foreach_add(direction, buffers, k.beta1) : buffers;
     }
-    t.parameter.sub_(direction, k.lr);
+    at::_foreach_sub_(t.parameters, direction, k.lr);
   }
 };
 

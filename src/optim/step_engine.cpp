@@ -270,6 +270,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
     int64_t begin, end;
   };
   std::vector<Task> tasks;
+  std::vector<const StepItem*> listed; // for ATen
   std::deque<StepNumbers> numbers; // addresses must stay
   const bool alone = at::get_num_threads() == 1 || at::in_parallel_region();
   const auto kernel = rules_->traits().kernel;
@@ -290,7 +291,7 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
           splitmix64(splitmix64(options_.seed, static_cast<uint64_t>(step)), item.index);
     }
     if (item.by_tensors) {
-      run_by_tensors(item, pass);
+      listed.push_back(&item);
     } else if (alone) {
       kernel(arrays, *item.numbers, pass, 0, arrays.count);
     } else {
@@ -306,42 +307,69 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
       kernel(task.item->arrays, *task.item->numbers, pass, task.begin, task.end);
     }
   });
+  const auto alike = [](const StepItem* a, const StepItem* b) {
+    const auto& mine = a->parts.moments;
+    return a->numbers == b->numbers && a->arrays.parameter_type == b->arrays.parameter_type &&
+           a->parameter.device() == b->parameter.device() &&
+           std::equal(mine.begin(), mine.end(), b->parts.moments.begin(),
+                      [](const at::Tensor* x, const at::Tensor* y) {
+                        return (x != nullptr && x->defined()) == (y != nullptr && y->defined());
+                      });
+  };
+  for (auto first = listed.begin(); first != listed.end();) {
+    const auto last = std::find_if_not(first, listed.end(),
+                                       [&](const StepItem* item) { return alike(*first, item); });
+    run_list({first, last}, pass);
+    first = last;
+  }
 }
 
-void StepEngine::run_by_tensors(const StepItem& item, const StepPass& pass) const {
-  const at::Tensor& parameter = item.parameter;
-  const auto dtype = item.arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
+/// Lists, because on a device each call costs a launch.
+void StepEngine::run_list(const std::vector<const StepItem*>& items, const StepPass& pass) const {
+  const auto dtype = items[0]->arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
+  const bool masters = is_16_bit(items[0]->arrays.parameter_type) && options_.master_weights;
   StepTensors tensors;
-  tensors.step = *item.parts.step;
-  if (is_16_bit(item.arrays.parameter_type) && options_.master_weights) {
-    at::Tensor& master = *item.parts.master;
-    master.copy_(at::where(master.to(parameter.scalar_type()) == parameter, master,
-                           parameter.to(at::kFloat)));
-    tensors.parameter = master;
-  } else {
-    tensors.parameter = parameter.to(dtype);
+  tensors.step = *items[0]->parts.step;
+  std::vector<at::Tensor> changed; // the pairs to copy back
+  std::vector<at::Tensor> results;
+  const auto in_dtype = [&](const at::Tensor& tensor) {
+    at::Tensor converted = tensor.to(dtype);
+    if (!converted.is_same(tensor)) {
+      changed.push_back(tensor);
+      results.push_back(converted);
+    }
+    return converted;
+  };
+  for (const StepItem* item : items) {
+    const at::Tensor& parameter = item->parameter;
+    if (masters) {
+      at::Tensor& master = *item->parts.master;
+      master.copy_(at::where(master.to(parameter.scalar_type()) == parameter, master,
+                             parameter.to(at::kFloat)));
+      tensors.parameters.push_back(master);
+      changed.push_back(parameter);
+      results.push_back(master);
+    } else {
+      tensors.parameters.push_back(in_dtype(parameter));
+    }
+    tensors.gradients.push_back((item->copy.defined() ? item->copy : parameter.grad()).to(dtype));
+    for (size_t i = 0; i < 3; ++i) {
+      if (item->parts.moments[i] != nullptr && item->parts.moments[i]->defined()) {
+        tensors.moments[i].push_back(in_dtype(*item->parts.moments[i]));
+      }
+    }
   }
-  tensors.gradient = (item.copy.defined() ? item.copy : parameter.grad()).to(dtype);
   if (pass.factor != 1) {
-    tensors.gradient = tensors.gradient.mul(pass.factor);
+    tensors.gradients = at::_foreach_mul(tensors.gradients, pass.factor);
   }
-  for (size_t i = 0; i < 3; ++i) {
-    if (item.parts.moments[i] != nullptr && item.parts.moments[i]->defined()) {
-      tensors.moments[i] = item.parts.moments[i]->to(dtype);
-    }
-  }
-  rules_->run(tensors, *item.numbers);
-  for (size_t i = 0; i < 3; ++i) {
-    if (tensors.moments[i].defined() && !tensors.moments[i].is_same(*item.parts.moments[i])) {
-      item.parts.moments[i]->copy_(tensors.moments[i]);
-    }
-  }
-  if (!tensors.parameter.is_same(parameter)) {
-    parameter.copy_(tensors.parameter);
+  rules_->run(tensors, *items[0]->numbers);
+  if (!changed.empty()) {
+    at::_foreach_copy_(changed, results);
   }
 }
 
 void StepEngine::finish(const std::vector<StepItem>& items, const StepPass& pass) const {
+  std::vector<at::Tensor> listed; // gradients that no kernel has written
   for (const StepItem& item : items) {
     // Neither these kernels nor ATen's increment version counters (LibTorch 2.13).
     torch::autograd::impl::bump_version(item.parameter);
@@ -353,11 +381,14 @@ void StepEngine::finish(const std::vector<StepItem>& items, const StepPass& pass
     at::Tensor& gradient = item.parameter.mutable_grad();
     if (!item.by_tensors && !item.copy.defined()) {
       torch::autograd::impl::bump_version(gradient);
-    } else if (pass.after == GradientAfter::zero) {
-      gradient.zero_();
     } else {
-      gradient.mul_(pass.factor);
+      listed.push_back(gradient);
     }
+  }
+  if (!listed.empty() && pass.after == GradientAfter::zero) {
+    at::_foreach_zero_(listed);
+  } else if (!listed.empty()) {
+    at::_foreach_mul_(listed, pass.factor);
   }
 }
 

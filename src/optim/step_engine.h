@@ -32,11 +32,12 @@ struct StateParts {
   }
 };
 
-/// One parameter's tensors for ATen's operations: all of one dtype, fp32 or fp64.
+/// The tensors of parameters with the same numbers, for ATen's operations on lists: all of one
+/// device and dtype, fp32 or fp64.
 struct StepTensors {
-  at::Tensor parameter{};
-  at::Tensor gradient{}; // already multiplied by the factor; may be overwritten
-  std::array<at::Tensor, 3> moments{};
+  std::vector<at::Tensor> parameters{};
+  std::vector<at::Tensor> gradients{}; // already multiplied by the factor
+  std::array<std::vector<at::Tensor>, 3> moments{}; // empty: none
   int64_t step = 0;
 };
 
@@ -128,7 +129,7 @@ class StepEngine {
   void take_gradient(StepItem& item) const;
   void take_state(torch::optim::Optimizer& optimizer, StepItem& item);
   void run(std::vector<StepItem>& items, const StepPass& pass) const;
-  void run_by_tensors(const StepItem& item, const StepPass& pass) const;
+  void run_list(const std::vector<const StepItem*>& items, const StepPass& pass) const;
   void finish(const std::vector<StepItem>& items, const StepPass& pass) const;
 
   const std::unique_ptr<StepRules> rules_;
