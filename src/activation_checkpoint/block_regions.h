@@ -44,7 +44,7 @@ std::shared_ptr<BlockHandler> attached_handler(const std::shared_ptr<torch::nn::
 /// real ones. Its destructor restores gradients, buffers and random states.
 class Untouched {
  public:
-  explicit Untouched(const torch::nn::Module& model, const at::Device& device = at::kCPU);
+  Untouched(const torch::nn::Module& model, const at::Device& device);
   Untouched(const Untouched&) = delete;
   Untouched& operator=(const Untouched&) = delete;
   ~Untouched();
@@ -63,9 +63,13 @@ class Untouched {
 void attach_handler(const std::shared_ptr<torch::nn::Module>& model,
                     std::shared_ptr<BlockHandler> handler);
 
+/// Where the model's first parameter is; the CPU if it has none.
+at::Device device_of(const torch::nn::Module& model);
+
 /// Measures the memory of one step, block by block.
 class StepMeter : public BlockHandler {
  public:
+  at::Device device = at::kCPU; // the model's
   int64_t level = 0; // bytes in use before the step
 
   virtual void end() = 0; // the backward is done

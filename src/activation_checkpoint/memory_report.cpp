@@ -22,10 +22,10 @@ class ReportMeter final : public StepMeter {
     end_stretch("before the first block");
     const size_t number = report.blocks.size();
     report.blocks.push_back({name, 0, 0, 0});
-    const int64_t before = memory_stats().live_bytes;
+    const int64_t before = memory_stats(device).live_bytes;
     std::vector<at::Tensor> outputs = inner_ ? inner_->call(block, name, std::move(inputs), forward)
                                              : block_part(block, forward)(std::move(inputs));
-    report.blocks[number].saved_bytes = memory_stats().live_bytes - before;
+    report.blocks[number].saved_bytes = memory_stats(device).live_bytes - before;
     report.blocks[number].forward_peak = end_stretch("forward of " + name);
     on_gradient(outputs, [this, number](const at::Tensor&) {
       end_backward();
@@ -40,12 +40,12 @@ class ReportMeter final : public StepMeter {
 
  private:
   int64_t end_stretch(const std::string& name) {
-    const int64_t peak = memory_stats().peak_bytes - level;
+    const int64_t peak = memory_stats(device).peak_bytes - level;
     if (peak > report.peak_bytes) {
       report.peak_bytes = peak;
       report.peak_at = name;
     }
-    reset_peak_memory();
+    reset_peak_memory(device);
     return peak;
   }
   void end_backward() {

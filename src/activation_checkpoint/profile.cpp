@@ -14,6 +14,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <unordered_set>
 
@@ -29,7 +30,12 @@ namespace hasten {
 
 namespace detail {
 
-static int64_t live_now() { return memory_stats().live_bytes; }
+at::Device device_of(const torch::nn::Module& model) {
+  const auto parameters = model.parameters();
+  return parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
+}
+
+static int64_t live_now(const at::Device& device) { return memory_stats(device).live_bytes; }
 
 void on_gradient(const std::vector<at::Tensor>& tensors,
                  std::function<void(const at::Tensor&)> hook) {
@@ -41,21 +47,25 @@ void on_gradient(const std::vector<at::Tensor>& tensors,
   }
 }
 
-// Bytes and seconds since its construction.
+// Bytes and seconds of a device since its construction.
 class Probe {
  public:
-  Probe() {
-    reset_peak_memory();
-    before_ = live_now();
+  explicit Probe(const at::Device& device) : device_(device) {
+    synchronize(device_);
+    reset_peak_memory(device_);
+    before_ = live_now(device_);
     start_ = std::chrono::steady_clock::now();
   }
+  /// Waits for the device.
   double seconds() const {
+    synchronize(device_);
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   }
-  int64_t extra() const { return live_now() - before_; }
-  int64_t peak() const { return memory_stats().peak_bytes - before_; }
+  int64_t extra() const { return live_now(device_) - before_; }
+  int64_t peak() const { return memory_stats(device_).peak_bytes - before_; }
 
  private:
+  at::Device device_;
   int64_t before_ = 0;
   std::chrono::steady_clock::time_point start_;
 };
@@ -153,7 +163,8 @@ class Seeds : public torch::autograd::Function<Seeds> {
   }
 };
 
-static BlockRun run_block_once(const RegionForward& run, const std::vector<at::Tensor>& given) {
+static BlockRun run_block_once(const RegionForward& run, const std::vector<at::Tensor>& given,
+                               const at::Device& device) {
   // Forward does not write to existing tensors: buffers stay. Backward is outside its scope,
   // because there it would copy gradients that are added to.
   OpReplayer observer;
@@ -169,7 +180,7 @@ static BlockRun run_block_once(const RegionForward& run, const std::vector<at::T
   std::vector<at::Tensor> outputs;
   {
     const OpScope scope(&observer);
-    const Probe probe;
+    const Probe probe(device);
     outputs = run(inputs);
     result.forward_seconds = probe.seconds();
     result.kept_bytes = probe.extra();
@@ -188,7 +199,7 @@ static BlockRun run_block_once(const RegionForward& run, const std::vector<at::T
   }
   const at::Tensor root = Seeds::apply(at::TensorList(roots));
   const double recomputed = recompute_counts().seconds;
-  const Probe probe;
+  const Probe probe(device);
   root.backward();
   result.backward_seconds = probe.seconds();
   result.recompute_seconds = recompute_counts().seconds - recomputed;
@@ -202,7 +213,7 @@ constexpr int kMostTurns = 12;
 constexpr double kSeconds = 0.05;
 
 static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
-                                  const RegionForward& forward) {
+                                  const RegionForward& forward, const at::Device& device) {
   const auto region = [&](std::shared_ptr<const OpPolicy> policy) {
     ActivationCheckpointOptions options;
     options.policy = std::move(policy);
@@ -215,15 +226,15 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
   BlockRun plain;
   BlockRun dropped;
   BlockRun ops;
-  const GeneratorState before;
+  const GeneratorState before(device);
   {
-    run_block_once(dropping, inputs); // warm-up of memory and caches
-    const Probe all;
+    run_block_once(dropping, inputs, device); // warm-up of memory and caches
+    const Probe all(device);
     for (int turn = 0; turn < kLeastTurns || (turn < kMostTurns && all.seconds() < kSeconds);
          ++turn) {
-      plain.least(run_block_once(forward, inputs));
-      dropped.least(run_block_once(dropping, inputs));
-      ops.least(run_block_once(keeping, inputs));
+      plain.least(run_block_once(forward, inputs, device));
+      dropped.least(run_block_once(dropping, inputs, device));
+      ops.least(run_block_once(keeping, inputs, device));
     }
   }
   const auto beyond = [&](const BlockRun& run) {
@@ -264,33 +275,33 @@ class ProfileHandler final : public StepMeter {
                                tensors_text('p', block->parameters()) + tensors_text('i', inputs);
     hashed_ += name + shapes + "\n";
     if (profile.blocks.empty()) {
-      profile.before_bytes = live_now() - level;
+      profile.before_bytes = live_now(device) - level;
       // When the input of the chain has its gradient, the backward of all blocks is done.
       on_gradient(inputs, [this](const at::Tensor&) {
         first_derived_ = true;
-        reset_peak_memory();
+        reset_peak_memory(device);
       });
     } else {
-      profile.other_seconds += other_.seconds();
+      profile.other_seconds += other_->seconds();
     }
     std::vector<at::Tensor> outputs = run_region(part, inputs, {});
     // A block with a smaller output is measured separately: BERT's last block computes one token.
     const std::string kind = shapes + " ->" + tensors_text('i', outputs);
     auto known = known_.find(kind);
     if (known == known_.end()) {
-      known = known_.emplace(kind, measure_block(inputs, part)).first;
+      known = known_.emplace(kind, measure_block(inputs, part, device)).first;
     }
     profile.blocks.push_back(known->second);
     profile.blocks.back().name = name;
     inputs.clear();
     watch_last(outputs);
-    other_ = Probe();
+    other_.emplace(device);
     return outputs;
   }
 
   void end() override {
     if (first_derived_) {
-      profile.first_peak_bytes = memory_stats().peak_bytes - level;
+      profile.first_peak_bytes = memory_stats(device).peak_bytes - level;
     }
     profile.shapes_hash = hash_hex(hashed_);
   }
@@ -301,22 +312,22 @@ class ProfileHandler final : public StepMeter {
   // When the output of a block has its gradient, the backward of what follows is done. The last
   // block's output counts.
   void watch_last(const std::vector<at::Tensor>& outputs) {
-    const int64_t after = live_now();
+    const int64_t after = live_now(device);
     const size_t blocks = profile.blocks.size();
-    reset_peak_memory();
+    reset_peak_memory(device);
     on_gradient(outputs, [this, after, blocks](const at::Tensor& gradient) {
       if (blocks == profile.blocks.size()) {
-        profile.after_bytes = memory_stats().peak_bytes - after;
-        profile.after_left_bytes =
-            std::max<int64_t>(0, live_now() - after - static_cast<int64_t>(gradient.nbytes()));
-        profile.other_seconds += other_.seconds();
+        profile.after_bytes = memory_stats(device).peak_bytes - after;
+        profile.after_left_bytes = std::max<int64_t>(
+            0, live_now(device) - after - static_cast<int64_t>(gradient.nbytes()));
+        profile.other_seconds += other_->seconds();
       }
     });
   }
 
   std::map<std::string, BlockProfile> known_{};
   std::string hashed_{};
-  Probe other_{};
+  std::optional<Probe> other_{};
   bool first_derived_ = false;
 };
 
@@ -324,13 +335,14 @@ void meter_step(const std::shared_ptr<torch::nn::Module>& model,
                 const std::shared_ptr<StepMeter>& meter, const std::shared_ptr<BlockHandler>& after,
                 const std::function<at::Tensor()>& loss) {
   install_memory_meter();
-  const Untouched untouched(*model);
+  meter->device = device_of(*model);
+  const Untouched untouched(*model, meter->device);
   attach_handler(model, meter);
   const at::AutoGradMode grad_mode(true);
   const auto put_back = c10::make_scope_exit(
       [&] { after ? attach_handler(model, after) : gradient_checkpointing_disable(model); });
-  reset_peak_memory();
-  meter->level = live_now();
+  reset_peak_memory(meter->device);
+  meter->level = live_now(meter->device);
   loss().backward();
   meter->end();
 }
@@ -363,9 +375,10 @@ ChainProfile profile_activations(const std::shared_ptr<torch::nn::Module>& model
 PlanCost detail::observe_step(const std::shared_ptr<torch::nn::Module>& model,
                               const std::function<at::Tensor()>& loss) {
   install_memory_meter();
-  const detail::Untouched untouched(*model);
+  const at::Device device = device_of(*model);
+  const Untouched untouched(*model, device);
   const at::AutoGradMode grad_mode(true);
-  const detail::Probe probe;
+  const Probe probe(device);
   loss().backward();
   return {probe.peak(), probe.seconds()};
 }

@@ -69,6 +69,12 @@ DeviceChoice choose_device(const std::string& name, const World& world, bool sha
               : at::Device(device.type(), static_cast<c10::DeviceIndex>(world.local_rank % count))};
 }
 
+void synchronize(const at::Device& device) {
+  if (!device.is_cpu()) {
+    c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
+  }
+}
+
 at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device) {
   // The caching allocator keeps pinned memory until its copy is complete.
   const bool waits_not = !device.is_cpu() && tensor.is_cpu() && tensor.is_pinned();
@@ -112,6 +118,9 @@ void GeneratorState::restore() const {
 }
 
 bool GeneratorState::same_as(const GeneratorState& other) const {
+  if (!generator_.device().is_cpu()) {
+    return at::equal(tensor(), other.tensor());
+  }
   auto* const a = at::check_generator<at::CPUGeneratorImpl>(copy_);
   auto* const b = at::check_generator<at::CPUGeneratorImpl>(other.copy_);
   const auto mine = a->engine().data();

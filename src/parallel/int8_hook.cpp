@@ -95,7 +95,7 @@ CommHook::Step Int8CompressHook::reduce(Communicator& communicator, const Gradie
   }
   const at::Tensor lost = kept.numbers.narrow(0, 0, world * part);
   const at::Tensor lost_of_sum = kept.numbers.narrow(0, world * part, part);
-  lost.narrow(0, 0, count).add_(bucket.buffer);
+  lost.narrow(0, 0, count).add_(bucket.buffer.cpu()); // the kernels are the CPU's
   const at::Tensor sent =
       at::empty({world, blocks * detail::kInt8BlockBytes}, at::TensorOptions().dtype(at::kChar));
   detail::quantize_blocks(lost.mutable_data_ptr<float>(), sent.mutable_data_ptr<int8_t>(),

@@ -192,7 +192,9 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   } else {
     const uint64_t seed = stream_seed("powerSGD " + entry.name, options_.random_seed,
                                       static_cast<uint64_t>(iteration_));
-    matrix.q = at::randn({columns, rank}, detail::seeded_generator(seed), matrix.m.options());
+    matrix.q = at::randn({columns, rank}, detail::seeded_generator(seed),
+                         matrix.m.options().device(at::kCPU))
+                   .to(matrix.m.device());
   }
   detail::orthonormalize_(matrix.q);
   return matrix;

@@ -27,6 +27,9 @@ struct DeviceChoice {
 /// fewer than ranks.
 DeviceChoice choose_device(const std::string& name, const World& world, bool shared);
 
+/// Waits until the device has done what was started on it. Does nothing on the CPU.
+void synchronize(const at::Device& device);
+
 /// Does not wait for the copy if the tensor is in pinned memory.
 at::Tensor tensor_to_device(const at::Tensor& tensor, const at::Device& device);
 /// A copy in pinned memory, from which a GPU reads without the CPU.
@@ -54,7 +57,7 @@ class GeneratorState {
   GeneratorState again() const { return GeneratorState(generator_); }
   /// Sets the generator to this state.
   void restore() const;
-  /// Whether the states are equal. Only for generators of the CPU.
+  /// Whether the states are equal; both are of one device.
   bool same_as(const GeneratorState& other) const;
   /// The bytes that at::Generator::get_state() returns.
   at::Tensor tensor() const { return copy_.get_state(); }
