@@ -123,6 +123,10 @@ nlohmann::json read_json_file(std::string_view where, const std::filesystem::pat
   return parse_json(where, path.string(), read_file(path), rules);
 }
 
+std::string json_text(const nlohmann::json& value) {
+  return value.is_string() ? value.get<std::string>() : value.is_null() ? "" : value.dump();
+}
+
 void require_utf8(std::string_view where, const nlohmann::json& values) {
   for (const auto& [name, value] : values.items()) {
     try {

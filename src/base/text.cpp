@@ -29,6 +29,13 @@ std::vector<std::string> split(std::string_view text, std::string_view separator
   return parts;
 }
 
+std::string csv_field(std::string_view value, char delimiter) {
+  const std::string special{'"', '\n', '\r', delimiter};
+  const bool plain = !value.starts_with(' ') && !value.ends_with(' ') &&
+                     value.find_first_of(special) == std::string_view::npos;
+  return plain ? std::string(value) : "\"" + joined(split(value, "\""), "\"\"") + "\"";
+}
+
 std::vector<std::string> first_items(std::vector<std::string> items, size_t limit,
                                      const char* more) {
   if (items.size() > limit) {

@@ -14,7 +14,6 @@
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
-#include "hasten/text/csv.h"
 #include "hasten/trainer/progress_callback.h"
 #include "predictions.h"
 #include "run.h"

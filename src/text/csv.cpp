@@ -279,20 +279,4 @@ void CsvReader::fail(size_t at, std::string_view what, std::string_view expected
   throw InputError(detail::kCsvReader, where + ": " + std::string(what), expected, fix);
 }
 
-std::string csv_field(std::string_view value, char delimiter) {
-  const char special[] = {'"', '\n', '\r', delimiter};
-  if (!value.starts_with(' ') && !value.ends_with(' ') &&
-      value.find_first_of(std::string_view(special, 4)) == std::string_view::npos) {
-    return std::string(value);
-  }
-  std::string field = "\"";
-  for (const char c : value) {
-    field += c;
-    if (c == '"') {
-      field += c;
-    }
-  }
-  return field + "\"";
-}
-
 } // namespace hasten

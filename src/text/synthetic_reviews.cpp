@@ -11,7 +11,6 @@
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/random.h"
-#include "hasten/text/csv.h"
 
 namespace hasten {
 

@@ -4,10 +4,10 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <functional>
 #include <iterator>
-#include <nlohmann/json.hpp>
-#include <utility>
+#include <numeric>
+
+#include "hasten/base/json.h"
 
 namespace hasten::detail {
 
@@ -141,14 +141,11 @@ std::string text_record(double wall_time, int64_t step, std::string_view tag,
 /// The limits of torch.utils.tensorboard's bins: 0, ±1e-12, and so on in steps of 10 % to 1e20.
 static const std::vector<double>& bin_limits() {
   static const std::vector<double> limits = [] {
-    std::vector<double> positive;
+    std::vector<double> all{0};
     for (double limit = 1e-12; limit < 1e20; limit *= 1.1) {
-      positive.push_back(limit);
+      all.insert(all.end(), {limit, -limit});
     }
-    std::vector<double> all;
-    std::transform(positive.rbegin(), positive.rend(), std::back_inserter(all), std::negate());
-    all.push_back(0);
-    all.insert(all.end(), positive.begin(), positive.end());
+    std::ranges::sort(all);
     return all;
   }();
   return limits;
@@ -156,42 +153,33 @@ static const std::vector<double>& bin_limits() {
 
 std::string histogram_record(double wall_time, int64_t step, std::string_view tag,
                              const std::vector<double>& values) {
-  const std::vector<double>& limits = bin_limits();
-  std::vector<double> counts(limits.size() - 1); // [bin]: from limits[bin] to limits[bin + 1]
-  double least = INFINITY, most = -INFINITY, number = 0, sum = 0, squares = 0;
-  size_t first = counts.size(), last = 0; // bins that have values
-  for (const double value : values) {
-    if (!std::isfinite(value)) {
-      continue;
-    }
-    least = std::min(least, value);
-    most = std::max(most, value);
-    ++number;
-    sum += value;
-    squares += value * value;
-    const auto above = std::upper_bound(limits.begin() + 1, limits.end() - 1, value);
-    const auto bin = static_cast<size_t>(above - limits.begin()) - 1;
-    ++counts[bin];
-    first = std::min(first, bin);
-    last = std::max(last, bin);
-  }
-  if (number == 0) {
+  std::vector<double> finite;
+  std::ranges::copy_if(values, std::back_inserter(finite),
+                       [](double v) { return std::isfinite(v); });
+  if (finite.empty()) {
     return {};
   }
+  const std::vector<double>& limits = bin_limits();
+  const auto upper = [&](double value) { // of its bin
+    return std::upper_bound(limits.begin() + 1, limits.end() - 1, value);
+  };
+  const auto [least, most] = std::ranges::minmax(finite);
   // A bucket has only its upper limit, so an empty one comes first.
-  std::vector<double> bucket_limits{limits[first]}, buckets{0};
-  for (size_t bin = first; bin <= last; ++bin) {
-    bucket_limits.push_back(limits[bin + 1]);
-    buckets.push_back(counts[bin]);
+  const std::vector<double> bucket_limits(upper(least) - 1, upper(most) + 1);
+  std::vector<double> buckets(bucket_limits.size());
+  for (const double value : finite) {
+    ++buckets[static_cast<size_t>(upper(value) - upper(least)) + 1];
   }
-  const Message histogram = Message()
-                                .fixed_or_default(1, least)
-                                .fixed_or_default(2, most)
-                                .fixed_or_default(3, number)
-                                .fixed_or_default(4, sum)
-                                .fixed_or_default(5, squares)
-                                .packed(6, bucket_limits)
-                                .packed(7, buckets);
+  const Message histogram =
+      Message()
+          .fixed_or_default(1, least)
+          .fixed_or_default(2, most)
+          .fixed_or_default(3, static_cast<double>(finite.size()))
+          .fixed_or_default(4, std::accumulate(finite.begin(), finite.end(), 0.0))
+          .fixed_or_default(5,
+                            std::inner_product(finite.begin(), finite.end(), finite.begin(), 0.0))
+          .packed(6, bucket_limits)
+          .packed(7, buckets);
   return summary_record(wall_time, step, Message().text(1, tag).message(5, histogram));
 }
 
@@ -215,7 +203,7 @@ std::string hparams_record(double wall_time, const nlohmann::json& values) {
     } else if (value.is_boolean()) {
       json.varint(4, value.get<bool>() ? 1 : 0);
     } else {
-      json.text(3, value.is_string() ? value.get<std::string>() : value.dump());
+      json.text(3, json_text(value));
     }
     info.message(1, Message().text(1, name).message(2, json)); // an entry of a map
   }

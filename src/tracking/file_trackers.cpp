@@ -12,6 +12,7 @@
 #include "event.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "hasten/config/training_arguments.h"
@@ -65,11 +66,9 @@ class TensorBoardTracker final : public GeneralTracker {
   void log(const nlohmann::json& values, std::optional<int64_t> step) override {
     visit_values(values, "", [&](const std::string& tag, const nlohmann::json& value) {
       if (value.is_number() || value.is_boolean()) {
-        const double number = value.is_number() ? value.get<double>() : value.get<bool>();
-        file_.add(scalar_record(wall_time(), step.value_or(0), tag, number));
+        file_.add(scalar_record(wall_time(), step.value_or(0), tag, value.get<float>()));
       } else if (!value.is_null()) {
-        const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
-        file_.add(text_record(wall_time(), step.value_or(0), tag, text));
+        file_.add(text_record(wall_time(), step.value_or(0), tag, json_text(value)));
       }
     });
   }
@@ -86,28 +85,6 @@ class TensorBoardTracker final : public GeneralTracker {
   RecordFile file_;
 };
 
-/// A field as in RFC 4180. Line breaks become spaces, so that a record is a line.
-static std::string csv_field(std::string text) {
-  std::replace_if(text.begin(), text.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
-  return text.find_first_of(",\"") == std::string::npos
-             ? text
-             : "\"" + joined(split(text, "\""), "\"\"") + "\"";
-}
-
-/// "step,tag,value" for each value.
-static std::string csv_lines(const nlohmann::json& values, const std::string& step,
-                             const std::string& prefix = {}) {
-  std::string lines;
-  visit_values(values, prefix, [&](const std::string& tag, const nlohmann::json& value) {
-    const std::string text = value.is_number_float() ? format_exact(value.get<double>())
-                             : value.is_string()     ? value.get<std::string>()
-                             : value.is_null()       ? ""
-                                                     : value.dump();
-    lines += step + "," + csv_field(tag) + "," + csv_field(text) + "\n";
-  });
-  return lines;
-}
-
 /// Makes the file one to which lines can be appended: whole lines, and none of a step after `last`.
 static std::filesystem::path csv_file(const std::filesystem::path& path,
                                       std::optional<int64_t> last) {
@@ -116,14 +93,13 @@ static std::filesystem::path csv_file(const std::filesystem::path& path,
     return path;
   }
   const std::string text = read_file(path);
-  std::string kept;
-  for (size_t start = 0, end = 0; (end = text.find('\n', start)) != std::string::npos;
-       start = end + 1) {
-    const std::string_view line(text.data() + start, end + 1 - start);
+  std::vector<std::string> lines = split(text, "\n");
+  lines.back().clear(); // incomplete, or what follows the last line
+  std::erase_if(lines, [&](const std::string& line) {
     const auto step = parse_number<int64_t>(line.substr(0, line.find(',')));
-    kept += last && step && *step > *last ? std::string_view() : line;
-  }
-  if (kept != text) {
+    return last && step && *step > *last;
+  });
+  if (const std::string kept = joined(lines, "\n"); kept != text) {
     write_file_atomically(path, kept);
   }
   return path;
@@ -141,10 +117,19 @@ class CsvTracker final : public GeneralTracker {
   }
   std::string name() const override { return "csv"; }
   void store_init_configuration(const nlohmann::json& values) override {
-    file_.add(csv_lines(values, "", "config/"));
+    log({{"config", values}}, std::nullopt);
   }
   void log(const nlohmann::json& values, std::optional<int64_t> step) override {
-    file_.add(csv_lines(values, step ? std::to_string(*step) : ""));
+    std::string lines;
+    visit_values(values, "", [&](const std::string& tag, const nlohmann::json& value) {
+      std::string line =
+          (step ? std::to_string(*step) : "") + "," + csv_field(tag) + "," +
+          csv_field(value.is_number_float() ? format_exact(value.get<double>()) : json_text(value));
+      // A record is a line.
+      std::replace_if(line.begin(), line.end(), [](char c) { return c == '\n' || c == '\r'; }, ' ');
+      lines += line + "\n";
+    });
+    file_.add(lines);
   }
   void finish() override { file_.finish(); }
 

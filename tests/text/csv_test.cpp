@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "support/temporary_folder.h"
 
 #include <sys/stat.h>

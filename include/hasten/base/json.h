@@ -43,6 +43,9 @@ nlohmann::json parse_json(std::string_view where, const std::string& source, std
 nlohmann::json read_json_file(std::string_view where, const std::filesystem::path& path,
                               JsonRules rules = {});
 
+/// A string without its quotes, null as an empty text, other values as JSON.
+std::string json_text(const nlohmann::json& value);
+
 /// Throws InputError if a string in `values` is not UTF-8 (file names may not be) and names the
 /// first such member. dump() would throw without the name.
 void require_utf8(std::string_view where, const nlohmann::json& values);

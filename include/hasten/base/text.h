@@ -17,6 +17,9 @@ std::string joined(const std::vector<std::string>& parts, std::string_view betwe
 /// The parts between separators, including empty ones. A text without separator is one part.
 std::vector<std::string> split(std::string_view text, std::string_view separator = ",");
 
+/// `value` as a field of a CSV file, with quotes if it needs them.
+std::string csv_field(std::string_view value, char delimiter = ',');
+
 /// The first `limit` items, then "and 5 more" if there are others.
 std::vector<std::string> first_items(std::vector<std::string> items, size_t limit,
                                      const char* more = " more");

@@ -79,7 +79,4 @@ class CsvReader final : public RecordReader {
   bool pending_ = false; // next() must return the record that the constructor has read
 };
 
-/// `value` as a field of a CSV file, with quotes if it needs them.
-std::string csv_field(std::string_view value, char delimiter = ',');
-
 } // namespace hasten
