@@ -15,10 +15,12 @@
 #include "hasten/metrics/classification.h"
 #include "hasten/metrics/regression.h"
 #include "support/communicator.h"
+#include "support/error_of.h"
 
 namespace hasten::collect_test {
 
 using at::Tensor;
+using testing_support::error_of;
 using testing_support::fresh_communicator;
 
 Accelerator make_accelerator(bool debug = false) {
@@ -28,15 +30,6 @@ Accelerator make_accelerator(bool debug = false) {
   return Accelerator(options, fresh_communicator());
 }
 
-template <typename Function>
-std::string error_of(Function function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 struct Outputs { // a struct of tensors needs no flatten()

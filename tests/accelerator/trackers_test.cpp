@@ -8,10 +8,12 @@
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "support/communicator.h"
+#include "support/error_of.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::trackers_test {
 
+using testing_support::error_of;
 using testing_support::fresh_communicator;
 using testing_support::TemporaryFolder;
 
@@ -42,15 +44,6 @@ class Recorder final : public GeneralTracker {
   size_t fails_;
 };
 
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const InputError& error) {
-    return error.what();
-  }
-  return {};
-}
 #define EXPECT_SAYS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
 
 TEST(Trackers, OnlyRankZeroCallsThem) {
@@ -114,7 +107,7 @@ TEST(Trackers, ATrackerThatFailsIsReportedOnceAndTheOthersContinue) {
 
 TEST(Trackers, MistakesAreErrorsOnEveryRank) {
   const auto made_with = [](std::vector<TrackerChoice> log_with) {
-    return error_of([&] {
+    return error_of<InputError>([&] {
       AcceleratorOptions options;
       options.log_with = std::move(log_with);
       const Accelerator accelerator(options, fresh_communicator());
@@ -128,9 +121,10 @@ TEST(Trackers, MistakesAreErrorsOnEveryRank) {
   AcceleratorOptions options;
   options.log_with = {std::make_shared<Recorder>()};
   Accelerator accelerator(options, fresh_communicator());
-  EXPECT_SAYS(error_of([&] { accelerator.log({{"a", 1}}); }), "a call before init_trackers()");
+  EXPECT_SAYS(error_of<InputError>([&] { accelerator.log({{"a", 1}}); }),
+              "a call before init_trackers()");
   accelerator.init_trackers("p");
-  EXPECT_SAYS(error_of([&] { accelerator.get_tracker("wandb"); }), "tracker=wandb");
+  EXPECT_SAYS(error_of<InputError>([&] { accelerator.get_tracker("wandb"); }), "tracker=wandb");
   accelerator.end_training();
   Accelerator silent({}, fresh_communicator());
   silent.init_trackers("p");

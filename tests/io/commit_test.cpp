@@ -10,11 +10,13 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/io/safetensors.h"
+#include "support/error_of.h"
 #include "support/full_disk.h"
 #include "support/temporary_folder.h"
 
 namespace hasten {
 
+using testing_support::error_of;
 using testing_support::FullDisk;
 using testing_support::TemporaryFolder;
 
@@ -29,16 +31,6 @@ static std::set<std::string> entries_of(const std::filesystem::path& folder) {
 static void put(const std::filesystem::path& path, const std::string& text) {
   std::filesystem::create_directories(path.parent_path());
   std::ofstream(path) << text;
-}
-
-template <typename Call>
-static std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return {};
 }
 
 TEST(FolderCommit, NothingIsThereBeforeCommitAndAllAfter) {

@@ -11,12 +11,14 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/tracking/tracker.h"
+#include "support/error_of.h"
 #include "support/full_disk.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::file_trackers_test {
 namespace {
 
+using testing_support::error_of;
 using testing_support::FullDisk;
 using testing_support::TemporaryFolder;
 
@@ -52,16 +54,6 @@ std::string event_file(const std::filesystem::path& folder) {
     if (entry.path().filename().string().rfind("events.out.tfevents.", 0) == 0) {
       return entry.path().string();
     }
-  }
-  return {};
-}
-
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
   }
   return {};
 }
