@@ -1,9 +1,9 @@
 // Curves as SVG, and their points for the script.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "hasten/base/svg.h"
@@ -18,24 +18,18 @@ Series decimated(const Series& series, size_t limit) {
     return series;
   }
   const auto begin = series.values.begin();
-  std::vector<size_t> kept{0};
-  const size_t groups = (limit - 2) / 2;
-  for (size_t group = 0; group < groups; ++group) {
-    const auto edge = [&](size_t i) {
-      return begin + 1 + static_cast<ptrdiff_t>((size - 2) * i / groups);
-    };
-    const auto [least, greatest] = std::minmax_element(edge(group), edge(group + 1));
-    const auto [early, late] = std::minmax(least, greatest);
-    kept.push_back(static_cast<size_t>(early - begin));
-    if (late != early) {
-      kept.push_back(static_cast<size_t>(late - begin));
-    }
+  const auto groups = static_cast<ptrdiff_t>((limit - 2) / 2);
+  const auto between = static_cast<ptrdiff_t>(size - 2);
+  std::set<ptrdiff_t> kept{0, between + 1};
+  for (ptrdiff_t group = 0; group < groups; ++group) {
+    const auto [least, greatest] = std::minmax_element(begin + 1 + between * group / groups,
+                                                       begin + 1 + between * (group + 1) / groups);
+    kept.insert({least - begin, greatest - begin});
   }
-  kept.push_back(size - 1);
   Series some;
-  for (const size_t i : kept) {
-    some.steps.push_back(series.steps[i]);
-    some.values.push_back(series.values[i]);
+  for (const ptrdiff_t i : kept) {
+    some.steps.push_back(series.steps[static_cast<size_t>(i)]);
+    some.values.push_back(begin[i]);
   }
   return some;
 }
@@ -95,7 +89,6 @@ class ChartDrawing {
  public:
   explicit ChartDrawing(const Chart& chart)
       : chart_(chart),
-        right_(chart.curves.size() > 1 ? 366 : 430),
         svg_(440, 232, "role=\"img\" aria-label=\"" + escape_markup(description()) + "\"") {
     set_range();
   }
@@ -104,20 +97,10 @@ class ChartDrawing {
     draw_axes();
     nlohmann::json curves = nlohmann::json::array();
     for (const Curve& curve : chart_.curves) {
-      const Series shown = decimated(*curve.series);
-      draw_curve(curve, shown);
-      nlohmann::json values = nlohmann::json::array();
-      for (const double value : shown.values) {
-        values.push_back(*parse_number<double>(format_digits(value)));
-      }
-      curves.push_back({{"n", clean_text(curve.label)},
-                        {"c", curve.colour},
-                        {"x", std::vector<int64_t>(shown.steps.begin(), shown.steps.end())},
-                        {"y", std::move(values)}});
+      curves.push_back(draw_curve(curve));
     }
-    draw_labels();
     data.push_back({{"t", clean_text(chart_.title)},
-                    {"x", {kLeft, right_, chart_.last_step}},
+                    {"x", {kLeft, kRight, chart_.last_step}},
                     {"y", {kBottom, kTop}},
                     {"v", {low_, high_, log_}},
                     {"u", unit_of(chart_.key)},
@@ -128,10 +111,11 @@ class ChartDrawing {
 
  private:
   static constexpr double kLeft = 52;
+  static constexpr double kRight = 430;
   static constexpr double kTop = 20;
   static constexpr double kBottom = 206;
 
-  double x(double step) const { return kLeft + (right_ - kLeft) * step / chart_.last_step; }
+  double x(double step) const { return kLeft + (kRight - kLeft) * step / chart_.last_step; }
   double y(double value) const {
     return kBottom -
            (kBottom - kTop) * ((log_ ? std::log10(value) : value) - low_) / (high_ - low_);
@@ -184,7 +168,7 @@ class ChartDrawing {
       svg_.path("M" + svg_number(x0) + " " + svg_number(y0) + to, name);
     };
     for (const double tick : value_ticks()) {
-      line(kLeft, y(tick), "H" + svg_number(right_), "class=\"grid\"");
+      line(kLeft, y(tick), "H" + svg_number(kRight), "class=\"grid\"");
       svg_.text(kLeft - 6, y(tick) + 3.5, tick_text(tick, chart_.key), "class=\"end\"");
     }
     const double length = chart_.steps_per_epoch;
@@ -195,7 +179,7 @@ class ChartDrawing {
       svg_.text(x(epoch * length), kTop - 7,
                 (epoch == every ? "epoch " : "") + format_digits(epoch), "class=\"mid\"");
     }
-    line(kLeft, kBottom, "H" + svg_number(right_), "class=\"axis\"");
+    line(kLeft, kBottom, "H" + svg_number(kRight), "class=\"axis\"");
     for (const double tick : round_ticks(0, chart_.last_step, 5)) {
       if (tick == std::floor(tick)) {
         svg_.text(x(tick), kBottom + 15, tick_text(tick, {}), "class=\"mid\"");
@@ -203,7 +187,8 @@ class ChartDrawing {
     }
   }
 
-  void draw_curve(const Curve& curve, const Series& shown) {
+  /// Returns its points for the script.
+  nlohmann::json draw_curve(const Curve& curve) {
     const std::string colour = std::to_string(curve.colour);
     const auto line = [&](const Series& series, const char* kind) {
       SvgPoints points;
@@ -212,42 +197,26 @@ class ChartDrawing {
       }
       svg_.polyline(points, "class=\"line s" + colour + kind + "\"");
     };
+    const Series shown = decimated(*curve.series);
     const bool smooth = chart_.smooth && curve.series->values.size() >= 80;
     line(shown, smooth ? " raw" : "");
     if (smooth) {
       line(decimated(smoothed(*curve.series), 400), "");
     }
-    for (size_t i = 0; i < shown.values.size() && shown.values.size() <= 40; ++i) {
-      svg_.circle(x(shown.steps[i]), y(shown.values[i]), 2.6, "class=\"f" + colour + "\"");
+    nlohmann::json values = nlohmann::json::array();
+    for (size_t i = 0; i < shown.values.size(); ++i) {
+      values.push_back(*parse_number<double>(format_digits(shown.values[i])));
+      if (shown.values.size() <= 40) {
+        svg_.circle(x(shown.steps[i]), y(shown.values[i]), 2.6, "class=\"f" + colour + "\"");
+      }
     }
-  }
-
-  /// Names at the right end of the curves, moved apart.
-  void draw_labels() {
-    std::vector<std::pair<double, const Curve*>> ends;
-    for (const Curve& curve : chart_.curves) {
-      ends.emplace_back(y(curve.series->values.back()), &curve);
-    }
-    std::sort(ends.begin(), ends.end());
-    constexpr double kApart = 13;
-    double free = kTop + 4;
-    for (auto& [at, curve] : ends) {
-      at = std::max(at, free);
-      free = at + kApart;
-    }
-    double limit = kBottom;
-    for (auto end = ends.rbegin(); end != ends.rend() && ends.size() > 1; ++end) {
-      end->first = std::min(end->first, limit);
-      limit = end->first - kApart;
-      const std::string label = clean_text(end->second->label);
-      svg_.text(right_ + 6, end->first + 3.5,
-                label.size() <= 14 ? label : clean_text(label.substr(0, 12)) + "…",
-                "class=\"name f" + std::to_string(end->second->colour) + "\"");
-    }
+    return {{"n", clean_text(curve.label)},
+            {"c", curve.colour},
+            {"x", std::vector<int64_t>(shown.steps.begin(), shown.steps.end())},
+            {"y", std::move(values)}};
   }
 
   const Chart& chart_;
-  double right_;
   SvgWriter svg_;
   /// Of the axis; logarithms to base 10 if `log_`.
   double low_ = std::numeric_limits<double>::infinity();
@@ -256,10 +225,15 @@ class ChartDrawing {
 };
 
 std::string draw_chart(const Chart& chart, nlohmann::json& data) {
+  std::string names;
+  for (const Curve& curve : chart.curves) {
+    names +=
+        chart.curves.size() == 1 ? "" : " " + bdi(curve.label, "f" + std::to_string(curve.colour));
+  }
   const std::string index = std::to_string(data.size()); // before the drawing adds to it
   return "<figure tabindex=\"0\" data-chart=\"" + index + "\"><figcaption>" +
-         escape_markup(chart.title) + " <small>" + escape_markup(chart.subtitle) +
-         "</small></figcaption>" + ChartDrawing(chart).draw(data) + "</figure>\n";
+         escape_markup(chart.title) + " <small>" + escape_markup(chart.subtitle) + "</small>" +
+         names + "</figcaption>" + ChartDrawing(chart).draw(data) + "</figure>\n";
 }
 
 } // namespace hasten::detail::run_report

@@ -6,22 +6,13 @@
 
 namespace hasten::detail::run_report {
 
-struct ChartRow {
-  std::string title{};
-  std::string subtitle{};
-  /// A series of RunRecords; one that ends in "/" is each series in it.
-  std::string series{};
-  std::string label{};
-  bool from_zero = false;
-  bool smooth = false;
-};
-
-/// Rows of one title share a chart. The row without a series is the place of the metrics.
-const std::vector<ChartRow>& known_rows() {
-  static const std::vector<ChartRow> rows{
+/// The charts by their series; one that ends in "/" is each series in it. Rows of one title share a
+/// chart.
+const std::vector<Chart>& known_charts() {
+  static const std::vector<Chart> rows{
       {"Loss", "", "train/loss", "training", false, true},
       {"Loss", "", "eval/eval_loss", "evaluation", false, true},
-      {"Metrics", "of the evaluations", "", ""},
+      {"Metrics", "of the evaluations"},
       {"Learning rate", "", "train/learning_rate", "", true},
       {"Gradient norm", "before clipping", "train/grad_norm", "", false, true},
       {"Gradient norm by part", "the first 8", "train/grad_norm/", ""},
@@ -62,7 +53,7 @@ std::string shown_name(std::string key) {
 std::vector<std::string> metric_keys(const RunRecords& run) {
   std::vector<std::string> keys;
   for (const auto& [name, series] : run.series) {
-    if (name.starts_with("eval/eval_") && run.find(name) != nullptr && !is_left_out(name) &&
+    if (name.starts_with("eval/eval_") && !series.values.empty() && !is_left_out(name) &&
         !name.ends_with("_runtime") && name.find('/', 5) == std::string::npos) {
       keys.push_back(name.substr(5));
     }
@@ -70,66 +61,60 @@ std::vector<std::string> metric_keys(const RunRecords& run) {
   return keys;
 }
 
-/// A row for each series of the runs: known ones, metrics between -1 and 1, other values.
-std::vector<ChartRow> rows_of(const std::vector<RunRecords>& runs) {
+/// A chart for each series of the runs, by its place on the page: known ones, metrics between -1
+/// and 1, other values.
+std::multimap<ptrdiff_t, Chart> placed_charts(const std::vector<RunRecords>& runs) {
   std::map<std::string, bool> names; // and whether all values are between -1 and 1
   for (const RunRecords& run : runs) {
     for (const auto& [name, series] : run.series) {
-      if (run.find(name) != nullptr) {
-        const bool small = std::all_of(series.values.begin(), series.values.end(),
-                                       [](double v) { return v >= -1 && v <= 1; });
-        names[name] = small && (!names.contains(name) || names[name]);
+      if (!series.values.empty()) {
+        const auto [least, greatest] = std::ranges::minmax(series.values);
+        names.try_emplace(name, true).first->second &= least >= -1 && greatest <= 1;
       }
     }
   }
-  std::vector<ChartRow> rows;
-  size_t metrics = 0;
-  for (const ChartRow& known : known_rows()) {
-    metrics = known.series.empty() ? rows.size() : metrics;
-    for (auto at = names.lower_bound(known.series); at != names.end();) {
-      const bool within = known.series.ends_with('/') && at->first.starts_with(known.series);
-      if (known.series.empty() || (at->first != known.series && !within)) {
-        break;
-      }
-      rows.push_back(known);
-      rows.back().series = at->first;
-      rows.back().label += at->first.substr(known.series.size());
-      at = names.erase(at);
-    }
-  }
+  const std::vector<Chart>& known = known_charts();
+  const auto metrics = std::ranges::find(known, "Metrics", &Chart::title);
+  std::multimap<ptrdiff_t, Chart> charts;
   size_t others = 0;
-  for (const auto& [name, small] : names) {
-    if (is_left_out(name)) {
-      continue;
-    }
+  for (const auto& [name, fraction] : names) {
+    const auto row = std::ranges::find_if(known, [&name = name](const Chart& chart) {
+      return chart.key.ends_with('/') ? name.starts_with(chart.key) : name == chart.key;
+    });
     const std::string label = shown_name(name.substr(name.find('/') + 1));
-    if (small && name.starts_with("eval/")) {
-      rows.insert(rows.begin() + static_cast<ptrdiff_t>(metrics++),
-                  {"Metrics", "of the evaluations", name, label});
+    if (row != known.end()) {
+      Chart& chart = charts.emplace(row - known.begin(), *row)->second;
+      chart.key = name;
+      chart.label += name.substr(row->key.size());
+    } else if (is_left_out(name)) {
+      continue;
+    } else if (fraction && name.starts_with("eval/")) {
+      charts.emplace(metrics - known.begin(),
+                     Chart{metrics->title, metrics->subtitle, name, label});
     } else if (others++ < 24) {
-      rows.push_back({label, name.substr(0, name.find('/')), name, ""});
+      charts.emplace(known.size(), Chart{label, name.substr(0, name.find('/')), name});
     }
   }
-  return rows;
+  return charts;
 }
 
 std::vector<Chart> charts_of(const std::vector<RunRecords>& runs) {
   const bool one = runs.size() == 1;
-  double last_step = 1;
-  for (const RunRecords& run : runs) {
-    last_step = std::max(last_step, run.last_step);
-  }
+  const double last_step =
+      std::max(1.0, std::ranges::max_element(runs, {}, &RunRecords::last_step)->last_step);
   const double epoch = one && runs[0].last_epoch > 0 ? last_step / runs[0].last_epoch : 0;
   std::vector<Chart> charts;
-  for (const ChartRow& row : rows_of(runs)) {
+  for (const auto& [place, row] : placed_charts(runs)) {
     const std::string title = row.title + (one || row.label.empty() ? "" : ": " + row.label);
     if (charts.empty() || charts.back().title != title) {
-      charts.push_back(
-          {title, row.subtitle, row.series, row.from_zero, row.smooth, last_step, epoch});
+      charts.push_back(row);
+      charts.back().title = title;
+      charts.back().last_step = last_step;
+      charts.back().steps_per_epoch = epoch;
     }
     std::vector<Curve>& curves = charts.back().curves;
     for (size_t i = 0; i < runs.size() && curves.size() < std::max<size_t>(8, runs.size()); ++i) {
-      if (const Series* series = runs[i].find(row.series)) {
+      if (const Series* series = runs[i].find(row.key)) {
         curves.push_back(
             {one ? row.label : runs[i].folder.name, series, (one ? curves.size() : i) % 8});
       }

@@ -49,8 +49,9 @@ struct RunRecords {
 /// Throws InputError for a folder without metrics.jsonl.
 RunRecords read_run(const RunFolder& folder);
 
-/// The value of `key` as text or as a number; empty, or `otherwise`, if it is absent or of another
-/// type. Any JSON value is accepted.
+/// The value of `key`, as text or as a number; null, empty or `otherwise` if it is absent or of
+/// another type. Any JSON value is accepted.
+const nlohmann::json& member(const nlohmann::json& object, const std::string& key);
 std::string text_of(const nlohmann::json& object, const std::string& key);
 double number_of(const nlohmann::json& object, const std::string& key, double otherwise);
 
@@ -61,6 +62,9 @@ Series decimated(const Series& series, size_t limit = kMostPoints);
 
 /// For tables and axes: "12,345", "0.6931"; bytes and seconds by the name of the key: "1.3 GiB".
 std::string value_text(double value, const std::string& key = {});
+
+/// A text of the user, apart from the direction of writing around it.
+std::string bdi(std::string_view text, const std::string& css_class = {});
 
 struct Curve {
   std::string label{};
@@ -73,6 +77,8 @@ struct Chart {
   std::string subtitle{};
   /// Of a series; it gives the unit.
   std::string key{};
+  /// Of the series in a chart of one run.
+  std::string label{};
   bool from_zero = false;
   /// Draws a mean over lines that are fainter.
   bool smooth = false;

@@ -21,10 +21,10 @@ p{margin:4px 0}small,.dim{color:var(--dim);font-weight:400}bdi,td,pre{overflow-w
 .tiles b{display:block;font-size:23px;line-height:1.3;font-weight:600}.tiles small{display:block;font-size:13px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(max(min(100%,330px),34%),1fr));gap:14px}
 figure{margin:0;position:relative;break-inside:avoid;outline-offset:2px}
-figcaption{font-weight:600;margin-bottom:2px}
+figcaption{font-weight:600;margin-bottom:2px}figcaption bdi{font-size:13px;margin-left:8px}
 svg{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}svg text{font-size:10.5px;fill:var(--dim)}
-svg .end{text-anchor:end}svg .mid{text-anchor:middle}svg .name{font-weight:600}
-svg path{fill:none;stroke-width:1}.grid{stroke:var(--grid)}.axis{stroke:var(--dim)}.epoch{stroke:var(--grid);stroke-dasharray:2 3}.resume,.cross{stroke:var(--c7);stroke-dasharray:4 3}
+svg .end{text-anchor:end}svg .mid{text-anchor:middle}
+svg path{fill:none;stroke-width:1}.grid{stroke:var(--grid)}.axis{stroke:var(--dim)}.epoch{stroke:var(--grid);stroke-dasharray:2 3}.cross{stroke:var(--c7);stroke-dasharray:4 3}
 .line{stroke-width:1.8;stroke-linejoin:round}.raw{stroke-width:1;opacity:.3}
 .s0{stroke:var(--c0)}.s1{stroke:var(--c1)}.s2{stroke:var(--c2)}.s3{stroke:var(--c3)}.s4{stroke:var(--c4)}.s5{stroke:var(--c5)}.s6{stroke:var(--c6)}.s7{stroke:var(--c7)}
 svg .f0,.f0{fill:var(--c0);color:var(--c0)}svg .f1,.f1{fill:var(--c1);color:var(--c1)}svg .f2,.f2{fill:var(--c2);color:var(--c2)}svg .f3,.f3{fill:var(--c3);color:var(--c3)}
@@ -73,7 +73,7 @@ for (const figure of document.querySelectorAll('figure[data-chart]')) {
     for (const s of c.s) {
       const i = nearest(s.x, main), v = s.y[i], [low, high, log] = c.v;
       const py = c.y[0] - (c.y[0] - c.y[1]) * ((log ? Math.log10(v) : v) - low) / (high - low);
-      if (!c.b) marks.push(make('circle', {cx: left + (right - left) * s.x[i] / last, cy: py, r: 3.4, class: 'f' + s.c}));
+      marks.push(make('circle', {cx: left + (right - left) * s.x[i] / last, cy: py, r: 3.4, class: 'f' + s.c}));
       const line = tip.appendChild(document.createElement('div')), name = line.appendChild(document.createElement('bdi'));
       name.className = 'f' + s.c; name.textContent = s.n ? s.n + ' ' : '';
       line.append(number(v, c.u) + (s.x[i] !== main ? ' (step ' + s.x[i].toLocaleString('en-US') + ')' : ''));

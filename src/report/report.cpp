@@ -4,10 +4,12 @@
 #include <cmath>
 #include <functional>
 #include <iterator>
+#include <numeric>
 #include <set>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/svg.h"
 #include "hasten/base/text.h"
 #include "hasten/config/training_arguments.h"
@@ -19,31 +21,33 @@ namespace detail::run_report {
 
 using Rows = std::vector<std::vector<std::string>>;
 
-/// A text of the user, apart from the direction of writing around it.
-std::string bdi(std::string_view text) { return "<bdi>" + escape_markup(text) + "</bdi>"; }
+std::string bdi(std::string_view text, const std::string& css_class) {
+  return "<bdi" + (css_class.empty() ? "" : " class=\"" + css_class + "\"") + ">" +
+         escape_markup(text) + "</bdi>";
+}
 
-/// Cells are markup, with or without their <td>. The first row is the head.
+/// Cells are markup, with or without their <td>. The first row is the head; empty without others.
 std::string table(const Rows& rows, const std::string& css_class = {}) {
   std::string text = "<div class=\"scroll\"><table class=\"" + css_class + "\">";
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const std::string cell = i == 0 ? "th>" : "td>";
+  for (const std::vector<std::string>& row : rows) {
+    const std::string cell = &row == &rows[0] ? "th>" : "td>";
     text += "<tr>";
-    for (const std::string& value : rows[i]) {
+    for (const std::string& value : row) {
       text += value.starts_with("<td") ? value : "<" + cell + value + "</" + cell;
     }
     text += "</tr>\n";
   }
-  return text + "</table></div>\n";
+  return rows.size() == 1 ? "" : text + "</table></div>\n";
 }
 
 std::string heading(const std::string& text) { return "<h2>" + text + "</h2>\n"; }
 
 std::string status_mark(const RunRecords& run) {
-  const std::string status = run.ended            ? "finished"
-                             : run.folder.running ? "running"
-                                                  : "not finished";
-  return "<span class=\"status " + (run.ended || run.folder.running ? status : "cut") + "\">" +
-         status + "</span>";
+  return std::string("<span class=\"status ") +
+         (run.ended            ? "finished\">finished"
+          : run.folder.running ? "running\">running"
+                               : "\">not finished") +
+         "</span>";
 }
 
 /// The value of a record; a dash if it has none.
@@ -54,13 +58,11 @@ std::string cell(const nlohmann::json& record, const std::string& key) {
 
 /// The index of the best value of a metric: the least of a loss or an error.
 size_t best_of(const Series& series, const std::string& key) {
-  const auto [least, greatest] = std::minmax_element(series.values.begin(), series.values.end());
-  for (const char* end : {"loss", "mse", "mae", "error", "perplexity"}) {
-    if (key.ends_with(end)) {
-      return static_cast<size_t>(least - series.values.begin());
-    }
-  }
-  return static_cast<size_t>(greatest - series.values.begin());
+  const auto [least, greatest] = std::ranges::minmax_element(series.values);
+  static constexpr const char* kFalling[] = {"loss", "mse", "mae", "error", "perplexity"};
+  const bool falls =
+      std::ranges::any_of(kFalling, [&](const char* end) { return key.ends_with(end); });
+  return static_cast<size_t>((falls ? least : greatest) - series.values.begin());
 }
 
 std::string tiles(const RunRecords& run) {
@@ -117,7 +119,7 @@ std::string evaluation_table(const RunRecords& run) {
     rows.back().insert(rows.back().end(), at->second.begin(), at->second.end());
   }
   return rows.size() == 1
-             ? std::string()
+             ? ""
              : heading("Evaluations") + "<p class=\"dim\">The last " +
                    std::to_string(rows.size() - 1) +
                    ", latest first. The best of each column is bold.</p>\n" + table(rows);
@@ -126,24 +128,24 @@ std::string evaluation_table(const RunRecords& run) {
 /// Counts as a share of their row, by shade.
 std::string confusion_table(const nlohmann::json& matrix) {
   constexpr size_t kMostLabels = 30;
-  const auto labels = matrix.find("labels");
-  const auto counts = matrix.find("counts");
-  if (labels == matrix.end() || counts == matrix.end() || !labels->is_array() ||
-      !counts->is_array() || counts->size() != labels->size() || labels->size() > kMostLabels) {
+  const nlohmann::json& labels = member(matrix, "labels");
+  const nlohmann::json& counts = member(matrix, "counts");
+  if (!labels.is_array() || !counts.is_array() || counts.size() != labels.size() ||
+      labels.size() > kMostLabels) {
     return {};
   }
   Rows rows{{"label ╲ predicted"}};
-  for (const auto& label : *labels) {
-    rows[0].push_back(bdi(label.is_string() ? label.get<std::string>() : label.dump()));
+  for (const auto& label : labels) {
+    rows[0].push_back(bdi(json_text(label)));
   }
-  for (size_t i = 0; i < counts->size(); ++i) {
-    rows.push_back({rows[0][i + 1]});
-    double total = 0;
-    for (const auto& count : (*counts)[i]) {
-      total += count.is_number() ? count.get<double>() : 0;
+  for (const auto& of_label : counts) {
+    rows.push_back({rows[0][rows.size()]});
+    std::vector<double> values;
+    for (const auto& count : of_label) {
+      values.push_back(count.is_number() ? count.get<double>() : 0);
     }
-    for (const auto& count : (*counts)[i]) {
-      const double value = count.is_number() ? count.get<double>() : 0;
+    const double total = std::accumulate(values.begin(), values.end(), 0.0);
+    for (const double value : values) {
       const double share = total > 0 ? value / total : 0;
       rows.back().push_back("<td style=\"background:color-mix(in srgb,var(--c0) " +
                             format_fixed(60 * share, 0) + "%,var(--card))\">" + value_text(value) +
@@ -159,34 +161,30 @@ std::string per_class_table(const nlohmann::json& classes) {
     rows.push_back({bdi(label), cell(values, "precision"), cell(values, "recall"),
                     cell(values, "f1"), cell(values, "support")});
   }
-  return rows.size() > 1 ? table(rows) : std::string();
+  return table(rows);
 }
 
 std::string most_wrong_table(const nlohmann::json& samples, bool texts) {
   constexpr size_t kMostSamples = 50;
-  Rows rows{{"label", "predicted", "loss"}};
-  if (texts) {
-    rows[0].insert(rows[0].begin(), "text");
-  }
+  Rows rows{{"text", "label", "predicted", "loss"}};
   for (const auto& sample : samples) {
     if (rows.size() > kMostSamples) {
       break;
     }
-    rows.push_back(
-        {bdi(text_of(sample, "label")), bdi(text_of(sample, "predicted")), cell(sample, "loss")});
-    if (texts) {
-      rows.back().insert(rows.back().begin(), bdi(shortened(text_of(sample, "text"), 600)));
-    }
+    rows.push_back({bdi(shortened(text_of(sample, "text"), 600)), bdi(text_of(sample, "label")),
+                    bdi(text_of(sample, "predicted")), cell(sample, "loss")});
   }
-  return rows.size() > 1 ? table(rows, texts ? "texts" : "") : std::string();
+  for (std::vector<std::string>& row : rows) {
+    row.erase(row.begin(), row.begin() + (texts ? 0 : 1));
+  }
+  return table(rows, texts ? "texts" : "");
 }
 
 std::string results_of(const RunRecords& run, bool texts) {
   std::string text;
   const auto add = [&](const char* key, const char* title, auto&& make) {
-    const auto found = run.results.find(key);
-    const std::string part =
-        found != run.results.end() && found->is_structured() ? make(*found) : std::string();
+    const nlohmann::json& result = member(run.results, key);
+    const std::string part = result.is_structured() ? make(result) : "";
     text += part.empty() ? part : heading(title) + "<div class=\"box\">" + part + "</div>";
   };
   add("confusion_matrix", "Confusion matrix", confusion_table);
@@ -233,13 +231,13 @@ std::string run_details(const RunRecords& run) {
                           "num_train_epochs", "max_steps"}) {
     add(shown_name(key), text_of(run.arguments, key));
   }
-  for (const char* key : {"hasten_version", "world_size", "total_batch", "train_rows",
-                          "steps_per_epoch", "samples_seen", "tokens_seen"}) {
-    const std::string text = text_of(run.state, key);
-    add(shown_name(key), parse_number<double>(text) ? cell(run.state, key) : text);
+  add("hasten version", text_of(run.state, "hasten_version"));
+  for (const char* key : {"world_size", "total_batch", "train_rows", "steps_per_epoch",
+                          "samples_seen", "tokens_seen"}) {
+    add(shown_name(key), run.state.contains(key) ? cell(run.state, key) : "");
   }
   for (const auto& [key, value] : run.start.items()) {
-    add(shown_name(key), text_of(run.start, key));
+    add(shown_name(key), json_text(value));
   }
   for (const auto& resume : run.resumes) {
     add("resumed", "at step " + cell(resume, "step") + " from " + text_of(resume, "from") + ", " +
@@ -249,8 +247,8 @@ std::string run_details(const RunRecords& run) {
   Rows arguments{{"argument", "value", "default, if another"}};
   for (const auto& [key, value] : run.arguments.items()) {
     const bool differs = defaults.contains(key) && defaults[key] != value;
-    arguments.push_back({escape_markup(key), bdi(text_of(run.arguments, key)),
-                         differs ? bdi(text_of(defaults, key)) : ""});
+    arguments.push_back(
+        {escape_markup(key), bdi(json_text(value)), differs ? bdi(json_text(defaults[key])) : ""});
   }
   return heading("The run") + table(facts, "facts") + "<details><summary>All arguments</summary>" +
          table(arguments, "facts") + "</details>\n<p class=\"dim\">" +
@@ -283,8 +281,7 @@ std::string differences(const std::vector<RunRecords>& runs) {
   std::set<std::string> arguments;
   std::set<std::string> metrics;
   for (const RunRecords& run : runs) {
-    results[0].push_back("<bdi class=\"f" + std::to_string((results[0].size() - 1) % 8) + "\">" +
-                         escape_markup(run.folder.name) + "</bdi>");
+    results[0].push_back(bdi(run.folder.name, "f" + std::to_string((results[0].size() - 1) % 8)));
     for (const auto& [key, value] : run.arguments.items()) {
       arguments.insert(key);
     }
@@ -375,15 +372,11 @@ std::string report_page(const std::vector<RunFolder>& folders, const ReportOptio
     page += open + (one ? evaluation_table(run) : std::string()) + results_of(run, options.texts) +
             run_details(run) + (one ? "" : "</details>\n");
   }
-  // "<" would let a text end the element.
-  std::string island = data.dump();
-  for (size_t at = 0; (at = island.find('<', at)) != std::string::npos;) {
-    island.replace(at, 1, "\\u003c");
-  }
   return page +
          "<p class=\"dim\">Written by hasten " HASTEN_VERSION
          ".</p>\n<script type=\"application/json\" id=\"data\">" +
-         island + "</script>\n<script>" + std::string(kPageScript) + "</script></body></html>\n";
+         joined(split(data.dump(), "<"), "\\u003c") + // "<" would let a text end the element
+         "</script>\n<script>" + std::string(kPageScript) + "</script></body></html>\n";
 }
 
 void write_report(const std::vector<RunFolder>& runs, const std::filesystem::path& path,

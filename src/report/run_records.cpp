@@ -15,6 +15,8 @@ namespace hasten::detail::run_report {
 
 /// Of hasten_state.json.
 constexpr int kKnownFormat = 1;
+/// Parts of a record that are no numbers.
+constexpr const char* kResults[] = {"confusion_matrix", "per_class", "most_wrong"};
 /// A record with more values has them by parameter.
 constexpr size_t kMostSeries = 2000;
 
@@ -23,36 +25,37 @@ const Series* RunRecords::find(const std::string& name) const {
   return found == series.end() || found->second.values.empty() ? nullptr : &found->second;
 }
 
-std::string text_of(const nlohmann::json& object, const std::string& key) {
+const nlohmann::json& member(const nlohmann::json& object, const std::string& key) {
+  static const nlohmann::json kNull;
   const auto found = object.find(key);
-  if (found == object.end() || found->is_null()) {
-    return {};
-  }
-  return found->is_string() ? found->get<std::string>() : found->dump();
+  return found == object.end() ? kNull : *found;
+}
+
+std::string text_of(const nlohmann::json& object, const std::string& key) {
+  return json_text(member(object, key));
 }
 
 double number_of(const nlohmann::json& object, const std::string& key, double otherwise) {
-  const auto found = object.find(key);
-  return found != object.end() && found->is_number() ? found->get<double>() : otherwise;
+  const nlohmann::json& value = member(object, key);
+  return value.is_number() ? value.get<double>() : otherwise;
 }
 
 /// The object in a file; empty, with a note, if the file holds none.
 nlohmann::json object_in(const std::filesystem::path& path, std::vector<std::string>& notes) {
-  std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error)) {
-    return nlohmann::json::object();
-  }
-  ParsedJson parsed;
+  nlohmann::json value = nlohmann::json::object();
   try {
-    parsed = try_parse_json(read_file(path));
-  } catch (const InputError&) {
-    // Removed since, or unreadable.
+    std::error_code error;
+    if (std::filesystem::is_regular_file(path, error)) {
+      value = read_json_file("report::write_report", path);
+    }
+  } catch (const InputError&) { // removed since, or unreadable
+    value = nullptr;
   }
-  if (!parsed.value.is_object()) {
+  if (!value.is_object()) {
     notes.push_back(path.filename().string() + " cannot be read as a JSON object.");
     return nlohmann::json::object();
   }
-  return std::move(parsed.value);
+  return value;
 }
 
 /// Drops the values from `step` on, so that steps ascend.
@@ -84,16 +87,6 @@ void add_value(RunRecords& run, const std::string& name, double step, const nloh
   }
 }
 
-/// Moves the results that are no numbers out of `from`.
-void take_results(nlohmann::json& from, nlohmann::json& results) {
-  for (const char* key : {"confusion_matrix", "per_class", "most_wrong"}) {
-    if (const auto found = from.find(key); found != from.end()) {
-      results[key] = std::move(*found);
-      from.erase(found);
-    }
-  }
-}
-
 void add_record(RunRecords& run, nlohmann::json record) {
   const std::string type = text_of(record, "type");
   const double step = std::clamp(number_of(record, "step", run.last_step), 0.0, 1e15);
@@ -112,7 +105,12 @@ void add_record(RunRecords& run, nlohmann::json record) {
   }
   run.last_step = std::max(run.last_step, step);
   run.last_epoch = number_of(record, "epoch", run.last_epoch);
-  take_results(record, run.results);
+  for (const char* key : kResults) {
+    if (record.contains(key)) {
+      run.results[key] = std::move(record[key]);
+      record.erase(key);
+    }
+  }
   for (const auto& [key, value] : record.items()) {
     // An epoch's record repeats its evaluation.
     if (key != "step" && key != "epoch" && (type != "epoch" || !key.starts_with("eval_"))) {
@@ -127,19 +125,18 @@ void add_record(RunRecords& run, nlohmann::json record) {
 
 void add_records(RunRecords& run, std::string_view text) {
   int64_t unreadable = 0;
-  for (size_t at = 0; at < text.size();) {
-    const size_t end = std::min(text.find('\n', at), text.size());
-    ParsedJson parsed = try_parse_json(text.substr(at, end - at));
+  const std::vector<std::string> lines = split(text, "\n");
+  for (const std::string& line : lines) {
+    ParsedJson parsed = try_parse_json(line);
     if (parsed.value.is_object()) {
       add_record(run, std::move(parsed.value));
-    } else if (end < text.size()) {
+    } else if (&line != &lines.back()) {
       ++unreadable;
-    } else {
+    } else if (!line.empty()) {
       run.notes.emplace_back(
           "The last line of metrics.jsonl is incomplete: it is being written, "
           "or the run was cut off in it.");
     }
-    at = end + 1;
   }
   if (unreadable > 0) {
     run.notes.push_back(format_count(unreadable) +
@@ -149,18 +146,17 @@ void add_records(RunRecords& run, std::string_view text) {
 
 /// The newest checkpoint-N; empty if there is none.
 std::filesystem::path newest_checkpoint(const std::filesystem::path& folder) {
-  constexpr std::string_view kPrefix = "checkpoint-";
+  const std::string prefix = "checkpoint-";
   int64_t newest = -1;
   std::error_code error;
   for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
        at.increment(error)) {
     const std::string name = at->path().filename().string();
-    if (name.starts_with(kPrefix)) {
-      newest = std::max(newest, parse_number<int64_t>(name.substr(kPrefix.size())).value_or(-1));
+    if (name.starts_with(prefix)) {
+      newest = std::max(newest, parse_number<int64_t>(name.substr(prefix.size())).value_or(-1));
     }
   }
-  return newest < 0 ? std::filesystem::path()
-                    : folder / (std::string(kPrefix) + std::to_string(newest));
+  return newest < 0 ? std::filesystem::path() : folder / (prefix + std::to_string(newest));
 }
 
 RunRecords read_run(const RunFolder& folder) {
@@ -195,10 +191,8 @@ RunRecords read_run(const RunFolder& folder) {
                         " and shows what it can read.");
   }
   nlohmann::json results = object_in(folder.path / "eval_results.json", run.notes);
-  nlohmann::json of_file = nlohmann::json::object();
-  take_results(results, of_file);
-  of_file.update(run.results); // a later evaluation of the run itself
-  run.results = std::move(of_file);
+  results.update(run.results); // a later evaluation of the run itself
+  run.results = std::move(results);
   return run;
 }
 
