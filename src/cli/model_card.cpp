@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
@@ -27,14 +28,16 @@ std::string quoted(const std::string& text) {
 
 /// The text in a cell of a table or in a heading.
 std::string markdown_text(const std::string& text) {
-  std::string plain;
-  for (const char c : text) {
-    plain += c == '|' || c == '<' || c == '`' || c == '*' || c == '_' || c == '\\'
-                 ? std::string{'\\', c}
-             : static_cast<unsigned char>(c) < ' ' ? " "
-                                                   : std::string(1, c);
-  }
-  return plain;
+  const std::string escaped = std::regex_replace(text, std::regex(R"([|<`*_\\])"), R"(\$&)");
+  return std::regex_replace(escaped, std::regex("[[:cntrl:]]"), " ");
+}
+
+std::string card_row(const std::string& name, const std::string& value) {
+  return "| " + markdown_text(name) + " | " + markdown_text(value) + " |\n";
+}
+
+std::string data_name(const std::filesystem::path& file) {
+  return file.empty() ? "synthetic reviews" : file.filename().string();
 }
 
 /// Hugging Face's front matter.
@@ -49,44 +52,37 @@ std::string front_matter(const TrainCommand& command, const nlohmann::json& eval
           "\n  results:";
   std::string metrics;
   for (const auto& [key, value] : evaluation.items()) {
-    const std::string metric = key.starts_with("eval_") ? key.substr(5) : "";
-    if (metric.empty() || metric == "runtime" || metric.ends_with("_per_second") ||
-        metric == "samples" || !value.is_number()) {
-      continue;
+    if (key.starts_with("eval_") && key != "eval_runtime" && key != "eval_samples" &&
+        !key.ends_with("_per_second") && value.is_number()) {
+      metrics += "    - type: " + quoted(key.substr(5)) + "\n      value: " + value.dump() + "\n";
     }
-    metrics += "    - type: " + quoted(metric) + "\n      value: " + value.dump() + "\n";
   }
   if (metrics.empty()) {
     return text + " []\n---\n";
   }
-  const std::string data = command.eval_file.empty() ? command.train_file : command.eval_file;
   return text + "\n  - task:\n      type: text-classification\n    dataset:\n      type: " +
          quoted("csv") + "\n      name: " +
-         quoted(data.empty() ? "synthetic reviews" : std::filesystem::path(data).filename()) +
+         quoted(data_name(command.eval_file.empty() ? command.train_file : command.eval_file)) +
          "\n    metrics:\n" + metrics + "---\n";
 }
 
 std::string model_card(const TrainCommand& command, const TrainInputs& in, Trainer& trainer,
                        const nlohmann::json& train, const nlohmann::json& evaluation) {
   const TrainingArguments& a = trainer.arguments();
-  const std::string data = command.train_file.empty()
-                               ? "synthetic reviews"
-                               : std::filesystem::path(command.train_file).filename().string();
   std::vector<std::string> labels;
   for (const std::string& label : in.bert.config.id2label) {
     labels.push_back(markdown_text(label));
   }
-  std::string text =
-      front_matter(command, evaluation) + kCardMark + "\n\n# " + markdown_text(command.model) +
-      " fine-tuned on " + markdown_text(data) + "\n\nA text classifier (" + spelling(in.head) +
-      ").\nLabels: " + joined(labels) + ".\n\n## Results\n\n| metric | value |\n|---|---|\n";
+  std::string text = front_matter(command, evaluation) + kCardMark + "\n\n# " +
+                     markdown_text(command.model) + " fine-tuned on " +
+                     markdown_text(data_name(command.train_file)) + "\n\nA text classifier (" +
+                     spelling(in.head) + ").\nLabels: " + joined(labels) +
+                     ".\n\n## Results\n\n| metric | value |\n|---|---|\n";
   for (const nlohmann::json& values : {train, evaluation}) {
     for (const auto& [name, value] : values.items()) {
       if (value.is_number() || value.is_string()) {
-        text += "| " + markdown_text(name) + " | " +
-                (value.is_string() ? markdown_text(value.get<std::string>())
-                                   : format_digits(value.get<double>())) +
-                " |\n";
+        text += card_row(name, value.is_string() ? value.get<std::string>()
+                                                  : format_digits(value.get<double>()));
       }
     }
   }
@@ -98,7 +94,7 @@ std::string model_card(const TrainCommand& command, const TrainInputs& in, Train
        {"learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps",
         "num_train_epochs", "max_steps", "lr_scheduler_type", "optim", "precision", "strategy",
         "local_sgd_steps", "gradient_checkpointing", "max_length", "seed"}) {
-    text += "| " + markdown_text(name) + " | " + markdown_text(arguments.at(name).dump()) + " |\n";
+    text += card_row(name, arguments.at(name).dump());
   }
   return text + "\nProcesses: " + std::to_string(trainer.accelerator().num_processes()) +
          ". training_args.json has all arguments. In the folder where the run was started, this "
