@@ -21,9 +21,9 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 53000),
+    ("hasten", (), 53060),
     ("hasten_text", ("text", "models"), 6450),
-    ("the programs", ("cli",), 5820),
+    ("the programs", ("cli",), 5830),
 )
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")

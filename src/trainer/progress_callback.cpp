@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
@@ -169,6 +172,32 @@ void log_wrapped(const std::string& text, std::optional<Style> style = {}) {
   }
 }
 
+/// "█▅▃▁": at most `most` cells, each the mean of a slice of the values.
+std::string sparkline(const std::vector<double>& values, size_t most) {
+  static constexpr const char* kLevels[] = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
+  std::vector<double> means(std::min(values.size(), most));
+  for (size_t i = 0; i < means.size(); ++i) {
+    const auto begin = values.begin() + i * values.size() / means.size();
+    const auto end = values.begin() + (i + 1) * values.size() / means.size();
+    means[i] = std::accumulate(begin, end, 0.0) / static_cast<double>(end - begin);
+  }
+  const auto [low, high] = std::minmax_element(means.begin(), means.end());
+  std::string line;
+  for (const double mean : means) {
+    line += kLevels[*high > *low ? std::lround(7 * (mean - *low) / (*high - *low)) : 0];
+  }
+  return line;
+}
+
+bool locale_is_utf8() {
+  for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) { // the first that is set counts
+    if (const char* value = std::getenv(name); value != nullptr && *value != '\0') {
+      return ::strcasestr(value, "UTF") != nullptr;
+    }
+  }
+  return false;
+}
+
 } // namespace detail
 
 ProgressCallback::ProgressCallback(std::string title, BannerLines facts,
@@ -193,6 +222,7 @@ void ProgressCallback::on_train_begin(const RunDescription& run) {
   metric_ = run.arguments.best_metric_name();
   greater_is_better_ = run.arguments.best_is_greater();
   best_.reset();
+  losses_.clear();
   bar_.emplace("train", run.plan.max_steps, true);
 }
 
@@ -206,6 +236,9 @@ void ProgressCallback::on_step_end(const StepProgress& progress) {
 void ProgressCallback::on_log(const nlohmann::json& record) {
   if (const auto loss = record.find("loss"); loss != record.end() && loss->is_number()) {
     loss_ = " loss " + detail::fixed_text(loss->get<double>(), 4);
+    if (std::isfinite(loss->get<double>())) {
+      losses_.push_back(loss->get<double>());
+    }
   }
 }
 
@@ -254,6 +287,12 @@ void ProgressCallback::on_train_end(const nlohmann::json& record) {
                       detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
                       " samples/s (with evaluation and saving), training loss " +
                       detail::fixed_text(record.value("train_loss", NAN), 4));
+  const int columns = terminal_columns();
+  if (losses_.size() > 1 && columns >= 40 && detail::locale_is_utf8()) {
+    const auto most = static_cast<size_t>(std::min(columns - 30, 60));
+    log_info("Training loss " + detail::fixed_text(losses_.front(), 4) + " " +
+             detail::sparkline(losses_, most) + " " + detail::fixed_text(losses_.back(), 4));
+  }
 }
 
 } // namespace hasten

@@ -156,4 +156,20 @@ TEST(ProgressCallback, OnATerminalTitlesAreBoldAndEachBestMetricIsGreen) {
   EXPECT_NE(shown.out.find("  0.8000  "), std::string::npos) << shown.out; // not better
 }
 
+TEST(ProgressCallback, OnAUtf8TerminalTheCurveOfTheTrainingLossEndsTheRun) {
+  if (testing_support::test_world().rank > 0) {
+    return;
+  }
+  const auto ends_with = [](int columns, const char* locale, const std::string& end) {
+    const testing_support::ScopedEnvironment environment(
+        testing_support::EnvironmentValues{{"LC_ALL", locale}});
+    return shown_on_terminals(columns).error.ends_with("Training loss 0.8000 " + end +
+                                                       " 0.1000\r\n");
+  };
+  EXPECT_TRUE(ends_with(60, "C.UTF-8", "█▇▆▅▄▃▂▁"));
+  EXPECT_TRUE(ends_with(160, "de_DE.utf8", "█▇▆▅▄▃▂▁"));
+  EXPECT_FALSE(ends_with(80, "C", "█▇▆▅▄▃▂▁"));
+  EXPECT_FALSE(ends_with(30, "C.UTF-8", "█▇▆▅▄▃▂▁")); // no room
+}
+
 } // namespace hasten::progress_callback_test

@@ -40,6 +40,7 @@ class ProgressCallback : public TrainerCallback {
   std::optional<ProgressBar> prediction_bar_{}; // gone at the evaluation's end
   std::optional<ProgressBar> bar_{};
   std::string loss_{}; // of the newest record
+  std::vector<double> losses_{}; // of all records
   std::string metric_{}; // by which the best epoch is chosen
   bool greater_is_better_ = false;
   std::optional<double> best_{};
