@@ -281,9 +281,9 @@ int dry_run(const TrainCommand& command) {
   return kExitOk;
 }
 
-/// Returns false if the run was already finished.
-bool train(const TrainCommand& command, const TrainInputs& in,
-           const std::shared_ptr<Accelerator>& accelerator) {
+/// Returns the best metric as text, or that the run was already finished.
+std::string train(const TrainCommand& command, const TrainInputs& in,
+                  const std::shared_ptr<Accelerator>& accelerator) {
   TrainingArguments arguments = command.arguments;
   arguments.max_length = in.max_length; // predict and eval truncate to this, too
   Trainer trainer(in.bert.model.ptr(), head_loss(in.bert.model, in.head), arguments, in.train,
@@ -302,10 +302,14 @@ bool train(const TrainCommand& command, const TrainInputs& in,
     }
   }
   const TrainOutput output = trainer.train();
-  if (!output.already_finished) {
-    leave_results(trainer, command, in, output);
+  if (output.already_finished) {
+    return finished_line(command) + " ";
   }
-  return !output.already_finished;
+  leave_results(trainer, command, in, output);
+  const std::optional<double> best = trainer.state().best_metric;
+  return !best ? std::string()
+               : "Best " + arguments.best_metric_name() + " " +
+                     styled(styled(format_fixed(*best, 4), Style::green), Style::bold) + ". ";
 }
 
 void agree_on(Communicator& communicator, std::string_view name,
@@ -350,17 +354,17 @@ int run_command(const TrainCommand& command) {
     inputs =
         read_train_inputs(command, accelerator->num_processes(), accelerator->is_main_process());
   });
-  bool trained = false;
+  std::string result;
   try {
-    trained = train(command, inputs, accelerator);
+    result = train(command, inputs, accelerator);
   } catch (const std::exception& error) {
     communicator.abort(error);
     throw;
   }
   if (accelerator->is_main_process()) {
     const std::string& folder = command.arguments.output_dir;
-    log_info((trained ? std::string() : finished_line(command) + " ") + "Model in " + folder +
-             ". Try: hasten predict --model " + folder + " \"some text\"");
+    log_info(result + "Model in " + folder + ". Try: hasten predict --model " + folder +
+             " \"some text\"");
   }
   accelerator->end_training();
   return kExitOk;
