@@ -112,7 +112,8 @@ void print_eval(const nlohmann::ordered_json& result, const nlohmann::json& repo
                       : format_digits(value.is_number() ? value.get<double>() : NAN))
               << "\n";
   }
-  const std::string tables = report_text(report);
+  const std::string tables =
+      report_text(report, terminal_columns(STDOUT_FILENO), "the output of --json");
   std::cout << (tables.empty() ? "" : "\n") << tables << std::flush;
 }
 

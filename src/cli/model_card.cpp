@@ -139,10 +139,12 @@ void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInp
   if (!trainer.accelerator().is_main_process()) {
     return;
   }
-  if (const std::string tables = report_text(evaluation); !tables.empty()) {
+  const std::filesystem::path folder = command.arguments.output_dir;
+  if (const std::string tables =
+          report_text(evaluation, terminal_columns(STDOUT_FILENO), folder / "eval_results.json");
+      !tables.empty()) {
     std::cout << "\n" << tables << std::flush;
   }
-  const std::filesystem::path folder = command.arguments.output_dir;
   if (std::filesystem::exists(folder / kReportFile)) { // now with the results
     write_report({{.path = folder}}, folder / kReportFile);
   }

@@ -306,7 +306,56 @@ ComputeMetrics counted_metrics(std::vector<std::string> values, int64_t num_labe
 }
 
 std::string padded(const std::string& text, size_t width) {
-  return std::string(width - std::min(width, text.size()), ' ') + text;
+  return std::string(width - std::min(width, text_width(text)), ' ') + text;
+}
+
+/// At most `width` characters, the last of them "…" if the text is longer.
+std::string abbreviated(const std::string& text, size_t width) {
+  if (text_width(text) <= width) {
+    return text;
+  }
+  size_t end = 0;
+  while (end < text.size() && text_width(text.substr(0, end + 1)) < width) {
+    ++end;
+  }
+  return text.substr(0, end) + "…";
+}
+
+/// Abbreviated, with spaces after it.
+std::string left(const std::string& text, size_t width) {
+  const std::string name = abbreviated(text, width);
+  return name + std::string(width - text_width(name), ' ');
+}
+
+std::string matrix_text(const nlohmann::json& matrix, size_t longest, int columns,
+                        const std::string& place) {
+  constexpr size_t kMostLabels = 10;
+  const auto labels = matrix.at("labels").get<std::vector<std::string>>();
+  const auto counts = matrix.at("counts").get<std::vector<std::vector<int64_t>>>();
+  size_t cell = 6; // of a count with two spaces
+  for (const auto& row : counts) {
+    for (const int64_t count : row) {
+      cell = std::max(cell, format_count(count).size() + 2);
+    }
+  }
+  const size_t wide = std::max<size_t>(cell, std::max<size_t>(8, longest) + 2);
+  const auto all = static_cast<size_t>(columns == 0 ? 1 << 20 : columns);
+  if (labels.size() > kMostLabels || labels.size() * cell + 8 > all) {
+    return place.empty() ? "" : "\nThe confusion matrix does not fit. It is in " + place + ".\n";
+  }
+  const size_t first = std::min(longest, all - labels.size() * cell);
+  cell = std::min(wide, (all - first) / labels.size());
+  std::string text = "\n" + left("true", first) + "  predicted as\n" + left("", first);
+  for (const std::string& label : labels) {
+    text += padded(abbreviated(label, cell - 2), cell);
+  }
+  for (size_t row = 0; row < labels.size(); ++row) {
+    text += "\n" + left(labels[row], first);
+    for (const int64_t count : counts[row]) {
+      text += padded(format_count(count), cell);
+    }
+  }
+  return text + "\n";
 }
 
 } // namespace detail
@@ -333,22 +382,24 @@ ComputeMetrics regression_metrics(std::string labels_name) {
                        std::pair("spearman", SpearmanCorrCoef()));
 }
 
-std::string report_text(const nlohmann::json& report) {
-  constexpr size_t kMostColumns = 10;
+std::string report_text(const nlohmann::json& report, int columns, const std::string& place) {
+  constexpr size_t kScoreColumns = 41;
   if (!report.contains("per_class")) {
     return {};
   }
   const auto& scores = report.at("per_class");
-  size_t width = 5;
+  size_t longest = 5;
   for (const auto& label : scores.items()) {
-    width = std::max(width, label.key().size());
+    longest = std::max(longest, text_width(label.key()));
   }
-  const auto left = [&](const std::string& label) {
-    return label + std::string(width - label.size(), ' ');
-  };
-  std::string text = left("label") + "  precision    recall        f1   samples\n";
+  size_t width = longest;
+  if (columns > 0) {
+    width =
+        std::min(width, std::max(static_cast<size_t>(columns), kScoreColumns + 8) - kScoreColumns);
+  }
+  std::string text = detail::left("label", width) + "  precision    recall        f1   samples\n";
   for (const auto& [label, values] : scores.items()) {
-    text += left(label);
+    text += detail::left(label, width);
     for (const char* name : {"precision", "recall", "f1"}) {
       text +=
           detail::padded(format_fixed(values.at(name).get<double>(), 4), name[0] == 'p' ? 11 : 10);
@@ -356,22 +407,8 @@ std::string report_text(const nlohmann::json& report) {
     text += detail::padded(format_count(values.at("support").get<int64_t>()), 10) + "\n";
   }
   const auto matrix = report.find("confusion_matrix");
-  if (matrix == report.end() || matrix->at("labels").size() > kMostColumns) {
-    return text;
-  }
-  const auto& labels = matrix->at("labels");
-  text += "\n" + left("true") + "  predicted as\n" + left("");
-  for (const auto& label : labels) {
-    text += "  " + detail::padded(label.get<std::string>(), 8);
-  }
-  for (size_t row = 0; row < labels.size(); ++row) {
-    text += "\n" + left(labels[row].get<std::string>());
-    for (size_t column = 0; column < labels.size(); ++column) {
-      text += "  " + detail::padded(format_count(matrix->at("counts")[row][column].get<int64_t>()),
-                                    std::max<size_t>(8, labels[column].get<std::string>().size()));
-    }
-  }
-  return text + "\n";
+  return matrix == report.end() ? text
+                                : text + detail::matrix_text(*matrix, longest, columns, place);
 }
 
 } // namespace hasten

@@ -59,8 +59,11 @@ ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name =
 ComputeMetrics regression_metrics(std::string labels_name = "labels");
 
 /// The tables of an EvaluationMetrics::report() as text: a line for each label, and the confusion
-/// matrix if it has at most 10 labels. Empty for {}.
-std::string report_text(const nlohmann::json& report);
+/// matrix if it has at most 10 labels. Empty for {}. For so many columns, if not 0: names are
+/// abbreviated ("custom…"), and a matrix that does not fit is left out. A matrix left out is said
+/// to be in `place`, if that is not empty.
+std::string report_text(const nlohmann::json& report, int columns = 0,
+                        const std::string& place = {});
 
 namespace detail {
 
