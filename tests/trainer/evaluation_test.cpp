@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "hasten/accelerator/accelerator.h"
@@ -153,6 +154,35 @@ TEST(TrainerEvaluation, TheMostWrongSamplesAreThoseWithTheGreatestLossOnAnyNumbe
     EXPECT_NEAR(worst[i].at("loss"), margin + std::log1p((toy::kLabels - 1) * std::exp(-margin)),
                 1e-12);
   }
+}
+
+TEST(ReportText, TablesFitTheColumnsAndAMatrixThatDoesNotIsSaidToBeInItsFile) {
+  const auto scores = [](double recall, int64_t support) {
+    return nlohmann::json{
+        {"precision", 0.5}, {"recall", recall}, {"f1", 0.6667}, {"support", support}};
+  };
+  const std::string name = "a very long name of a label";
+  nlohmann::json report = {
+      {"per_class", {{"neg", scores(0.25, 1200)}, {name, scores(1, 8)}}},
+      {"confusion_matrix", {{"labels", {"neg", name}}, {"counts", {{300, 900}, {0, 8}}}}}};
+  const std::string table =
+      "label                precision    recall        f1   samples\n"
+      "a very long name o…     0.5000    1.0000    0.6667         8\n"
+      "neg                     0.5000    0.2500    0.6667     1,200\n";
+  EXPECT_EQ(report_text(report, 60, "a.json"),
+            table +
+                "\ntrue                         predicted as\n"
+                "                                        neg  a very long n…\n"
+                "neg                                     300             900\n"
+                "a very long name of a label               0               8\n");
+  EXPECT_EQ(report_text(report, 0).find("…"), std::string::npos);
+  const std::vector<std::string> labels(10, name);
+  const std::vector<std::vector<int64_t>> counts(10, std::vector<int64_t>(10, 7));
+  report["confusion_matrix"] = {{"labels", labels}, {"counts", counts}};
+  EXPECT_EQ(report_text(report, 60, "a.json"),
+            table + "\nThe confusion matrix does not fit. It is in a.json.\n");
+  EXPECT_EQ(report_text(report, 60), table);
+  EXPECT_NE(report_text(report, 80).find("predicted as"), std::string::npos);
 }
 
 } // namespace hasten::evaluation_test
