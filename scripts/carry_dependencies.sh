@@ -6,7 +6,7 @@
 #   scripts/carry_dependencies.sh                   into .deps
 #   scripts/carry_dependencies.sh FOLDER            into FOLDER
 #   scripts/carry_dependencies.sh --cuda 13.0.2     also the headers of that CUDA toolkit that
-#                                                   pip does not install with torch, 2 MB
+#                                                   pip does not install with torch
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What a release needs beyond scripts/test.sh, which it runs first: all parts under the
-# sanitizers, programs that use hasten in each way, the packages, each installed where nothing
-# else is, a hundred training runs that are killed at random, the documentation site, the page of
-# a run in a browser, and the benchmarks with their thresholds. It takes hours. The packages need
-# debootstrap and root. Ends with 0 if all is well.
+# sanitizers, programs that use hasten in each way, a build with each release of LibTorch, the
+# packages, each installed where nothing else is, a hundred training runs that are killed at
+# random, the documentation site, the page of a run in a browser, and the benchmarks with their
+# thresholds. It takes hours. The packages need debootstrap and root. Ends with 0 if all is well.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -11,6 +11,7 @@ cd "$root"
 scripts/test.sh
 scripts/sanitize.sh --all
 scripts/consumers.sh
+scripts/test_versions.sh
 scripts/package.sh
 tools/kill_trials.py --trials 100 --programs build/release/bin
 scripts/site.sh

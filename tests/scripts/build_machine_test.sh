@@ -108,5 +108,37 @@ if HASTEN_TORCH=$site/torch "$root/scripts/setup.sh" --cuda >"$work/log" 2>&1; t
   fail "setup.sh --cuda took a LibTorch without CUDA"
 fi
 expect 'has no lib/libtorch_cuda.so'
+# scripts/test_versions.sh runs every step of each release, and fails where one does. CMake and pip
+# are stand-ins here, and the only release is the one that is there.
+ln -s "$root/scripts" "$work/source/scripts"
+mkdir -p "$work/cache"
+ln -s "$torch" "$work/cache/libtorch"
+version=$(awk '/define TORCH_VERSION_(MAJOR|MINOR|PATCH) / { v = v sep $3; sep = "." }
+               END { print v }' "$torch/include/torch/headeronly/version.h")
+cat >"$work/bin/cmake" <<CMAKE
+#!/bin/sh
+if [ "\$1" = --build ]; then
+  mkdir -p "\$2/bin"
+  printf '#!/bin/sh\n' >"\$2/bin/hasten"
+  cp "\$2/bin/hasten" "\$2/bin/hasten_unit_tests"
+  printf '#!/bin/sh\nexit %s\n' "\$PLAIN" >"\$2/bin/hasten_plain_tests"
+  chmod +x "\$2"/bin/*
+fi
+CMAKE
+printf '#!/bin/sh\necho "Available versions: 99.1, 99.1+cpu, %s, 1.0"\n' "$version" \
+  >"$work/bin/python3"
+chmod +x "$work"/bin/*
+versions() {
+  PLAIN=$1 PATH=$work/bin:$PATH HASTEN_CACHE=$work/cache \
+    "$work/source/scripts/test_versions.sh" "$version" >"$work/log" 2>&1
+}
+versions 0 || fail "test_versions.sh with steps that pass"
+expect "\\| $version \\| C.* unit passed .* plain passed .* train passed .*The index also has 99.1\\."
+[[ ! -d $work/source/build/torch-$version ]] || fail "test_versions.sh left a build that passed"
+if versions 1; then
+  fail "test_versions.sh passed with plain tests that failed"
+fi
+expect "unit passed .* plain failed"
+
 rm -rf "$work"
 echo "configured as expected"
