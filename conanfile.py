@@ -63,7 +63,7 @@ class Hasten(ConanFile):
     def system_requirements(self):
         Apt(self).check([
             "nlohmann-json3-dev", "libcli11-dev", "libutf8proc-dev", "libsodium-dev",
-            "libjemalloc-dev", "libxxhash-dev", "ninja-build", "pkg-config",
+            "libjemalloc-dev", "libxxhash-dev", "ninja-build",
         ])
 
     def generate(self):

@@ -1,4 +1,4 @@
-// See algorithm.h. The virtual functions have the order of the Gloo that torch 2.13 is built with.
+// See algorithm.h. The virtual functions have the order of the Gloo in LibTorch 2.11 to 2.14.
 // Its store has the members of version 2.
 #pragma once
 
