@@ -251,8 +251,8 @@ std::string records_until(const std::string& text, int64_t global_step) {
     const auto step = json.find("step");
     const std::string type = json.value("type", "");
     const bool reported_again = type == "epoch" || type == "end";
-    if (step != json.end() && step->is_number_integer() &&
-        step->get<int64_t>() - (reported_again ? 0 : 1) < global_step) {
+    if (type == "start" || (step != json.end() && step->is_number_integer() &&
+                            step->get<int64_t>() - (reported_again ? 0 : 1) < global_step)) {
       kept += line + "\n";
     }
   }

@@ -194,6 +194,18 @@ TEST(OutputFolder, AResumedRunHasNoLinkToACheckpointThatWasSetAside) {
   EXPECT_EQ(linked_after(2, {}), "");
 }
 
+TEST(OutputFolder, AResumedRunKeepsItsStartAndTheRecordsUpToItsCheckpoint) {
+  const testing_support::TemporaryFolder scratch;
+  const std::string kept =
+      "{\"type\":\"start\",\"host\":\"a\"}\n"
+      "{\"type\":\"train\",\"step\":2}\n";
+  write_file_atomically(scratch / "metrics.jsonl", kept +
+                                                       "{\"type\":\"train\",\"step\":3}\n"
+                                                       "{\"type\":\"train\",\"st");
+  prepare_resumed_dir(scratch.path(), 2, {});
+  EXPECT_EQ(read_file(scratch / "metrics.jsonl"), kept);
+}
+
 TEST(TrainerState, FileHasHuggingFacesKeysAndNoNumberThatJsonLacks) {
   TrainerState state;
   state.global_step = 7;
