@@ -377,6 +377,8 @@ std::vector<std::string> tracker_names(const std::string& report_to) {
   for (const std::string& name : names) {
     tracker_type(detail::kArgumentsPlace, name, "report_to");
   }
+  std::ranges::sort(names);
+  names.erase(std::ranges::unique(names).begin(), names.end()); // one file has one writer
   return names;
 }
 

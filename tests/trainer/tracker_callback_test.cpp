@@ -134,6 +134,7 @@ TEST(TrackerCallback, UnknownNamesAndAMissingFolderAreErrors) {
       << error("csv,wandb");
   EXPECT_NE(error("csv").find("an output_dir or a logging_dir"), std::string::npos);
   EXPECT_EQ(error("none"), "");
+  EXPECT_EQ(tracker_names("json,csv,json"), (std::vector<std::string>{"csv", "json"}));
   EXPECT_EQ(error(""), "");
 }
 

@@ -298,7 +298,7 @@ std::vector<double> class_weight_numbers(const std::string& class_weights);
 
 /// The tracker that is spelled so. Throws InputError "[where] what=name" with the list of names.
 TrackerType tracker_type(const char* where, const std::string& name, const char* what = "tracker");
-/// The names in TrainingArguments::report_to. Throws InputError for an unknown one.
+/// The names in TrainingArguments::report_to, each once. Throws InputError for an unknown one.
 std::vector<std::string> tracker_names(const std::string& report_to);
 
 /// Writes every field under its own name; enumerations by their spelling.
