@@ -60,6 +60,10 @@ function(_libtorch_cuda torch_lib missing)
   # A zip of LibTorch adds a hash to the name.
   file(STRINGS "${LibTorch_c10_cuda_LIBRARY}" runtime
     REGEX "^libcudart[-0-9a-f]*[.]so[.][0-9.]+$" LIMIT_COUNT 1)
+  if(NOT runtime)
+    set(${missing} "the name of libcudart in ${LibTorch_c10_cuda_LIBRARY}" PARENT_SCOPE)
+    return()
+  endif()
   string(REGEX REPLACE ".*[.]so[.]([0-9]+).*" "\\1" release "${runtime}")
   file(REAL_PATH "${torch_lib}" torch_lib)
   file(GLOB wheels "${torch_lib}/../../nvidia/*")

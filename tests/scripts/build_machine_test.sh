@@ -85,7 +85,8 @@ ln -s "$torch/include" "$site/torch/include"
 ln -s "$torch"/lib/lib{torch_cpu,c10}.so "$site/torch/lib/"
 cuda 0 AUTO 'No CUDA. Missing: libtorch_cuda.so, libc10_cuda.so in '
 cuda 1 ON 'HASTEN_CUDA=ON, and these are missing: libtorch_cuda.so.* scripts/setup.sh --cuda '
-touch "$site/torch/lib/libtorch_cuda.so"
+touch "$site/torch/lib"/lib{torch,c10}_cuda.so
+cuda 0 AUTO 'No CUDA. Missing: the name of libcudart in .*/libc10_cuda.so '
 printf 'x\0libcudart.so.13\0' >"$site/torch/lib/libc10_cuda.so"
 headers='cuda_runtime_api.h, crt/host_defines.h, nv/target, cusparse.h, nccl.h'
 cuda 0 AUTO "No CUDA. Missing: libcudart.so.13, $headers"
