@@ -180,7 +180,7 @@ static std::optional<ProgramRun> complete_by(const std::string& shell, const std
 
 TEST(Programs, FishCompletesByTheScript) {
   const auto run = complete_by("fish", "--no-config", R"(source script
-for line in 'hasten tr' 'hasten train --rep' 'hasten train --config=tr' 'hasten train tr'
+for line in 'hasten tr' 'hasten train --report-to' 'hasten train --config=tr' 'hasten train tr'
   complete -C $line | string replace -r '\t.*' ''
 end
 )");
@@ -198,7 +198,7 @@ zpty -w z 'PROMPT= ; autoload -Uz compinit; compinit -D -u; source ./script'
 zpty -w z 'show() { print -r -- "<$BUFFER>"; BUFFER=; zle accept-line }; zle -N show'
 zpty -w z 'bindkey "^T" show; print rea""dy'
 zpty -r z text '*ready*'
-for line in 'hasten tr' 'hasten train --rep' 'hasten train --config=tr' 'hasten train tr'; do
+for line in 'hasten tr' 'hasten train --report-to' 'hasten train --config=tr' 'hasten train tr'; do
   zpty -w -n z "$line"$'\t\C-T'
   zpty -r z text '*<*>*'
   print -r -- "${${text##*<}%%>*}"

@@ -121,7 +121,8 @@ TEST_F(TrainedPrograms, MetricsFileHoldsEveryRecordAndEveryEpoch) {
   const auto epochs = std::count_if(lines.begin(), lines.end(),
                                     [](const auto& line) { return line.at("type") == "epoch"; });
   EXPECT_EQ(epochs, 2);
-  EXPECT_EQ(lines.size() - 2, state.at("log_history").size());
+  EXPECT_EQ(lines.front().at("type"), "start");
+  EXPECT_EQ(lines.size() - 3, state.at("log_history").size());
 }
 
 TEST_F(TrainedPrograms, EvalEqualsTheLastEvaluationOfTheRun) {
