@@ -147,6 +147,9 @@ function(hasten_install)
     DESTINATION "${CMAKE_INSTALL_DATADIR}/zsh/site-functions" ${HASTEN_RUNTIME})
   install(FILES "${completion}/hasten.fish"
     DESTINATION "${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d" ${HASTEN_RUNTIME})
+  # scripts/man.sh makes the pages.
+  install(DIRECTORY "${PROJECT_BINARY_DIR}/man/" DESTINATION "${CMAKE_INSTALL_MANDIR}/man1"
+    ${HASTEN_RUNTIME} OPTIONAL)
   install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" "${PROJECT_SOURCE_DIR}/CHANGELOG.md"
     DESTINATION "${CMAKE_INSTALL_DOCDIR}" ${HASTEN_RUNTIME})
   install(FILES "${PROJECT_SOURCE_DIR}/README.md" "${PROJECT_SOURCE_DIR}/SECURITY.md"

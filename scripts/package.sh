@@ -91,6 +91,8 @@ collect_licences() {
 
 build_bundle() {
   configure_and_build "$root/build/package" -DHASTEN_PACKAGE=bundle
+  command -v help2man >/dev/null || install_packages help2man
+  "$root/scripts/man.sh" "$root/build/package"
   rm -f "$packages"/hasten*.tar.gz* "$packages"/hasten*.deb*
   cpack --config "$root/build/package/CPackConfig.cmake" -B "$packages" >"$work/cpack.log" 2>&1 ||
     { cat "$work/cpack.log" >&2; die "cpack failed."; }
@@ -127,6 +129,7 @@ try_bundle() {
     tar -C "$place/opt/first" -xf "$packages"/hasten-*.tar.gz
     mv "$place"/opt/first/hasten-* "$place/opt/moved"
     in_root "$place" bash -c "PATH=/opt/moved/bin:\$PATH; $train_there"
+    [[ -s $place/opt/moved/share/man/man1/hasten-train.1.gz ]] || die "the .tar.gz has no man pages"
     rm -r "$place/opt/moved"
     say "--- $suite: the Debian package"
     cp "$packages"/hasten*.deb "$place/tmp"
@@ -134,6 +137,7 @@ try_bundle() {
       apt-get install -y -qq --no-install-recommends /tmp/hasten_*.deb' >"$work/apt.log" 2>&1 ||
       { tail -n 20 "$work/apt.log" >&2; die "apt-get could not install hasten in $suite."; }
     in_root "$place" bash -c "$train_there"
+    [[ -s $place/usr/share/man/man1/hasten-train.1.gz ]] || die "the Debian package has no man pages"
     say "--- $suite: hasten-dev, and a program compiled with it"
     cp -r "$root/tests/install/consumer" "$place/opt/consumer"
     in_root "$place" bash -c 'apt-get install -y -qq --no-install-recommends \
