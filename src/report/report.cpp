@@ -226,7 +226,6 @@ std::string run_details(const RunRecords& run) {
     }
   };
   add("folder", run.folder.path.string());
-  add("command", run.config.empty() ? "" : "hasten train --config " + quoted(run.config.string()));
   for (const char* key : {"model", "train_file", "strategy", "precision", "local_sgd_steps",
                           "num_train_epochs", "max_steps"}) {
     add(shown_name(key), text_of(run.arguments, key));

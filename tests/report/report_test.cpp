@@ -6,6 +6,7 @@
 #include <chrono>
 #include <filesystem>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -214,6 +215,37 @@ TEST_F(ReportTest, AcceptsValuesOfWrongTypes) {
           << line;
     }
   }
+}
+
+TEST_F(ReportTest, ShowsWhereTimeAndMemoryWentAndTheStartOnce) {
+  const std::string page =
+      report_page({run("out",
+                       R"({"type":"start","command":"hasten train --seed 7","cpu":"a CPU"})"
+                       "\n"
+                       R"({"type":"train","step":1,"loss":1,"samples_per_second":8,)"
+                       R"("step_seconds":{"compute":0.5,"recompute":0.25}})"
+                       "\n"
+                       R"({"type":"epoch","step":1,"samples_per_second":4,)"
+                       R"("peak_tensor_bytes_by_rank":[1024,2048]})"
+                       "\n",
+                       nullptr, {{"model", "bert-tiny"}})});
+  std::map<std::string, json> curves;
+  for (const json& chart : island(page)) {
+    for (const json& curve : chart.at("s")) {
+      curves[chart.at("t").get<std::string>() + ": " + curve.at("n").get<std::string>()] =
+          curve.at("y");
+    }
+  }
+  EXPECT_EQ(curves, (std::map<std::string, json>{{"Loss: training", {1}},
+                                                 {"Samples per second: by record", {8}},
+                                                 {"Samples per second: by epoch", {4}},
+                                                 {"Time of a step: compute", {0.5}},
+                                                 {"Time of a step: recompute", {0.25}},
+                                                 {"Tensor memory by rank: rank 0", {1024}},
+                                                 {"Tensor memory by rank: rank 1", {2048}}}));
+  EXPECT_TRUE(has(page, "hasten train --seed 7"));
+  EXPECT_TRUE(has(page, "a CPU"));
+  EXPECT_EQ(count(page, ">command<"), 1);
 }
 
 TEST_F(ReportTest, CountsValuesThatAreNotFinite) {
