@@ -49,14 +49,16 @@ def train_two(hasten, work):
 
 
 def series_of(folder, kind, key):
-    """{step: value} of a recorded value; a resume gives later steps up."""
+    """{step: value} of a recorded value or of a part of it; a resume gives later steps up."""
     values = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["type"] == "resume":
             values = {step: value for step, value in values.items() if step <= record["step"]}
-        if record["type"] == kind and record.get(key) is not None:
-            values[record["step"]] = record[key]
+        member, _, part = key.partition("/")
+        value = record.get(member, {}).get(part) if part else record.get(member)
+        if record["type"] == kind and value is not None:
+            values[record["step"]] = value
     return values
 
 
@@ -64,7 +66,10 @@ def check_values(dom, folder):
     data = json.loads(re.search(r'id="data">(.*?)</script>', dom, re.S)[1])
     known = {("Loss", "training"): ("train", "loss"), ("Loss", "evaluation"): ("eval", "eval_loss"),
              ("Learning rate", ""): ("train", "learning_rate"), ("Gradient norm", ""): ("train", "grad_norm"),
-             ("Metrics", "accuracy"): ("eval", "eval_accuracy")}
+             ("Metrics", "accuracy"): ("eval", "eval_accuracy"),
+             ("Samples per second", "by record"): ("train", "samples_per_second")}
+    for part in ("compute", "recompute", "communication", "data", "save"):
+        known["Time of a step", part] = ("train", f"step_seconds/{part}")
     compared = 0
     for chart in data:
         for curve in chart["s"]:
@@ -76,6 +81,9 @@ def check_values(dom, folder):
             for step, value in zip(curve["x"], curve["y"]):
                 assert abs(expected[step] - value) <= 1e-5 * abs(value) + 1e-12, (chart["t"], step)
                 compared += 1
+    shown = {(chart["t"], curve["n"]) for chart in data for curve in chart["s"]}
+    missing = [name for name, series in known.items() if name not in shown and series_of(folder, *series)]
+    assert not missing, f"no curve: {missing}"
     assert compared > 0 and dom.count("<figure") == len(data) and dom.count("<polyline") >= len(data)
     tip = re.search(r'class="tip"[^>]*>(.*?)</div></div>', dom, re.S)
     assert tip and "step " in tip[1] and "training" in tip[1], "no tooltip"
@@ -94,7 +102,8 @@ def main():
         options.folders = options.folders or train_two(hasten, work)
         pictures = (options.pictures or work).resolve()
         page = work / "report.html"
-        for name, folders in (("run", options.folders[:1]), ("runs", options.folders)):
+        # The pictures of docs/pictures end below a row of charts.
+        for name, folders, height in (("run", options.folders[:1], 872), ("runs", options.folders, 954)):
             subprocess.run([hasten, "report", *folders, "--output", page], check=True)
             hovered = work / "hovered.html"
             hovered.write_text(page.read_text().replace("</body>", HOVER + "</body>"))
@@ -108,8 +117,8 @@ def main():
                     chromium(profile, f"--blink-settings=preferredColorScheme={number}",
                              f"--window-size={width},1000",
                              f"--screenshot={pictures}/{name}_{width}_{scheme}.png", hovered.as_uri())
-                if options.pictures and width == 768:  # for docs/pictures
-                    chromium(profile, "--window-size=768,590", f"--screenshot={pictures}/report_{name}.png",
+                if options.pictures and width == 768:
+                    chromium(profile, f"--window-size=768,{height}", f"--screenshot={pictures}/report_{name}.png",
                              page.as_uri())
     print("no console error, no request")
 
