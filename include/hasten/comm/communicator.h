@@ -66,8 +66,9 @@ struct CommunicatorOptions {
   ShapeCheck check_shapes = ShapeCheck::first;
   /// What moves tensors: a name of backend_names() (hasten/comm/backend.h), the same on all ranks.
   /// "gloo" moves host memory: it copies tensors of other devices there when an operation starts,
-  /// which waits for the device, and back in wait(). A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
-  /// have the back end of the group from which they are made.
+  /// which waits for the device, and back in wait(). A world of one rank moves nothing.
+  /// duplicate() and new_group() do not read it: their groups have the back end of the group from
+  /// which they are made.
   std::string backend = "gloo";
 };
 
