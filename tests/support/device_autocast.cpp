@@ -7,11 +7,8 @@
 namespace hasten::testing_support::machine {
 
 void install_autocast() {
+  using namespace at; // the lists name types of at without it, other ones in each version
   using namespace at::autocast;
-  using at::IntArrayRef;
-  using at::Scalar;
-  using at::ScalarType;
-  using at::Tensor;
   static auto others = MAKE_TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1);
   others.fallback(torch::CppFunction::makeFallthrough());
   static auto m = MAKE_TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1);

@@ -88,7 +88,12 @@ class DeviceWork final : public Work::State {
   }
 
   void wait() override {
-    work_.wait();
+    try {
+      work_.wait();
+    } catch (...) { // it has ended
+      order(stream_, current_stream(stream_.device()));
+      throw;
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     if (roles_.writes_output && !std::exchange(copied_, true)) {
       const c10::StreamGuard guard(stream_);
