@@ -82,7 +82,7 @@ std::string model_card(const TrainCommand& command, const TrainInputs& in, Train
     for (const auto& [name, value] : values.items()) {
       if (value.is_number() || value.is_string()) {
         text += card_row(name, value.is_string() ? value.get<std::string>()
-                                                  : format_digits(value.get<double>()));
+                                                 : format_digits(value.get<double>()));
       }
     }
   }
