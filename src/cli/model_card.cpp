@@ -126,7 +126,8 @@ void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInp
     evaluation = of_final_model ? *last : trainer.evaluate();
     evaluation["eval_samples"] = in.eval->size();
     evaluation.update(trainer.evaluation_report());
-    if (command.report_texts == "on" && evaluation.contains("most_wrong")) {
+    if (trainer.accelerator().is_main_process() && command.report_texts == "on" &&
+        evaluation.contains("most_wrong")) {
       for (auto& sample : evaluation["most_wrong"]) {
         const Batch batch = in.eval->collate({sample["sample"].get<int64_t>()});
         const at::Tensor& ids = batch["input_ids"];

@@ -7,7 +7,7 @@
 
 #include <atomic>
 #include <cstddef>
-#include <fstream>
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/core/memory_rehearsal.h"
 
 namespace hasten {
@@ -146,13 +147,7 @@ class CountingAllocator final : public c10::Allocator {
 
 /// A line "VmHWM:   1234 kB" of /proc/self/status, in bytes; 0 if there is none.
 int64_t process_status_bytes(const std::string& key) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);) {
-    if (line.starts_with(key)) {
-      return std::stoll(line.substr(key.size())) * 1024;
-    }
-  }
-  return 0;
+  return std::atoll(proc_value("/proc/self/status", key).c_str()) * 1024;
 }
 
 } // namespace detail

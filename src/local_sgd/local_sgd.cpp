@@ -5,8 +5,6 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <unistd.h>
-
 #include <atomic>
 #include <cmath>
 #include <cstring>
