@@ -291,7 +291,7 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
     Strategy strategy{};
     require_flag(flags, read_flag(name, strategy),
                  "--strategies=" + text + ": \"" + name + "\" is not a strategy",
-                 flag_expectation<Strategy>(), flag_fix<Strategy>(name));
+                 flag_expectation<Strategy>(), write_nearest(name, spelling_names<Strategy>()));
     require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
                  "--strategies=" + text + ": " + name + " twice", "each strategy once");
     found.push_back(strategy);

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <map>
 #include <set>
-#include <sstream>
 
 #include "flags.h"
 #include "hasten/base/error.h"
@@ -203,8 +202,7 @@ std::string FlagTable::commented_config() const {
       group = entry.option->get_group();
       text += "  // ---- " + group + " ----\n";
     }
-    std::istringstream lines(wrap_text(described(*entry.option), 0, 75));
-    for (std::string line; std::getline(lines, line);) {
+    for (const std::string& line : split(wrapped(described(*entry.option), 75, 0), "\n")) {
       text += "  // " + line + "\n";
     }
     const nlohmann::json value = entry.now();

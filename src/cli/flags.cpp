@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <filesystem>
 #include <regex>
-#include <sstream>
 #include <utility>
 
 #include "hasten/base/world.h"
 
 namespace hasten::detail {
 
-constexpr size_t kHelpWidth = 80;
+constexpr int kHelpWidth = 80;
 constexpr size_t kHelpColumn = 30;
 
 /// True if `read` accepts the text.
@@ -43,28 +42,6 @@ bool read_flag(const std::string& text, std::set<int>& value) {
 }
 bool read_flag(const std::string& text, std::vector<int>& value) {
   return !text.empty() && takes([&] { value = parse_signals(text); });
-}
-
-/// `text` as lines of at most `width` characters, each after `indent` spaces.
-std::string wrap_text(const std::string& text, size_t indent, size_t width) {
-  std::istringstream words(text);
-  std::string lines;
-  std::string line;
-  std::string word;
-  const auto end_line = [&] {
-    lines += std::string(indent, ' ') + line + "\n";
-    line.clear();
-  };
-  while (words >> word) {
-    if (!line.empty() && indent + line.size() + 1 + word.size() > width) {
-      end_line();
-    }
-    line += (line.empty() ? "" : " ") + word;
-  }
-  if (!line.empty()) {
-    end_line();
-  }
-  return lines;
 }
 
 FlagTable::FlagTable(const CommandEntry& entry, CommandText text)
@@ -223,7 +200,7 @@ std::string FlagTable::help() const {
   std::string text = "hasten " + name_ + ": " + text_.summary + "\n\n" + "Usage: hasten " + name_ +
                      " " + text_.usage + "\n";
   if (!text_.notes.empty()) {
-    text += "\n" + wrap_text(text_.notes, 0, kHelpWidth);
+    text += "\n" + wrapped(text_.notes, kHelpWidth, 0) + "\n";
   }
   std::string group;
   for (const CLI::Option* option : app_.get_options()) {
@@ -238,12 +215,9 @@ std::string FlagTable::help() const {
     if (!option->get_type_name().empty()) {
       left += " " + option->get_type_name();
     }
-    std::string body = wrap_text(described(*option), kHelpColumn, kHelpWidth);
-    if (left.size() + 2 > kHelpColumn) {
-      text += left + "\n" + body;
-    } else {
-      text += left + body.substr(left.size());
-    }
+    const bool fits = left.size() + 2 <= kHelpColumn;
+    text += left + (fits ? "" : "\n") + std::string(kHelpColumn - (fits ? left.size() : 0), ' ') +
+            wrapped(described(*option), kHelpWidth, kHelpColumn) + "\n";
   }
   text += text_.examples.size() == 1 ? "\nExample:\n" : "\nExamples:\n";
   for (const std::string& example : text_.examples) {

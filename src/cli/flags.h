@@ -121,17 +121,7 @@ std::string flag_expectation() {
   }
 }
 
-/// "Fix": the spelling nearest to `text`, if the type has spellings.
-template <typename T>
-std::string flag_fix(const std::string& text) {
-  if constexpr (std::is_enum_v<T>) {
-    return write_nearest(text, spelling_names<T>());
-  } else {
-    return {};
-  }
-}
-
-/// The spellings of an enumeration.
+/// The spellings of an enumeration; none of other types.
 template <typename T>
 std::vector<std::string> spelling_values() {
   if constexpr (std::is_enum_v<T>) {
@@ -300,7 +290,8 @@ class FlagTable {
     };
     const auto set = [this, read, expected](const std::string& name, const std::string& text) {
       if (!read(text)) {
-        throw InputError(where(), name + "=" + text, expected(), flag_fix<Value>(text));
+        throw InputError(where(), name + "=" + text, expected(),
+                         write_nearest(text, spelling_values<Value>()));
       }
     };
     declare(names, unit, help, [first, set](const std::string& text) {
@@ -425,8 +416,5 @@ void complete_checkpointing(std::vector<std::string>& arguments);
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_report(const CommandEntry& entry, std::vector<std::string> arguments);
-
-/// `text` as lines of at most `width` characters, each after `indent` spaces.
-std::string wrap_text(const std::string& text, size_t indent, size_t width);
 
 } // namespace hasten::detail
