@@ -42,6 +42,12 @@ LogSinkHolder& log_sink_holder() {
   return *holder;
 }
 
+std::shared_ptr<const LogSink> log_sink() {
+  auto& holder = log_sink_holder();
+  const std::lock_guard lock(holder.mutex);
+  return holder.sink;
+}
+
 int window_columns(int fd) {
   if (::isatty(fd) != 1) {
     return 0;
@@ -81,10 +87,7 @@ void write_log_line(LogLevel level, std::string_view line) {
 } // namespace detail
 
 void set_log_sink(LogSink sink) {
-  std::shared_ptr<const LogSink> next;
-  if (sink) {
-    next = std::make_shared<const LogSink>(std::move(sink));
-  }
+  auto next = sink ? std::make_shared<const LogSink>(std::move(sink)) : nullptr;
   auto& holder = detail::log_sink_holder();
   const std::lock_guard lock(holder.mutex);
   holder.sink = std::move(next);
@@ -101,14 +104,7 @@ void set_log_rank(int rank, int world_size) {
 }
 
 int terminal_columns(int fd) {
-  if (fd == STDERR_FILENO) {
-    auto& holder = detail::log_sink_holder();
-    const std::lock_guard lock(holder.mutex);
-    if (holder.sink) {
-      return 0;
-    }
-  }
-  return detail::window_columns(fd);
+  return fd == STDERR_FILENO && detail::log_sink() ? 0 : detail::window_columns(fd);
 }
 
 std::string styled(std::string_view text, Style style, int fd) {
@@ -134,14 +130,8 @@ void log(LogLevel level, std::string_view long_line) {
   }
   // Enough for all parts of an error and the caller's text around them.
   const std::string line = shortened(long_line, 8192);
-  std::shared_ptr<const LogSink> sink;
-  {
-    auto& holder = detail::log_sink_holder();
-    const std::lock_guard lock(holder.mutex);
-    sink = holder.sink;
-  }
   // Called without the lock, so that a sink may itself replace the sink.
-  if (sink) {
+  if (const auto sink = detail::log_sink()) {
     (*sink)(level, line);
   } else {
     detail::write_log_line(level, line);
