@@ -230,22 +230,13 @@ nlohmann::json per_class_json(const std::vector<ClassScores>& scores,
   return all;
 }
 
-nlohmann::json report_of(const MultiLabelMetrics& metrics, const std::vector<std::string>& names) {
-  return {{"per_class", per_class_json(metrics.per_class(), names)}};
-}
-
-nlohmann::json report_of(const ClassificationMetrics& metrics,
-                         const std::vector<std::string>& names) {
-  nlohmann::json report = {{"per_class", per_class_json(metrics.per_class(), names)}};
-  if (std::ssize(names) <= kMostMatrixLabels) {
-    nlohmann::json counts;
-    for (const at::Tensor& row : metrics.confusion_matrix().unbind()) {
-      const auto* cells = row.const_data_ptr<int64_t>();
-      counts.push_back(std::vector<int64_t>(cells, cells + row.numel()));
-    }
-    report["confusion_matrix"] = {{"labels", names}, {"counts", std::move(counts)}};
+nlohmann::json matrix_json(const at::Tensor& matrix, const std::vector<std::string>& names) {
+  nlohmann::json counts;
+  for (const at::Tensor& row : matrix.unbind()) {
+    const auto* cells = row.const_data_ptr<int64_t>();
+    counts.push_back(std::vector<int64_t>(cells, cells + row.numel()));
   }
-  return report;
+  return {{"labels", names}, {"counts", std::move(counts)}};
 }
 
 /// M: metrics with several values.
@@ -270,11 +261,14 @@ class CountedEvaluation final : public EvaluationMetrics {
     return metrics_.rows() > 0 ? metrics_.compute() : std::map<std::string, double>{};
   }
   nlohmann::json report() const override {
-    nlohmann::json report = nlohmann::json::object();
-    if (metrics_.rows() > 0) {
-      report = report_of(metrics_, names_);
-      if (kOneLabel) {
-        report["most_wrong"] = most_wrong_.table(names_);
+    if (metrics_.rows() == 0) {
+      return nlohmann::json::object();
+    }
+    nlohmann::json report = {{"per_class", per_class_json(metrics_.per_class(), names_)}};
+    if constexpr (kOneLabel) {
+      report["most_wrong"] = most_wrong_.table(names_);
+      if (std::ssize(names_) <= kMostMatrixLabels) {
+        report["confusion_matrix"] = matrix_json(metrics_.confusion_matrix(), names_);
       }
     }
     return report;
