@@ -29,12 +29,10 @@ std::string names_in_words(const std::vector<std::string>& names) {
 }
 
 Recommendation recommend_none(const std::vector<StrategyReport>& reports) {
-  std::vector<std::string> least;
-  for (const StrategyReport& report : reports) {
-    least.push_back(
-        spelling(report.strategy) + " " +
-        (report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than the host has"));
-  }
+  const auto least = mapped(reports, [](const StrategyReport& report) {
+    return spelling(report.strategy) + " " +
+           (report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than the host has");
+  });
   return {{}, "No strategy fits with even one sample, which needs: " + joined(least)};
 }
 

@@ -98,10 +98,9 @@ std::string environment_text(const nlohmann::ordered_json& json) {
             : factor > 0.5               ? " (no gain)"
                                          : " (slower; only for experiments)");
   };
-  std::vector<std::string> threads;
-  for (const auto& [ranks, count] : json.at("threads_per_rank").items()) {
-    threads.push_back(count.dump() + " with " + ranks + (ranks == "1" ? " rank" : " ranks"));
-  }
+  const auto threads = mapped(json.at("threads_per_rank").items(), [](const auto& of) {
+    return of.value().dump() + " with " + of.key() + (of.key() == "1" ? " rank" : " ranks");
+  });
   const auto features = json.at("cpu_features").get<std::vector<std::string>>();
   const auto& omp = json.at("OMP_NUM_THREADS");
   const auto& world = json.at("world");

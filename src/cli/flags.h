@@ -74,18 +74,12 @@ std::string flag_text(const T& value) {
   } else if constexpr (std::is_same_v<T, GradientCheckpointing>) {
     return value.text();
   } else if constexpr (std::is_same_v<T, RankStreams>) {
-    std::vector<std::string> ranks;
-    for (const auto& [rank, stream] : value.ranks) {
-      ranks.push_back(std::to_string(rank) + ":" + std::to_string(static_cast<int>(stream)));
-    }
-    return value.others == Std::none ? joined(ranks, ",")
-                                     : std::to_string(static_cast<int>(value.others));
+    const auto number = [](auto of) { return std::to_string(static_cast<int>(of)); };
+    const auto ranks = mapped(
+        value.ranks, [&](const auto& of) { return number(of.first) + ":" + number(of.second); });
+    return value.others == Std::none ? joined(ranks, ",") : number(value.others);
   } else if constexpr (std::is_same_v<T, std::set<int>>) {
-    std::vector<std::string> ranks;
-    for (const int rank : value) {
-      ranks.push_back(std::to_string(rank));
-    }
-    return joined(ranks, ",");
+    return joined(mapped(value, [](int rank) { return std::to_string(rank); }), ",");
   } else if constexpr (std::is_same_v<T, std::vector<int>>) {
     return signal_names(value);
   } else {

@@ -178,11 +178,8 @@ BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
 }
 
 std::string BertConfig::shapes_text() {
-  std::vector<std::string> names;
-  for (const auto& shape : detail::kBertShapes) {
-    names.emplace_back(shape.name);
-  }
-  return joined(names);
+  return joined(
+      mapped(detail::kBertShapes, [](const auto& shape) { return std::string(shape.name); }));
 }
 
 bool BertConfig::is_shape(std::string_view name) { return detail::find_shape(name) != nullptr; }

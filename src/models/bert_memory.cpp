@@ -5,6 +5,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/memory_rehearsal.h"
@@ -14,11 +15,7 @@ namespace hasten {
 namespace detail {
 
 std::vector<std::vector<int64_t>> shapes_of(const torch::nn::Module& module) {
-  std::vector<std::vector<int64_t>> shapes;
-  for (const at::Tensor& parameter : module.parameters()) {
-    shapes.push_back(parameter.sizes().vec());
-  }
-  return shapes;
+  return mapped(module.parameters(), [](const at::Tensor& of) { return of.sizes().vec(); });
 }
 
 } // namespace detail

@@ -140,10 +140,9 @@ std::string confusion_table(const nlohmann::json& matrix) {
   }
   for (const auto& of_label : counts) {
     rows.push_back({rows[0][rows.size()]});
-    std::vector<double> values;
-    for (const auto& count : of_label) {
-      values.push_back(count.is_number() ? count.get<double>() : 0);
-    }
+    const auto values = mapped(of_label, [](const nlohmann::json& count) {
+      return count.is_number() ? count.get<double>() : 0;
+    });
     const double total = std::accumulate(values.begin(), values.end(), 0.0);
     for (const double value : values) {
       const double share = total > 0 ? value / total : 0;

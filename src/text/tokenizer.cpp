@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/text/bert_words.h"
 #include "hasten/text/utf8.h"
 
@@ -227,11 +228,7 @@ std::vector<std::string> WordPieceTokenizer::tokenize(std::string_view text) con
   detail::BertWords scratch;
   std::vector<int64_t> ids;
   impl_->append_text(text, ~size_t{0} - 1, scratch, ids);
-  std::vector<std::string> pieces;
-  for (const int64_t id : ids) {
-    pieces.push_back(token(id));
-  }
-  return pieces;
+  return mapped(ids, [this](int64_t id) { return std::string(token(id)); });
 }
 
 std::string WordPieceTokenizer::decode(const std::vector<int64_t>& ids) const {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "metrics/metric_checks.h"
 #include "trainer_parts.h"
 
@@ -159,12 +160,9 @@ std::vector<double> resolve_class_weights(const std::string& class_weights, cons
   }
   const auto total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   const auto present = std::count_if(counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
-  std::vector<double> weights;
-  for (const int64_t count : counts) {
-    weights.push_back(
-        count == 0 ? 1.0 : static_cast<double>(total) / static_cast<double>(present * count));
-  }
-  return weights;
+  return mapped(counts, [&](int64_t count) {
+    return count == 0 ? 1.0 : static_cast<double>(total) / static_cast<double>(present * count);
+  });
 }
 
 } // namespace hasten

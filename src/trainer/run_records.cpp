@@ -14,6 +14,7 @@
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
 #include "hasten/io/commit.h"
 #include "hasten/trainer/output_folder.h"
@@ -155,11 +156,9 @@ void TrainingRun::step_plateau(const nlohmann::json& record) {
     refuse_metric(parts_.arguments.metric_for_best_model, record);
   }
   if (plateau_->step(value->get<double>())) {
-    std::vector<double> rates;
-    for (const auto& group : torch_optimizer_->param_groups()) {
-      rates.push_back(group.options().get_lr());
-    }
-    lr_scheduler_->set_base_lrs(std::move(rates)); // which it keeps
+    lr_scheduler_->set_base_lrs(mapped(torch_optimizer_->param_groups(), [](const auto& group) {
+      return group.options().get_lr();
+    })); // which it keeps
     next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
   }
 }
@@ -309,10 +308,8 @@ void TrainingRun::register_states() {
 /// The arguments override the optimizer's options in the file; they are equal or were allowed to
 /// differ. The learning rate of the file stays if a plateau or a callback has set it.
 void TrainingRun::load_checkpoint() {
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options;
-  for (const auto& group : torch_optimizer_->param_groups()) {
-    options.push_back(group.options().clone());
-  }
+  auto options = mapped(torch_optimizer_->param_groups(),
+                        [](const auto& group) { return group.options().clone(); });
   std::vector<double> peaks = lr_scheduler_->base_lrs();
   parts_.accelerator->load_state(start_.folder, {.verify_checksums = false});
   if (plateau_ || progress_.own_learning_rate) {

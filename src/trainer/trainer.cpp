@@ -13,6 +13,7 @@
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
@@ -138,12 +139,9 @@ void require_known_metric(const TrainingArguments& a, std::vector<std::string> n
 }
 
 void refuse_metric(const std::string& metric, const nlohmann::json& record) {
-  std::vector<std::string> names;
-  for (const auto& entry : record.items()) {
-    names.push_back(entry.key());
-  }
-  throw InputError("trainer::train", "the evaluation record lacks metric_for_best_model=" + metric,
-                   "one of " + joined(names));
+  throw InputError(
+      "trainer::train", "the evaluation record lacks metric_for_best_model=" + metric,
+      "one of " + joined(mapped(record.items(), [](const auto& e) { return e.key(); })));
 }
 
 /// Applies label smoothing and class weights of the arguments to the loss function.

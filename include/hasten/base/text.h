@@ -4,10 +4,12 @@
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <type_traits>
 #include <vector>
 
 namespace hasten {
@@ -16,6 +18,16 @@ namespace hasten {
 std::string joined(const std::vector<std::string>& parts, std::string_view between = ", ");
 /// The parts between separators, including empty ones. A text without separator is one part.
 std::vector<std::string> split(std::string_view text, std::string_view separator = ",");
+
+/// What `f` returns for each element.
+template <typename Range, typename F>
+auto mapped(const Range& range, const F& f) {
+  std::vector<std::decay_t<std::invoke_result_t<const F&, decltype(*range.begin())>>> results;
+  for (const auto& element : range) {
+    results.push_back(std::invoke(f, element));
+  }
+  return results;
+}
 
 /// `value` as a field of a CSV file, with quotes if it needs them.
 std::string csv_field(std::string_view value, char delimiter = ',');

@@ -49,11 +49,7 @@ std::optional<E> spelled(const std::string& text) {
 
 template <typename E>
 std::vector<std::string> spelling_names() {
-  std::vector<std::string> names;
-  for (const auto& [name, value] : spellings<E>()) {
-    names.push_back(name);
-  }
-  return names;
+  return mapped(spellings<E>(), [](const auto& of) { return of.first; });
 }
 
 /// "one of a, b, c", for the "Expected" of an error.
