@@ -242,38 +242,26 @@ void from_json(const nlohmann::json& json, TokenCount& count) {
   count = {json.at(0).get<int64_t>(), json.at(1).get<int64_t>()};
 }
 
-/// Calls visit("name", field) for the fields that every state has.
-template <typename Progress, typename Visit>
-void visit_progress(Progress& p, Visit&& visit) {
-  visit("epoch_index", p.epoch);
-  visit("epoch_ended", p.epoch_ended);
-  visit("windows_counted", p.windows_counted);
-  visit("since_record", p.since_record);
-  visit("of_epoch", p.of_epoch);
-  visit("of_run", p.of_run);
-  visit("samples", p.samples);
-  visit("samples_before_epoch", p.samples_before_epoch);
-  visit("tokens", p.tokens);
-  visit("tokens_before_epoch", p.tokens_before_epoch);
-  visit("seconds_aside", p.seconds_aside);
-  visit("seconds_trained_before_epoch", p.seconds_trained_before_epoch);
-}
+// What every state has.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunProgress, epoch_index, epoch_ended, windows_counted,
+                                   since_record, of_epoch, of_run, samples, samples_before_epoch,
+                                   tokens, tokens_before_epoch, seconds_aside,
+                                   seconds_trained_before_epoch)
 
 nlohmann::json TrainingRun::saved_progress() const {
-  nlohmann::json values = {{"state", try_parse_json(trainer_state_json(state_)).value},
-                           {"epoch_evaluation", finite_json(progress_.epoch_evaluation)},
-                           {"run_seconds", run_seconds()},
-                           {"stopping", control_.stopping()},
-                           {"own_learning_rate", progress_.own_learning_rate},
-                           {"evaluated_step", progress_.last_evaluated_step}};
-  visit_progress(progress_, [&](const char* name, const auto& field) { values[name] = field; });
+  nlohmann::json values = progress_;
+  values.update({{"state", try_parse_json(trainer_state_json(state_)).value},
+                 {"epoch_evaluation", finite_json(progress_.epoch_evaluation)},
+                 {"run_seconds", run_seconds()},
+                 {"stopping", control_.stopping()},
+                 {"own_learning_rate", progress_.own_learning_rate},
+                 {"evaluated_step", progress_.last_evaluated_step}});
   return values;
 }
 
 void TrainingRun::restore(const nlohmann::json& values) {
   // All is read before anything is set.
-  RunProgress progress;
-  visit_progress(progress, [&](const char* name, auto& field) { values.at(name).get_to(field); });
+  auto progress = values.get<RunProgress>();
   for (const auto& [name, value] : values.at("epoch_evaluation").items()) {
     if (value.is_number()) {
       progress.epoch_evaluation[name] = value.get<double>();
@@ -356,7 +344,7 @@ void TrainingRun::open_output_dir() {
 }
 
 nlohmann::json TrainingRun::run_json(bool finished) const {
-  const bool at_epoch_end = state_.global_step == epochs_last_step(progress_.epoch);
+  const bool at_epoch_end = state_.global_step == epochs_last_step(progress_.epoch_index);
   const int64_t drop = data_loader_->options().drop_batch;
   return {{"format", 1},
           {"hasten_version", HASTEN_VERSION},
@@ -367,7 +355,7 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
           {"steps_per_epoch", plan_.steps_per_epoch},
           {"train_rows", parts_.train->size()},
           {"global_step", state_.global_step},
-          {"epoch_index", progress_.epoch},
+          {"epoch_index", progress_.epoch_index},
           {"at_epoch_end", at_epoch_end},
           {"epoch_rows_seen", at_epoch_end ? data_loader_->epoch_rows() : step_->loader().cursor()},
           {"drop_batch", drop > 0 ? drop

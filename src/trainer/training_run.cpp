@@ -126,11 +126,11 @@ TrainOutput TrainingRun::run() {
       deferral.emplace();
     }
     if (progress_.epoch_ended &&
-        (last_step() || state_.global_step == epochs_last_step(progress_.epoch))) {
+        (last_step() || state_.global_step == epochs_last_step(progress_.epoch_index))) {
       end_epoch(); // the checkpoint was saved before the epoch's report
-      ++progress_.epoch;
+      ++progress_.epoch_index;
     }
-    for (; !last_step() && !terminated_; ++progress_.epoch) {
+    for (; !last_step() && !terminated_; ++progress_.epoch_index) {
       run_epoch();
     }
     return terminated_ ? TrainOutput{} : finish();
@@ -228,7 +228,7 @@ void TrainingRun::run_epoch() {
   if (last_step()) {
     return;
   }
-  step_->loader().set_epoch(static_cast<uint64_t>(progress_.epoch));
+  step_->loader().set_epoch(static_cast<uint64_t>(progress_.epoch_index));
   step_seconds_.lap(nullptr);
   for (const Batch& batch : step_->loader()) {
     step_seconds_.lap(&step_seconds_.data);
@@ -247,7 +247,7 @@ void TrainingRun::run_epoch() {
     count_step(true);
     // At the end of an epoch records and saves wait for the loader's end, which is collective. A
     // rank without samples in the last window takes part in that window only there.
-    if (state_.global_step != epochs_last_step(progress_.epoch)) {
+    if (state_.global_step != epochs_last_step(progress_.epoch_index)) {
       if (last_step()) {
         break; // in the middle of an epoch, where every rank has samples
       }
@@ -421,7 +421,7 @@ void TrainingRun::end_epoch() {
   const at::Tensor peaks = of_ranks.amax(0);
 
   EpochReport report;
-  report.epoch = progress_.epoch + 1;
+  report.epoch = progress_.epoch_index + 1;
   report.epochs = plan_.epochs;
   report.global_step = state_.global_step;
   report.training_loss = progress_.of_epoch.mean();

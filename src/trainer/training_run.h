@@ -65,7 +65,7 @@ struct TokenCount {
 
 /// What a checkpoint keeps of a run's progress, in addition to TrainerState.
 struct RunProgress {
-  int64_t epoch = 0; // the current one, from 0
+  int64_t epoch_index = 0; // of the current one, from 0
   bool epoch_ended = false; // but not reported yet
   uint64_t windows_counted = 0;
   LossTotal since_record{};
