@@ -112,10 +112,8 @@ Recommendation recommend(const std::vector<StrategyReport>& reports) {
   if (left_out.size() == reports.size()) {
     return detail::recommend_none(reports);
   }
-  const auto fastest = std::max_element(
-      reports.begin(), reports.end(), [](const StrategyReport& a, const StrategyReport& b) {
-        return a.timing.samples_per_second < b.timing.samples_per_second;
-      });
+  const auto fastest = std::ranges::max_element(
+      reports, {}, [](const StrategyReport& report) { return report.timing.samples_per_second; });
   auto chosen = fastest;
   for (auto report = reports.begin(); report != reports.end(); ++report) {
     if (report->fits() && report->strategy < chosen->strategy &&
@@ -153,18 +151,16 @@ std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
       {"strategy", "largest batch", "peak/process", "samples/s", "waits in backward"});
   for (const StrategyReport& report : reports) {
     const std::string name = strategy_name(report.strategy);
-    if (!report.fits()) {
-      text += detail::table_row(
-          {name, "none", report.least_bytes > 0 ? ">= " + format_bytes(report.least_bytes) : "-",
-           "-", "-"});
-      continue;
-    }
-    const BatchTiming& timing = report.timing;
-    text += detail::table_row(
-        {name,
-         format_count(timing.rows) + (timing.rows == command.max_batch_size ? " or more" : ""),
-         format_bytes(timing.peak_bytes), format_fixed(timing.samples_per_second, 1),
-         format_fixed(100 * timing.exposed_share, 0) + " %"});
+    const std::string least =
+        report.least_bytes > 0 ? ">= " + format_bytes(report.least_bytes) : "-";
+    const auto& [rows, speed, step_seconds, exposed, peak_bytes] = report.timing;
+    text +=
+        report.fits()
+            ? detail::table_row(
+                  {name, format_count(rows) + (rows == command.max_batch_size ? " or more" : ""),
+                   format_bytes(peak_bytes), format_fixed(speed, 1),
+                   format_fixed(100 * exposed, 0) + " %"})
+            : detail::table_row({name, "none", least, "-", "-"});
   }
   return text + recommendation.text + "\n";
 }
@@ -241,9 +237,8 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
                                const Recommendation& recommendation) {
   int64_t least = 0;
   for (const StrategyReport& report : reports) {
-    if (report.least_bytes > 0) {
-      least = least == 0 ? report.least_bytes : std::min(least, report.least_bytes);
-    }
+    const int64_t bytes = report.least_bytes;
+    least = bytes > 0 && (least == 0 || bytes < least) ? bytes : least;
   }
   throw InputError(
       "cli::compare",

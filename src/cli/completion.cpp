@@ -65,7 +65,7 @@ std::string completed(std::vector<std::string> words) {
   const std::string flag = equals == std::string::npos ? words.back() : current.substr(0, equals);
   const auto flags = flags_of(words[0]);
   for (const FlagRow& row : flags) {
-    if (row.takes_value && std::find(row.names.begin(), row.names.end(), flag) != row.names.end()) {
+    if (row.takes_value && std::ranges::find(row.names, flag) != row.names.end()) {
       for (const std::string& value : row.values) {
         add(equals == std::string::npos ? value : flag + "=" + value, {});
       }
@@ -89,7 +89,7 @@ std::string completion(std::vector<std::string> arguments) {
     arguments.erase(arguments.begin());
     return completed(std::move(arguments));
   }
-  const std::map<std::string, const char*> scripts{
+  static const std::map<std::string, const char*> scripts{
       {"bash", kBashScript}, {"zsh", kZshScript}, {"fish", kFishScript}};
   const auto script = scripts.find(first);
   if (arguments.size() != 1 || script == scripts.end()) {

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <set>
 
@@ -19,8 +21,7 @@ namespace hasten::detail {
 constexpr std::array kNotInFiles{"--config", "--print-config"};
 
 bool is_in_files(const ConfigEntry& entry) {
-  return std::find(kNotInFiles.begin(), kNotInFiles.end(), entry.names.front()) ==
-         kNotInFiles.end();
+  return std::ranges::find(kNotInFiles, entry.names.front()) == kNotInFiles.end();
 }
 
 /// The key of "--num-train-epochs" in a configuration file.
@@ -50,7 +51,7 @@ std::string config_path_of(const std::vector<std::string>& arguments) {
     if (arguments[i] == "--config") {
       return i + 1 < arguments.size() ? arguments[i + 1] : std::string();
     }
-    if (arguments[i].rfind("--config=", 0) == 0) {
+    if (arguments[i].starts_with("--config=")) {
       return arguments[i].substr(9);
     }
   }
@@ -60,9 +61,7 @@ std::string config_path_of(const std::vector<std::string>& arguments) {
 
 /// --help is printed whatever the file and the environment hold.
 bool asks_for_help(const std::vector<std::string>& arguments) {
-  return std::any_of(arguments.begin(), arguments.end(), [](const std::string& argument) {
-    return argument == "--help" || argument == "-h";
-  });
+  return std::ranges::any_of(arguments, [](const auto& a) { return a == "--help" || a == "-h"; });
 }
 
 void FlagTable::read_config(const std::vector<std::string>& arguments) {
@@ -116,23 +115,17 @@ constexpr std::string_view kVariableStart = "HASTEN_";
 /// The variable of "--learning-rate", without its start: "LEARNING_RATE".
 std::string variable_of(const std::string& flag) {
   std::string name = config_key(flag);
-  std::transform(name.begin(), name.end(), name.begin(), [](char c) {
-    return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
-  });
+  std::ranges::transform(name, name.begin(), ::toupper);
   return name;
 }
 
 /// True if `name` is a variable of a flag of another command.
 bool is_of_another_command(const std::string& name) {
-  for (const char* command : {"train", "eval"}) {
-    for (const FlagRow& row : flags_of(command)) {
-      if (std::any_of(row.names.begin(), row.names.end(),
-                      [&](const std::string& flag) { return variable_of(flag) == name; })) {
-        return true;
-      }
-    }
-  }
-  return false;
+  std::vector<FlagRow> rows = flags_of("train");
+  std::ranges::move(flags_of("eval"), std::back_inserter(rows));
+  return std::ranges::any_of(rows, [&](const FlagRow& row) {
+    return std::ranges::find(row.names, name, variable_of) != row.names.end();
+  });
 }
 
 void FlagTable::read_environment(const std::vector<std::string>& arguments) {
@@ -142,8 +135,7 @@ void FlagTable::read_environment(const std::vector<std::string>& arguments) {
   std::vector<std::string> known;
   for (const ConfigEntry& entry : config_entries_) {
     const std::string& first = entry.names.front();
-    if (std::find(kNotInEnvironment.begin(), kNotInEnvironment.end(), first) !=
-        kNotInEnvironment.end()) {
+    if (std::ranges::find(kNotInEnvironment, first) != kNotInEnvironment.end()) {
       continue;
     }
     for (const std::string& flag : entry.names) {
@@ -161,9 +153,8 @@ void FlagTable::read_environment(const std::vector<std::string>& arguments) {
   }
   for (char** variable = environ; *variable != nullptr; ++variable) {
     const std::string name(*variable, std::strcspn(*variable, "="));
-    const bool own =
-        std::find(kOwnVariables.begin(), kOwnVariables.end(), name) != kOwnVariables.end();
-    if (own || !name.starts_with(kVariableStart)) {
+    if (!name.starts_with(kVariableStart) ||
+        std::ranges::find(kOwnVariables, name) != kOwnVariables.end()) {
       continue;
     }
     const std::string rest = name.substr(kVariableStart.size());
@@ -198,7 +189,7 @@ std::string FlagTable::commented_config() const {
       continue;
     }
     if (entry.option->get_group() != group) {
-      text += (group.empty() ? "" : "\n");
+      text += group.empty() ? "" : "\n";
       group = entry.option->get_group();
       text += "  // ---- " + group + " ----\n";
     }

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <iomanip>
 #include <iostream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
@@ -31,20 +32,16 @@ int64_t memory_bytes(const std::string& key) {
 
 /// The CPU's features that matter for the speed of LibTorch's kernels.
 std::vector<std::string> cpu_features() {
-  const std::set<std::string> wanted{"avx2",        "fma",      "avx512f",  "avx512_vnni",
-                                     "avx512_bf16", "amx_bf16", "amx_int8", "asimd",
-                                     "bf16",        "sve"};
+  static const std::set<std::string> wanted{"avx2",        "fma",      "avx512f",  "avx512_vnni",
+                                            "avx512_bf16", "amx_bf16", "amx_int8", "asimd",
+                                            "bf16",        "sve"};
   std::string flags = proc_value("/proc/cpuinfo", "flags");
   if (flags.empty()) {
     flags = proc_value("/proc/cpuinfo", "Features"); // Arm
   }
   std::istringstream words(flags);
-  std::vector<std::string> found;
-  for (std::string word; words >> word;) {
-    if (wanted.count(word) > 0) {
-      found.push_back(word);
-    }
-  }
+  std::vector<std::string> found(std::istream_iterator<std::string>(words), {});
+  std::erase_if(found, [](const std::string& word) { return !wanted.contains(word); });
   return found;
 }
 
