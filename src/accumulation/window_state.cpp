@@ -1,7 +1,6 @@
 // A window's part of a state. It is exact, so that the next batch continues as if without a save.
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "hasten/accumulation/gradient_window.h"

@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <string>
-
 #include "hasten/base/error.h"
 #include "hasten/core/named_tensors.h"
 

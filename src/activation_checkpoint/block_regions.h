@@ -4,11 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iomanip>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 

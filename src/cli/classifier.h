@@ -2,7 +2,6 @@
 // truncated. Private to src/cli.
 #pragma once
 
-#include <filesystem>
 #include <string>
 #include <vector>
 

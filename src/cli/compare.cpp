@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <optional>
-#include <string_view>
 
 #include "classifier.h"
 #include "compare.h"

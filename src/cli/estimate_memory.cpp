@@ -4,7 +4,6 @@
 #include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <utility>
 #include <vector>
 
 #include "hasten/base/exit_code.h"

@@ -1,9 +1,7 @@
 // The group of a world of one: no socket, no thread, but the same checks.
 #include <ATen/ATen.h>
 
-#include <mutex>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 #include <utility>
 

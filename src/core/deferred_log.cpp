@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 
 #include "hasten/base/error.h"
 #include "hasten/core/recompute.h"

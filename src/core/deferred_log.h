@@ -17,7 +17,6 @@
 
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>

@@ -5,7 +5,6 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <sstream>
 
 #include "hasten/base/error.h"

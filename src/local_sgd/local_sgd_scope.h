@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <deque>
-#include <exception>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <vector>

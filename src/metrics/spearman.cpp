@@ -8,7 +8,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "hasten/base/error.h"
 #include "hasten/core/random.h"
 #include "hasten/metrics/regression.h"
 #include "metric_checks.h"

@@ -5,9 +5,7 @@
 
 #include <cmath>
 #include <memory>
-#include <tuple>
 #include <type_traits>
-#include <utility>
 
 #include "step_options.h"
 

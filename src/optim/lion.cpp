@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <memory>
-#include <utility>
 
 #include "step_options.h"
 

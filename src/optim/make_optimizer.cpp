@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <map>
-#include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"

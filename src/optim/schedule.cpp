@@ -1,6 +1,5 @@
 #include "hasten/optim/schedule.h"
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>
 

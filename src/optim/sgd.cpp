@@ -4,7 +4,6 @@
 #include <torch/optim/serialize.h>
 
 #include <memory>
-#include <utility>
 
 #include "step_options.h"
 

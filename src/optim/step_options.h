@@ -5,7 +5,6 @@
 #include <torch/optim/serialize.h>
 
 #include <memory>
-#include <string>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>

@@ -27,7 +27,6 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <string>
 #include <vector>
 
 #include "hasten/comm/communicator.h"

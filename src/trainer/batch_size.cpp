@@ -3,7 +3,6 @@
 
 #include <string>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "activation_checkpoint/block_regions.h"

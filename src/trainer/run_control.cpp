@@ -3,13 +3,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <csignal>
 #include <map>
 #include <string>
 #include <typeinfo>
 #include <utility>
-#include <vector>
 
 #include "accelerator/accelerator_core.h"
 #include "hasten/base/error.h"

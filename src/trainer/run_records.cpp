@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"

@@ -1,8 +1,6 @@
 // One micro-batch of the training loop, and the checks of an optimizer step's gradients.
 #pragma once
 
-#include <optional>
-
 #include "hasten/data/loader.h"
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/schedule.h"

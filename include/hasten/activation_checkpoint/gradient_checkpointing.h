@@ -13,9 +13,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/config/checkpoint_spec.h"

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>

@@ -4,7 +4,6 @@
 
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "hasten/optim/fused_optimizer.h"
 

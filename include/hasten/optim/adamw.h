@@ -5,8 +5,6 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
-#include <vector>
-
 #include "hasten/optim/fused_optimizer.h"
 
 namespace hasten {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <tuple>
-#include <vector>
 
 #include "hasten/optim/fused_optimizer.h"
 

@@ -4,8 +4,6 @@
 
 #include <torch/optim/sgd.h>
 
-#include <vector>
-
 #include "hasten/optim/fused_optimizer.h"
 
 namespace hasten {

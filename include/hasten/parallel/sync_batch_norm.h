@@ -29,7 +29,6 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
