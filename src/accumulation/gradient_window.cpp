@@ -48,8 +48,8 @@ std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
     }
     return sum;
   };
-  std::stable_sort(models.begin(), models.end(),
-                   [&bytes](const auto& a, const auto& b) { return bytes(a) > bytes(b); });
+  std::ranges::stable_sort(models,
+                           [&bytes](const auto& a, const auto& b) { return bytes(a) > bytes(b); });
   return models;
 }
 
@@ -78,7 +78,7 @@ class ZeroHook final : public torch::autograd::FunctionPostHook {
   explicit ZeroHook(bool custom) : custom_(custom) {}
 
   Tensors operator()(const Tensors& outputs, const Tensors& inputs) override {
-    if (std::any_of(inputs.begin(), inputs.end(), has_nonzero)) {
+    if (std::ranges::any_of(inputs, has_nonzero)) {
       return outputs; // it follows values that other ranks sent
     }
     Tensors result = outputs;
@@ -477,9 +477,8 @@ void GradientWindow::complete() {
 
 // Which rank's buffers are used may depend on which ranks had a sample.
 void GradientWindow::note_ranks(const WindowTotals& totals, bool here) {
-  const bool even_out = std::any_of(models_.begin(), models_.end(), [](const auto& model) {
-    return model->evens_out_buffers(true);
-  });
+  const bool even_out = std::ranges::any_of(
+      models_, [](const auto& model) { return model->evens_out_buffers(true); });
   if (even_out && !totals.extra && totals.finished + totals.idle > 0) {
     ranks_ = detail::ranks_with_batches(*communicator_, here);
   }

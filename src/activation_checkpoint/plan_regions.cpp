@@ -30,7 +30,7 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorI
 constexpr int kNoTensor = -1;
 
 static bool contains(const std::vector<int>& values, int value) {
-  return std::find(values.begin(), values.end(), value) != values.end();
+  return std::ranges::find(values, value) != values.end();
 }
 
 // One block's call.
@@ -104,9 +104,8 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
     return contains(wanted, value) || program->occurs(value, &ProgramStep::inputs, from, last);
   };
   for (size_t at = first; at < last;) {
-    const auto region = std::find_if(inner.begin(), inner.end(), [&](const StepRegion& candidate) {
-      return candidate.first == at;
-    });
+    const auto region = std::ranges::find_if(
+        inner, [&](const StepRegion& candidate) { return candidate.first == at; });
     size_t next = at + 1;
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> outputs;
@@ -239,9 +238,8 @@ class PlanPass {
                     const std::vector<int>& values) {
     for (const PlanRegion& blocks : plan_->regions) {
       const bool inside = blocks.first <= index && index < blocks.last;
-      const bool is_open = std::any_of(open_.begin(), open_.end(), [&](const OpenRegion& open) {
-        return open.blocks == blocks;
-      });
+      const bool is_open =
+          std::ranges::any_of(open_, [&](const OpenRegion& open) { return open.blocks == blocks; });
       if (!inside || is_open) {
         continue;
       }
@@ -322,10 +320,9 @@ class PlanHandler final : public BlockHandler {
     }
     if (!hook_engine_installed()) {
       // Another engine is installed: each block is a reentrant region of its own.
-      const bool recomputed =
-          std::any_of(plan_->regions.begin(), plan_->regions.end(), [&](const PlanRegion& region) {
-            return region.first <= found->second && found->second < region.last;
-          });
+      const bool recomputed = std::ranges::any_of(plan_->regions, [&](const PlanRegion& region) {
+        return region.first <= found->second && found->second < region.last;
+      });
       const RegionForward part = block_part(block, forward);
       return recomputed ? run_region(part, std::move(inputs), options_) : part(std::move(inputs));
     }

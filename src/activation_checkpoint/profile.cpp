@@ -38,9 +38,8 @@ static int64_t live_now(const at::Device& device) { return memory_stats(device).
 
 void on_gradient(const std::vector<at::Tensor>& tensors,
                  std::function<void(const at::Tensor&)> hook) {
-  const auto derived = std::find_if(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.requires_grad();
-  });
+  const auto derived = std::ranges::find_if(
+      tensors, [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); });
   if (derived != tensors.end()) {
     derived->register_hook(std::move(hook));
   }

@@ -81,9 +81,8 @@ std::string shortened(std::string_view text, size_t limit) {
 }
 
 size_t text_width(std::string_view text) {
-  return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) {
-    return (static_cast<unsigned char>(c) & 0xC0) != 0x80;
-  }));
+  return static_cast<size_t>(std::ranges::count_if(
+      text, [](char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }));
 }
 
 std::string wrapped(std::string_view text, int columns, size_t indent) {

@@ -292,7 +292,7 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
     require_flag(flags, read_flag(name, strategy),
                  "--strategies=" + text + ": \"" + name + "\" is not a strategy",
                  flag_expectation<Strategy>(), write_nearest(name, spelling_names<Strategy>()));
-    require_flag(flags, std::find(found.begin(), found.end(), strategy) == found.end(),
+    require_flag(flags, std::ranges::find(found, strategy) == found.end(),
                  "--strategies=" + text + ": " + name + " twice", "each strategy once");
     found.push_back(strategy);
   }
@@ -306,10 +306,9 @@ void check_compared(const FlagTable& flags, const CompareCommand& command) {
       flags, command.nproc >= 2,
       "--nproc=" + std::to_string(command.nproc) + ": strategies differ only on several processes",
       "2 or more");
-  require_shard_size(
-      flags, arguments.shard_size,
-      std::find(strategies.begin(), strategies.end(), Strategy::hsdp) != strategies.end(),
-      command.nproc);
+  require_shard_size(flags, arguments.shard_size,
+                     std::ranges::find(strategies, Strategy::hsdp) != strategies.end(),
+                     command.nproc);
   require_flag(flags,
                arguments.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
                "--gradient-checkpointing=" + arguments.gradient_checkpointing.text() +
@@ -549,7 +548,7 @@ std::string model_shapes_text() { return joined(model_shapes()); }
 
 bool is_model_shape(const std::string& model) {
   const auto& shapes = model_shapes();
-  return std::find(shapes.begin(), shapes.end(), model) != shapes.end();
+  return std::ranges::find(shapes, model) != shapes.end();
 }
 
 Command parse_command_line(const std::vector<std::string>& arguments) {
@@ -565,7 +564,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   const detail::CommandEntry& command = detail::command_named(arguments[0]);
   std::vector<std::string> words(arguments.begin() + 1, arguments.end());
   if (command.parse != detail::parse_launch) { // its program has its own flags
-    std::transform(words.begin(), std::find(words.begin(), words.end(), "--"), words.begin(),
+    std::transform(words.begin(), std::ranges::find(words, "--"), words.begin(),
                    detail::with_dashes);
   }
   try {

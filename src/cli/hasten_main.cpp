@@ -150,9 +150,8 @@ class Hasten {
     compare_strategies(command, [&](const std::string& state_file) {
       const LaunchResult result = launch_workers(
           {.nproc = command.nproc, .environment = {{CompareState::kVariable, state_file}}});
-      const bool ran_out =
-          std::any_of(result.ends.begin(), result.ends.end(),
-                      [](const ProcessEnd& end) { return end.code == kExitOutOfMemory; });
+      const bool ran_out = std::ranges::any_of(
+          result.ends, [](const ProcessEnd& end) { return end.code == kExitOutOfMemory; });
       if (result.exit_code != kExitOk && !ran_out) {
         throw SilentExit(report(result, true));
       }

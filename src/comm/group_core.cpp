@@ -64,8 +64,7 @@ GroupCore::GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOp
       options(with_environment(group)),
       members(members_or_all(std::move(of), link->world().world_size)),
       key(group_key(group.name, members, link->world().world_size)),
-      rank(static_cast<int>(std::find(members.begin(), members.end(), link->world().rank) -
-                            members.begin())),
+      rank(static_cast<int>(std::ranges::find(members, link->world().rank) - members.begin())),
       world_size(static_cast<int>(members.size())) {
   link->add_group(key);
   progress_ = link->liveness().add_group(key);
@@ -106,8 +105,8 @@ void GroupCore::check_equal(const std::string& operation, uint64_t sequence,
 }
 
 void GroupCore::require_equal(const std::string& operation, const std::vector<std::string>& texts) {
-  const auto other = std::find_if(texts.begin(), texts.end(),
-                                  [&](const std::string& text) { return text != texts[0]; });
+  const auto other =
+      std::ranges::find_if(texts, [&](const std::string& text) { return text != texts[0]; });
   if (other != texts.end()) {
     const auto has = [&](size_t i) {
       return "rank " + std::to_string(link->launch_rank(members[i])) + " has " + texts[i];

@@ -30,8 +30,7 @@ static WorldRanks ranks_of_members(const WorldRanks& before, const std::vector<i
   WorldRanks left = before;
   World& world = left.world;
   const std::string& host = before.hellos[static_cast<size_t>(world.rank)].process_host;
-  world.rank =
-      static_cast<int>(std::find(members.begin(), members.end(), world.rank) - members.begin());
+  world.rank = static_cast<int>(std::ranges::find(members, world.rank) - members.begin());
   world.world_size = static_cast<int>(members.size());
   world.local_world_size = 0;
   left.hellos.clear();
@@ -112,7 +111,7 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
                                                std::to_string(ranks_.timeout.count()) + " ms (" +
                                                why + ")");
   }
-  const bool own = std::find(members.begin(), members.end(), world().rank) != members.end();
+  const bool own = std::ranges::find(members, world().rank) != members.end();
   if (!own || (!launcher_serves(world()) && members[0] != 0)) {
     throw CommunicationError(kShrinkWhere,
                              own ? "rank 0, which serves the store, has not come within " +

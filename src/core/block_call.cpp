@@ -110,8 +110,8 @@ BlockAttachment attach_block(const std::shared_ptr<torch::nn::Module>& block, Bl
   });
   auto& entry = registry.entries[block.get()];
   entry.block = block;
-  const auto place = std::find_if(entry.links.begin(), entry.links.end(),
-                                  [stage](const auto& link) { return link.stage >= stage; });
+  const auto place =
+      std::ranges::find_if(entry.links, [stage](const auto& link) { return link.stage >= stage; });
   if (place != entry.links.end() && place->stage == stage) {
     throw InputError("core::attach_block",
                      "block " + block->name() + " already has an interceptor for " +
@@ -133,10 +133,9 @@ void detail::BlockDetacher::operator()(const torch::nn::Module* block) const noe
     return; // the block was destroyed and its entry removed
   }
   auto& links = it->second.links;
-  const auto link =
-      std::find_if(links.begin(), links.end(), [&](const detail::BlockLink& candidate) {
-        return candidate.id == id; // another block may live here by now
-      });
+  const auto link = std::ranges::find_if(links, [&](const detail::BlockLink& candidate) {
+    return candidate.id == id; // another block may live here by now
+  });
   if (link == links.end()) {
     return;
   }

@@ -214,7 +214,7 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
   const OpInfo& info = op_info(passing.op);
   const auto arguments = passing.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool write = std::find(info.writes.begin(), info.writes.end(), i) != info.writes.end();
+    const bool write = std::ranges::find(info.writes, i) != info.writes.end();
     op.arguments.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       return describe_tensor(tensor, write, described);
     }));
@@ -223,7 +223,7 @@ DeferredRecorder::Passing DeferredRecorder::describe(const OpPassing& passing) {
       covers_storage(arguments[0].toTensor())) {
     const size_t storage = *find(arguments[0].toTensor());
     const auto itself = [&](const DeferredRange& range) { return range.storage == storage; };
-    if (std::count_if(op.reads.begin(), op.reads.end(), itself) == 1) {
+    if (std::ranges::count_if(op.reads, itself) == 1) {
       std::erase_if(op.reads, itself);
       op.overwrites = {storage, 0, arguments[0].toTensor().storage().nbytes()};
     }
@@ -261,7 +261,7 @@ void DeferredRecorder::note_results(const OpPassing& passing, Passing& described
     visit_tensors(result, [&](const at::Tensor& tensor) {
       const auto is_alias = [&](const at::Tensor& other) { return same_storage(other, tensor); };
       if (is_deferrable(tensor) && !find(tensor) &&
-          std::none_of(described.outside.begin(), described.outside.end(), is_alias)) {
+          std::ranges::none_of(described.outside, is_alias)) {
         const size_t storage = log_->add(tensor);
         known_[tensor.storage().unsafeGetStorageImpl()] = storage;
         tracked_.push_back({});
@@ -316,7 +316,7 @@ void DeferredRecorder::make_room() {
       order.emplace_back(tracked_[s].used, s);
     }
   }
-  std::sort(order.begin(), order.end());
+  std::ranges::sort(order);
   for (const auto& [used, storage] : order) {
     if (resident_ <= resident_bytes_) {
       return;
@@ -400,8 +400,7 @@ bool in_deferred_init() { return detail::deferred_scope_open; }
 
 bool is_deferred(const torch::nn::Module& module) {
   const auto tensors = detail::tensors_of(module);
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const at::Tensor& tensor) { return is_deferred(tensor); });
+  return std::ranges::any_of(tensors, [](const at::Tensor& tensor) { return is_deferred(tensor); });
 }
 
 void materialize(const std::vector<at::Tensor>& tensors) {

@@ -131,10 +131,9 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
   for (size_t i = ops_.size(); i-- > 0 && !needed.empty();) {
     const DeferredOp& op = ops_[i];
     const auto is_needed = [&](size_t s) { return needed.count(s) > 0; };
-    if (std::none_of(op.writes.begin(), op.writes.end(),
-                     [&](const DeferredRange& range) { return is_needed(range.storage); }) &&
-        std::none_of(op.creates.begin(), op.creates.end(),
-                     [&](const auto& c) { return is_needed(c.second); })) {
+    if (std::ranges::none_of(
+            op.writes, [&](const DeferredRange& range) { return is_needed(range.storage); }) &&
+        std::ranges::none_of(op.creates, [&](const auto& c) { return is_needed(c.second); })) {
       continue;
     }
     Step& step = steps.emplace_back();
@@ -155,7 +154,7 @@ std::vector<DeferredLog::Step> DeferredLog::slice_of(const std::vector<size_t>& 
       use(range.storage, true);
     }
   }
-  std::reverse(steps.begin(), steps.end());
+  std::ranges::reverse(steps);
   return steps;
 }
 
@@ -176,7 +175,7 @@ void DeferredLog::replay(const std::vector<Step>& steps,
       const auto is_same = [&](const GeneratorState& s) {
         return s.generator() == then.generator();
       };
-      if (std::none_of(before.begin(), before.end(), is_same)) {
+      if (std::ranges::none_of(before, is_same)) {
         before.push_back(then.again());
       }
       then.restore();
@@ -239,9 +238,8 @@ void DeferredLog::run(DeferredOp& op) {
   for (const c10::IValue& argument : op.arguments) {
     // An operator may change the sizes of its argument.
     stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
-      const bool changes =
-          std::any_of(op.changes.begin(), op.changes.end(),
-                      [&](const at::Tensor& other) { return other.is_same(tensor); });
+      const bool changes = std::ranges::any_of(
+          op.changes, [&](const at::Tensor& other) { return other.is_same(tensor); });
       return changes ? tensor.clone() : without_graph(tensor);
     }));
   }
@@ -253,8 +251,8 @@ void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& re
   size_t number = 0;
   for (const c10::IValue& value : results) {
     visit_tensors(value, [&](const at::Tensor& tensor) {
-      const auto made = std::find_if(op.creates.begin(), op.creates.end(),
-                                     [&](const auto& create) { return create.first == number; });
+      const auto made = std::ranges::find_if(
+          op.creates, [&](const auto& create) { return create.first == number; });
       ++number;
       if (made == op.creates.end()) {
         return;

@@ -166,8 +166,7 @@ class LaunchJudge {
   }
 
   bool failed(int rank) const {
-    return std::any_of(failures_.begin(), failures_.end(),
-                       [&](const auto& f) { return f.rank == rank; });
+    return std::ranges::any_of(failures_, [&](const auto& f) { return f.rank == rank; });
   }
 
   /// A rank that a signal has stopped does nothing, and SIGTERM does not end it.
@@ -278,7 +277,7 @@ class LaunchJudge {
     }
     if (!failures_.empty()) {
       auto failures = failures_;
-      std::stable_sort(failures.begin(), failures.end(), [](const auto& a, const auto& b) {
+      std::ranges::stable_sort(failures, [](const auto& a, const auto& b) {
         return std::tie(a.follows, a.time) < std::tie(b.follows, b.time);
       });
       const int first = failures[0].rank;

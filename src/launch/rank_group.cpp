@@ -178,9 +178,8 @@ bool RankGroup::reap(Member& member) {
 }
 
 std::vector<RankEvent> RankGroup::wait(std::chrono::milliseconds timeout) {
-  const bool must_ask = std::any_of(ranks_.begin(), ranks_.end(), [](const Member& member) {
-    return !member.ended && !member.pid_fd;
-  });
+  const bool must_ask = std::ranges::any_of(
+      ranks_, [](const Member& member) { return !member.ended && !member.pid_fd; });
   int milliseconds = static_cast<int>(std::clamp<long long>(timeout.count(), 0, 3'600'000));
   milliseconds = must_ask ? std::min(milliseconds, kLaunchPollMs) : milliseconds;
   epoll_event ready[16];

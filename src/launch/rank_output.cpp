@@ -31,9 +31,8 @@ bool RankStreams::has(int rank, Std stream) const {
 }
 
 bool RankStreams::any() const {
-  return others != Std::none || std::any_of(ranks.begin(), ranks.end(), [](const auto& entry) {
-           return entry.second != Std::none;
-         });
+  return others != Std::none ||
+         std::ranges::any_of(ranks, [](const auto& entry) { return entry.second != Std::none; });
 }
 
 bool LogsSpecs::on_console(int rank, Std stream) const {

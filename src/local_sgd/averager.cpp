@@ -109,8 +109,7 @@ void Averager::Impl::lay_out() {
     last = entry.fragment;
     before += entry.numel;
     const at::ScalarType dtype = entry.dtype == at::kDouble ? at::kDouble : at::kFloat;
-    auto group = std::find_if(groups.begin(), groups.end(),
-                              [&](const Group& g) { return g.dtype == dtype; });
+    auto group = std::ranges::find_if(groups, [&](const Group& g) { return g.dtype == dtype; });
     if (group == groups.end()) {
       groups.push_back({dtype});
       group = groups.end() - 1;
@@ -260,9 +259,8 @@ bool Averager::started() const { return impl_->round.open; }
 
 bool Averager::ready() const {
   const auto& operations = impl_->round.operations;
-  return std::all_of(operations.begin(), operations.end(), [](const auto& operation) {
-    return !operation.step && operation.handle.done();
-  });
+  return std::ranges::all_of(
+      operations, [](const auto& operation) { return !operation.step && operation.handle.done(); });
 }
 
 const AverageReport& Averager::report() {

@@ -23,9 +23,8 @@ bool SpreadWatch::grows(const AverageReport& report, double learning_rate) {
   if (last_.size() > kRounds) {
     last_.pop_front();
   }
-  const bool growing =
-      !said_ && last_.size() == kRounds && last_.back() > 2 * last_.front() &&
-      std::adjacent_find(last_.begin(), last_.end(), std::greater_equal<>()) == last_.end();
+  const bool growing = !said_ && last_.size() == kRounds && last_.back() > 2 * last_.front() &&
+                       std::ranges::adjacent_find(last_, std::greater_equal<>()) == last_.end();
   said_ = said_ || growing;
   return growing;
 }
@@ -173,7 +172,7 @@ void LocalSGD::Impl::begin_local() {
   core->local.set_local(true);
   local = true;
   progress.averaged_at = progress.steps;
-  std::fill(progress.own_weight.begin(), progress.own_weight.end(), 0);
+  std::ranges::fill(progress.own_weight, 0);
   progress.group_weight = 0;
   averager->reset_anchor();
   progress.learning_rate = learning_rate();
@@ -257,7 +256,7 @@ void LocalSGD::Impl::close_round(int64_t fragment) {
 }
 
 void LocalSGD::Impl::committed() {
-  std::fill(progress.taken_weight.begin(), progress.taken_weight.end(), 0);
+  std::ranges::fill(progress.taken_weight, 0);
   progress.rounds += 1;
   unread = true;
 }

@@ -75,9 +75,8 @@ class NamedOptions {
     if (!text) {
       return otherwise;
     }
-    const auto found = std::find_if(spellings.begin(), spellings.end(), [&](const auto& spelling) {
-      return *text == "\"" + spelling + "\"";
-    });
+    const auto found = std::ranges::find_if(
+        spellings, [&](const auto& spelling) { return *text == "\"" + spelling + "\""; });
     require(found != spellings.end(), name, *text, "one of " + joined(spellings));
     return found - spellings.begin();
   }

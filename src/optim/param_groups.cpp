@@ -25,7 +25,7 @@ bool name_forbids_decay(const std::string& dotted_name) {
     }
   }
   const auto elements = split(name, ".");
-  return std::any_of(elements.begin(), elements.end(), [](const std::string& element) {
+  return std::ranges::any_of(elements, [](const std::string& element) {
     return element == "norm" || element.ends_with("_norm");
   });
 }
@@ -53,9 +53,8 @@ DecaySplit split_by_decay(const torch::nn::Module& model) {
     if (!parameter.requires_grad() || !seen.insert(parameter.unsafeGetTensorImpl()).second) {
       continue;
     }
-    const bool in_layer_norm =
-        std::any_of(layer_norms.begin(), layer_norms.end(),
-                    [&](const std::string& prefix) { return name.starts_with(prefix); });
+    const bool in_layer_norm = std::ranges::any_of(
+        layer_norms, [&](const std::string& prefix) { return name.starts_with(prefix); });
     if (in_layer_norm || name_forbids_decay(name)) {
       split.rest.push_back(parameter);
     } else {

@@ -238,8 +238,7 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
   const at::NoGradGuard no_grad;
   schedule_->close_window();
   const auto& units = schedule_->units();
-  if (std::any_of(units.begin(), units.end(),
-                  [](const auto& unit) { return unit->has_unused(); })) {
+  if (std::ranges::any_of(units, [](const auto& unit) { return unit->has_unused(); })) {
     check_replaced(*module_, parameters_);
   }
   for (const auto& unit : units) {

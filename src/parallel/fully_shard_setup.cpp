@@ -96,9 +96,8 @@ static std::vector<std::shared_ptr<torch::nn::SequentialImpl>> sequentials_in(
 // Throws if an entry that is a block has already been wrapped by another object.
 static void check_entries(torch::nn::SequentialImpl& container, const BlockNumbers& blocks) {
   for (const auto& child : container.named_children()) {
-    const bool called =
-        std::any_of(container.begin(), container.end(),
-                    [&](torch::nn::AnyModule& entry) { return entry.ptr() == child.value(); });
+    const bool called = std::ranges::any_of(
+        container, [&](torch::nn::AnyModule& entry) { return entry.ptr() == child.value(); });
     if (blocks.count(child.value().get()) > 0 && !called) {
       throw InputError("parallel::FullyShard",
                        "entry \"" + child.key() + "\" of a Sequential is already wrapped",
@@ -139,8 +138,8 @@ void visit_modules(torch::nn::Module& module, const std::string& prefix, size_t 
 
 static bool has_parameters(const torch::nn::Module& module) {
   const auto parameters = module.parameters();
-  return std::any_of(parameters.begin(), parameters.end(),
-                     [](const at::Tensor& parameter) { return parameter.defined(); });
+  return std::ranges::any_of(parameters,
+                             [](const at::Tensor& parameter) { return parameter.defined(); });
 }
 
 // Groups of one world need different names; all ranks of a group use rank 0's number.
@@ -306,7 +305,7 @@ FullyShard::Units FullyShard::make_units(const detail::ShardBlocks& blocks) {
     detail::check_entries(*container, blocks.numbers);
   }
   for (const auto& [name, precision] : options_.unit_precision) {
-    if (std::find(names.begin(), names.end(), name) == names.end()) {
+    if (std::ranges::find(names, name) == names.end()) {
       throw InputError("parallel::FullyShard", "unit_precision names \"" + name + "\"",
                        "a block's name, or \"\" for the root");
     }

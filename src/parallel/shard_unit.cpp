@@ -31,7 +31,7 @@ ShardUnit::ShardUnit(std::string name, MixedPrecisionPolicy precision,
 void ShardUnit::add(ShardedParameter& entry) {
   const at::Tensor& parameter = entry.parameter;
   const at::ScalarType dtype = parameter.scalar_type();
-  auto flat = std::find_if(flats_.begin(), flats_.end(), [&](const auto& f) {
+  auto flat = std::ranges::find_if(flats_, [&](const auto& f) {
     return f.dtype == dtype && f.tensors.front().entry->parameter.device() == parameter.device();
   });
   if (flat == flats_.end()) {
@@ -67,10 +67,9 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
   const auto is_direct = [&](const ShardTensor& tensor) {
     return tensor.chunk() * static_cast<int64_t>(c10::elementSize(flat.dtype)) >= kTravelsAlone;
   };
-  std::stable_sort(flat.tensors.begin(), flat.tensors.end(),
-                   [&](const ShardTensor& a, const ShardTensor& b) {
-                     return a.trainable != b.trainable ? a.trainable : is_direct(a) < is_direct(b);
-                   });
+  std::ranges::stable_sort(flat.tensors, [&](const ShardTensor& a, const ShardTensor& b) {
+    return a.trainable != b.trainable ? a.trainable : is_direct(a) < is_direct(b);
+  });
   for (size_t i = 0; i < flat.tensors.size(); ++i) {
     ShardTensor& tensor = flat.tensors[i];
     tensor.offset = flat.numel;

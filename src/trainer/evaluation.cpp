@@ -39,8 +39,7 @@ at::Tensor outputs_in_order(TrainerParts& parts, RankOutputs mine, int64_t datas
             {"sizes", first.sizes().slice(1).vec()}};
   }
   const auto forms = communicator.all_gather_object(form, "shape of the outputs");
-  const auto known =
-      std::find_if(forms.begin(), forms.end(), [](const auto& f) { return !f.is_null(); });
+  const auto known = std::ranges::find_if(forms, [](const auto& f) { return !f.is_null(); });
   auto sizes = known->at("sizes").get<std::vector<int64_t>>();
   sizes.insert(sizes.begin(), 0);
   const at::Tensor none =
