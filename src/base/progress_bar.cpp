@@ -12,12 +12,8 @@
 
 namespace hasten {
 
-namespace detail {
-
 constexpr auto kBarRedraw = std::chrono::milliseconds(100);
 constexpr auto kBarPlainLine = std::chrono::seconds(5);
-
-} // namespace detail
 
 ProgressBar::ProgressBar(std::string label, int64_t total, bool enabled)
     : label_(std::move(label)),
@@ -26,7 +22,7 @@ ProgressBar::ProgressBar(std::string label, int64_t total, bool enabled)
       terminal_(enabled && ::isatty(STDERR_FILENO) == 1 && !detail::dumb_terminal()),
       start_(std::chrono::steady_clock::now()),
       // A bar shows immediately, a plain line after the first five seconds.
-      last_draw_(terminal_ ? start_ - detail::kBarRedraw : start_) {}
+      last_draw_(terminal_ ? start_ - kBarRedraw : start_) {}
 
 ProgressBar::~ProgressBar() {
   try {
@@ -49,9 +45,9 @@ void ProgressBar::update(int64_t done, const std::string& note,
   note_ = note;
   seconds_left_ = seconds_left;
   const auto now = std::chrono::steady_clock::now();
-  const bool due = terminal_ ? now - last_draw_ >= detail::kBarRedraw
-                             : now - last_draw_ >= detail::kBarPlainLine &&
-                                   (done_ - printed_done_) * 10 >= total_;
+  const bool due =
+      terminal_ ? now - last_draw_ >= kBarRedraw
+                : now - last_draw_ >= kBarPlainLine && (done_ - printed_done_) * 10 >= total_;
   if (due) {
     draw(now);
   }

@@ -96,9 +96,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
   RunDescription description = describe_run(a, plan, *in.bert.model, world_size);
   description.threads = threads_per_rank(world_size);
   description.device = "cpu or a GPU";
-  for (auto& line : run_lines(description)) {
-    lines.push_back(std::move(line));
-  }
+  std::ranges::move(run_lines(description), std::back_inserter(lines));
   lines.emplace_back(
       "optimizer",
       spelling(a.optim) + ", weight decay " + format_digits(a.weight_decay) +

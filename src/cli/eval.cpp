@@ -98,11 +98,10 @@ void write_eval_predictions(const EvalCommand& command, const TextClassifier& cl
   write_predictions_file(command.predictions, predictions, false);
 }
 
-void print_eval(const nlohmann::ordered_json& result, const nlohmann::json& report, bool json) {
+void print_eval(nlohmann::ordered_json result, const nlohmann::json& report, bool json) {
   if (json) {
-    nlohmann::ordered_json all = result;
-    all.update(report);
-    std::cout << all.dump() << std::endl;
+    result.update(report);
+    std::cout << result.dump() << std::endl;
     return;
   }
   for (const auto& [name, value] : result.items()) {
@@ -153,10 +152,9 @@ int run_command(const EvalCommand& command) {
     if (!is_main) {
       return;
     }
-    nlohmann::ordered_json result;
-    result["rows"] = rows->size();
+    nlohmann::ordered_json result = {{"rows", rows->size()}};
     for (const auto& [name, value] : metrics.items()) {
-      if (name.rfind("eval_", 0) == 0) {
+      if (name.starts_with("eval_")) {
         result[name] = value;
       }
     }

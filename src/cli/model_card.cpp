@@ -8,6 +8,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/config/spelling.h"
@@ -77,8 +78,8 @@ std::string model_card(const TrainCommand& command, const TrainInputs& in, Train
   for (const nlohmann::json& values : {train, evaluation}) {
     for (const auto& [name, value] : values.items()) {
       if (value.is_number() || value.is_string()) {
-        text += card_row(name, value.is_string() ? value.get<std::string>()
-                                                 : format_digits(value.get<double>()));
+        text += card_row(name,
+                         value.is_string() ? json_text(value) : format_digits(value.get<double>()));
       }
     }
   }
@@ -111,9 +112,8 @@ void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInp
   if (in.eval) {
     const TrainerState& state = trainer.state();
     const auto& history = state.log_history;
-    const auto last = std::find_if(history.rbegin(), history.rend(), [](const auto& record) {
-      return record.contains("eval_runtime");
-    });
+    const auto last = std::find_if(history.rbegin(), history.rend(),
+                                   [](const auto& r) { return r.contains("eval_runtime"); });
     const bool of_final_model =
         !trainer.evaluation_report().is_null() && last != history.rend() &&
         last->at("step") == state.global_step &&

@@ -108,11 +108,9 @@ TokenizedClassification read_train_data(const TrainCommand& command,
 
 /// A checksum of the token ids, the labels and the labels' names.
 std::string train_data_checksum(const TokenizedClassification& data) {
-  std::string text = data.train_checksum;
-  for (const std::string& name : data.label_names) {
-    text += "\n" + name;
-  }
-  return hash_hex(text);
+  std::vector<std::string> lines = data.label_names;
+  lines.insert(lines.begin(), data.train_checksum);
+  return hash_hex(joined(lines, "\n"));
 }
 
 // Checkpoints hold weights and two moments, and an incomplete one can exist during a save.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <iterator>
 #include <numeric>
+#include <ranges>
 #include <set>
 
 #include "hasten/base/error.h"
@@ -72,9 +73,7 @@ std::string tiles(const RunRecords& run) {
     text += "<div><small>" + escape_markup(name) + "</small><b>" + escape_markup(value) +
             "</b><small>" + escape_markup(more) + "</small></div>";
   };
-  std::vector<std::string> keys = metric_keys(run);
-  keys.resize(std::min<size_t>(keys.size(), 4));
-  for (const std::string& key : keys) {
+  for (const std::string& key : metric_keys(run) | std::views::take(4)) {
     const Series& series = *run.find("eval/" + key);
     const size_t best = best_of(series, key);
     tile((key == "eval_loss" ? "evaluation " : "") + shown_name(key),

@@ -42,20 +42,18 @@ double number_of(const nlohmann::json& object, const std::string& key, double ot
 
 /// The object in a file; empty, with a note, if the file holds none.
 nlohmann::json object_in(const std::filesystem::path& path, std::vector<std::string>& notes) {
-  nlohmann::json value = nlohmann::json::object();
   try {
     std::error_code error;
-    if (std::filesystem::is_regular_file(path, error)) {
-      value = read_json_file("report::write_report", path);
+    const nlohmann::json value = std::filesystem::is_regular_file(path, error)
+                                     ? read_json_file("report::write_report", path)
+                                     : nlohmann::json::object();
+    if (value.is_object()) {
+      return value;
     }
   } catch (const InputError&) { // removed since, or unreadable
-    value = nullptr;
   }
-  if (!value.is_object()) {
-    notes.push_back(path.filename().string() + " cannot be read as a JSON object.");
-    return nlohmann::json::object();
-  }
-  return value;
+  notes.push_back(path.filename().string() + " cannot be read as a JSON object.");
+  return nlohmann::json::object();
 }
 
 /// Drops the values from `step` on, so that steps ascend.

@@ -24,8 +24,6 @@ constexpr std::string_view kCheckpointPrefix = "checkpoint-";
 constexpr const char* kRunRecords[] = {
     "metrics.jsonl",     "trainer_state.json", kRunFile,          "train_results.json",
     "eval_results.json", "all_results.json",   "checkpoint-best", kReportFile};
-/// Files of a model, which training would overwrite.
-constexpr const char* kModelTraces[] = {"model.safetensors", "training_args.json"};
 
 /// N of "checkpoint-N"; empty for other names.
 std::optional<int64_t> checkpoint_number(const std::string& name) {
@@ -67,8 +65,7 @@ std::vector<CheckpointFolder> checkpoint_folders(const std::filesystem::path& fo
       found.push_back({*number, entry.path()});
     }
   }
-  std::sort(found.begin(), found.end(),
-            [](const auto& a, const auto& b) { return a.global_step < b.global_step; });
+  std::ranges::sort(found, {}, &CheckpointFolder::global_step);
   return found;
 }
 
@@ -77,17 +74,15 @@ std::filesystem::path trace_of_a_run(const std::filesystem::path& folder) {
   if (!checkpoints.empty()) {
     return checkpoints.front().path;
   }
-  std::error_code error;
-  const auto first_of = [&](const auto& names) -> std::filesystem::path {
-    for (const char* name : names) {
-      if (std::filesystem::exists(folder / name, error)) {
-        return folder / name;
-      }
+  std::vector<const char*> names(std::begin(detail::kRunRecords), std::end(detail::kRunRecords));
+  names.insert(names.end(), {"model.safetensors", "training_args.json"}); // of a model
+  for (const char* name : names) {
+    std::error_code error;
+    if (std::filesystem::exists(folder / name, error)) {
+      return folder / name;
     }
-    return {};
-  };
-  const auto record = first_of(detail::kRunRecords);
-  return record.empty() ? first_of(detail::kModelTraces) : record;
+  }
+  return {};
 }
 
 void require_free_output_dir(const TrainingArguments& arguments) {
@@ -189,11 +184,9 @@ std::vector<std::filesystem::path> rotate_checkpoints(const std::filesystem::pat
 
 void keep_only_checkpoint(const std::filesystem::path& folder, int64_t step) {
   const auto checkpoints = checkpoint_folders(folder);
-  if (std::ranges::find(checkpoints, step, &CheckpointFolder::global_step) == checkpoints.end()) {
-    return;
-  }
+  const bool exists = std::ranges::count(checkpoints, step, &CheckpointFolder::global_step) > 0;
   for (const CheckpointFolder& checkpoint : checkpoints) {
-    if (checkpoint.global_step != step) {
+    if (exists && checkpoint.global_step != step) {
       detail::remove_checkpoint(checkpoint.path);
     }
   }

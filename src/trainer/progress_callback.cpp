@@ -32,11 +32,9 @@ std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
                                        {"micro-F1", "eval_f1_micro"}, {"macro-F1", "eval_f1_macro"},
                                        {"accuracy", "eval_accuracy"}, {"macro-F1", "eval_f1"}};
   std::vector<MetricColumn> columns;
-  for (const MetricColumn& column : known) {
-    if (epoch.evaluation.count(column.name) > 0) {
-      columns.push_back(column);
-    }
-  }
+  std::ranges::copy_if(known, std::back_inserter(columns), [&](const MetricColumn& column) {
+    return epoch.evaluation.contains(column.name);
+  });
   for (const auto& [name, value] : epoch.evaluation) {
     if (name != "eval_loss" && name != "eval_runtime" &&
         name.find("_per_second") == std::string::npos && columns.size() < 2 &&
@@ -106,7 +104,7 @@ std::string epoch_line(const EpochReport& epoch, int columns, const std::string&
 
 BannerLines run_lines(const RunDescription& run) {
   const TrainingPlan& plan = run.plan;
-  const auto number = [](int64_t value) { return format_count(value); };
+  const auto number = format_count;
   std::string parameters = number(run.parameters);
   parameters += run.trainable_parameters == run.parameters
                     ? ", all trained"
@@ -207,14 +205,10 @@ ProgressCallback::ProgressCallback(std::string title, BannerLines facts,
       prediction_label_(std::move(prediction_label)) {}
 
 void ProgressCallback::on_train_begin(const RunDescription& run) {
-  BannerLines lines;
-  for (const std::string& note : run.notes) {
-    lines.emplace_back("resume", note);
-  }
+  BannerLines lines = mapped(
+      run.notes, [](const std::string& note) { return std::pair(std::string("resume"), note); });
   lines.insert(lines.end(), facts_.begin(), facts_.end());
-  for (auto& line : run_lines(run)) {
-    lines.push_back(std::move(line));
-  }
+  std::ranges::move(run_lines(run), std::back_inserter(lines));
   detail::log_wrapped(title_, Style::bold);
   for (const std::string& line : banner_text(lines, terminal_columns())) {
     log_info(line);
@@ -277,13 +271,12 @@ void ProgressCallback::on_train_end(const nlohmann::json& record) {
     bar_->clear();
     bar_.reset();
   }
-  const double seconds = record.value("train_runtime", 0.0);
   if (const auto best = record.find("best_model_checkpoint"); best != record.end()) {
     detail::log_wrapped("The final model is the best one, " + best->get<std::string>() +
                         ", with a metric of " +
                         detail::fixed_text(record.at("best_metric").get<double>(), 4));
   }
-  detail::log_wrapped("Trained in " + format_duration(seconds) + ": " +
+  detail::log_wrapped("Trained in " + format_duration(record.value("train_runtime", 0.0)) + ": " +
                       detail::fixed_text(record.value("train_samples_per_second", 0.0), 1) +
                       " samples/s (with evaluation and saving), training loss " +
                       detail::fixed_text(record.value("train_loss", NAN), 4));

@@ -47,11 +47,9 @@ void load_weights(torch::nn::Module& model, const std::filesystem::path& folder)
 
 /// Leaves the model alone if all its tensors are on the device.
 void move_model(torch::nn::Module& model, const at::Device& device) {
-  for (const auto& [name, tensor] : named_model_tensors(model)) {
-    if (tensor.device() != device) {
-      model.to(device);
-      return;
-    }
+  const auto tensors = named_model_tensors(model);
+  if (std::ranges::any_of(tensors, [&](const auto& t) { return t.second.device() != device; })) {
+    model.to(device);
   }
 }
 
@@ -129,13 +127,12 @@ bool needs_metric(const TrainingArguments& a) {
 void require_known_metric(const TrainingArguments& a, std::vector<std::string> names) {
   names.insert(names.begin(), {"loss", "runtime", "samples_per_second", "steps_per_second"});
   const std::string wanted = a.best_metric_name().substr(5); // "eval_"
-  if (std::find(names.begin(), names.end(), wanted) != names.end()) {
-    return;
+  if (std::ranges::find(names, wanted) == names.end()) {
+    throw InputError(
+        "trainer::Trainer",
+        "metric_for_best_model=" + a.metric_for_best_model + " is not a metric of the evaluation",
+        "one of " + joined(names), write_nearest(wanted, names));
   }
-  throw InputError(
-      "trainer::Trainer",
-      "metric_for_best_model=" + a.metric_for_best_model + " is not a metric of the evaluation",
-      "one of " + joined(names), write_nearest(wanted, names));
 }
 
 void refuse_metric(const std::string& metric, const nlohmann::json& record) {
