@@ -34,8 +34,8 @@ void declare_batches(FlagTable& flags, ModelFlags& command) {
 /// `path`: of a file of predictions; empty: none.
 void require_table_name(const FlagTable& flags, const std::string& flag, const std::string& path) {
   const std::string end = std::filesystem::path(path).extension().string();
-  require_flag(flags, path.empty() || end == ".csv" || end == ".jsonl", flag + "=" + path,
-               "a file name that ends in .csv or .jsonl");
+  flags.require(path.empty() || end == ".csv" || end == ".jsonl", flag + "=" + path,
+                "a file name that ends in .csv or .jsonl");
 }
 
 Command parse_predict(const CommandEntry& entry, std::vector<std::string> arguments) {
@@ -54,15 +54,15 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
   flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
   declare_batches(flags, command);
   command.texts = flags.parse_words(std::move(arguments));
-  require_flag(flags, command.texts.empty() != command.file.empty(),
-               command.file.empty() ? "no text and no --file"
-                                    : "--file=" + command.file + " together with a text",
-               "texts, or --file FILE, or - for stdin");
+  flags.require(command.texts.empty() != command.file.empty(),
+                command.file.empty() ? "no text and no --file"
+                                     : "--file=" + command.file + " together with a text",
+                "texts, or --file FILE, or - for stdin");
   const std::string& output = command.output;
   require_table_name(flags, "--output", output);
-  require_flag(flags,
-               !command.with_logits || (output.empty() ? command.json : output.ends_with(".jsonl")),
-               "--with-logits without JSON", "--json, or --output with a name that ends in .jsonl");
+  flags.require(
+      !command.with_logits || (output.empty() ? command.json : output.ends_with(".jsonl")),
+      "--with-logits without JSON", "--json, or --output with a name that ends in .jsonl");
   return command;
 }
 
@@ -118,16 +118,16 @@ void declare_launch(FlagTable& flags, ProcessFlags& processes) {
 }
 
 void check_launch(const FlagTable& flags, const ProcessFlags& processes) {
-  require_flag(flags, processes.max_restarts == 0,
-               "--max-restarts=" + std::to_string(processes.max_restarts),
-               "0, because hasten does not restart ranks",
-               "start the run again; hasten train resumes it with --resume-from-checkpoint latest");
+  flags.require(
+      processes.max_restarts == 0, "--max-restarts=" + std::to_string(processes.max_restarts),
+      "0, because hasten does not restart ranks",
+      "start the run again; hasten train resumes it with --resume-from-checkpoint latest");
   const LogsSpecs& logs = processes.logs;
-  require_flag(flags, !logs.redirects.any() || !logs.log_dir.empty(),
-               "--redirects without --log-dir", "--log-dir FOLDER for the files");
+  flags.require(!logs.redirects.any() || !logs.log_dir.empty(), "--redirects without --log-dir",
+                "--log-dir FOLDER for the files");
   const auto check_rank = [&](const char* what, int highest) {
-    require_flag(
-        flags, highest < processes.nproc,
+    flags.require(
+        highest < processes.nproc,
         what + std::to_string(highest) + " with --nproc=" + std::to_string(processes.nproc),
         "ranks below --nproc");
   };
@@ -158,8 +158,8 @@ Command parse_launch(const CommandEntry& entry, std::vector<std::string> argumen
   declare_launch(flags, command);
   command.argv = flags.parse_words(std::move(arguments), true);
   check_launch(flags, command);
-  require_flag(flags, !command.argv.empty(), "no program",
-               "hasten launch --nproc N PROGRAM [ARGUMENT...]");
+  flags.require(!command.argv.empty(), "no program",
+                "hasten launch --nproc N PROGRAM [ARGUMENT...]");
   return command;
 }
 
@@ -173,11 +173,10 @@ void declare_folder_or_shape(FlagTable& flags, std::string& model) {
 /// "8x128".
 void read_batch(const FlagTable& flags, const std::string& text, int64_t& rows, int64_t& tokens) {
   const auto numbers = split(text, "x");
-  require_flag(flags,
-               numbers.size() == 2 && read_flag(numbers[0], rows) &&
-                   read_flag(numbers[1], tokens) && kBatchRows.holds(rows) && tokens > 0 &&
-                   kTokens.holds(tokens),
-               "--batch=" + text, "samples and tokens, both above 0, e.g. 8x128");
+  flags.require(numbers.size() == 2 && read_flag(numbers[0], rows) &&
+                    read_flag(numbers[1], tokens) && kBatchRows.holds(rows) && tokens > 0 &&
+                    kTokens.holds(tokens),
+                "--batch=" + text, "samples and tokens, both above 0, e.g. 8x128");
 }
 
 Command parse_state(const CommandEntry& entry, std::vector<std::string> arguments) {
@@ -195,14 +194,14 @@ Command parse_state(const CommandEntry& entry, std::vector<std::string> argument
               NumberRange{0, 1'000'000});
   flags.flag("--json", command.json, "inspect: print one JSON object");
   auto words = flags.parse_words(std::move(arguments));
-  require_flag(flags, words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate"),
-               words.empty() ? "no action and no folder" : joined(words, " "),
-               "inspect FOLDER or consolidate FOLDER");
+  flags.require(words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate"),
+                words.empty() ? "no action and no folder" : joined(words, " "),
+                "inspect FOLDER or consolidate FOLDER");
   command.action = words[0];
   command.folder = words[1];
-  require_flag(flags, (command.action == "consolidate") != command.output.empty(),
-               "--output=" + command.output + " with " + command.action,
-               "a file with consolidate, none with inspect");
+  flags.require((command.action == "consolidate") != command.output.empty(),
+                "--output=" + command.output + " with " + command.action,
+                "a file with consolidate, none with inspect");
   return command;
 }
 
@@ -228,19 +227,19 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
   flags.parse(std::move(arguments));
   read_batch(flags, batch, command.rows, command.tokens);
   if (!budget.empty()) {
-    require_flag(flags, read_flag("budget:" + budget, command.budget), "--budget=" + budget,
-                 "bytes above 0 (2GB) or a percentage up to 100%");
+    flags.require(read_flag("budget:" + budget, command.budget), "--budget=" + budget,
+                  "bytes above 0 (2GB) or a percentage up to 100%");
   }
-  require_flag(flags, command.json.empty() || !budget.empty(),
-               "--json=" + command.json + " without a budget", "--budget BYTES|PERCENT");
+  flags.require(command.json.empty() || !budget.empty(),
+                "--json=" + command.json + " without a budget", "--budget BYTES|PERCENT");
   return command;
 }
 
 /// `hsdp`: the command uses the strategy hsdp.
 void require_shard_size(const FlagTable& flags, int64_t shard_size, bool hsdp, int nproc) {
-  require_flag(flags, shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
-               "--shard-size=" + std::to_string(shard_size),
-               "a divisor of --nproc, with strategy hsdp only");
+  flags.require(shard_size == 0 || (hsdp && shard_size > 0 && nproc % shard_size == 0),
+                "--shard-size=" + std::to_string(shard_size),
+                "a divisor of --nproc, with strategy hsdp only");
 }
 
 Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string> arguments) {
@@ -277,8 +276,8 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
     read_batch(flags, batch, command.rows, command.tokens);
   }
   const auto strategy = spelled<Strategy>(command.strategy);
-  require_flag(flags, command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
-               "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
+  flags.require(command.strategy == "local_sgd" || strategy, "--strategy=" + command.strategy,
+                "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   command.strategy = strategy ? spelling(*strategy) : command.strategy;
   require_shard_size(flags, training.shard_size, command.strategy == "hsdp", command.nproc);
   return command;
@@ -289,11 +288,11 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
   std::vector<Strategy> found;
   for (const std::string& name : split(text)) {
     Strategy strategy{};
-    require_flag(flags, read_flag(name, strategy),
-                 "--strategies=" + text + ": \"" + name + "\" is not a strategy",
-                 flag_expectation<Strategy>(), write_nearest(name, spelling_names<Strategy>()));
-    require_flag(flags, std::ranges::find(found, strategy) == found.end(),
-                 "--strategies=" + text + ": " + name + " twice", "each strategy once");
+    flags.require(read_flag(name, strategy),
+                  "--strategies=" + text + ": \"" + name + "\" is not a strategy",
+                  flag_expectation<Strategy>(), write_nearest(name, spelling_names<Strategy>()));
+    flags.require(std::ranges::find(found, strategy) == found.end(),
+                  "--strategies=" + text + ": " + name + " twice", "each strategy once");
     found.push_back(strategy);
   }
   return found;
@@ -302,18 +301,17 @@ std::vector<Strategy> read_strategies(const FlagTable& flags, const std::string&
 void check_compared(const FlagTable& flags, const CompareCommand& command) {
   const auto& strategies = command.strategies;
   const TrainingArguments& arguments = command.arguments;
-  require_flag(
-      flags, command.nproc >= 2,
+  flags.require(
+      command.nproc >= 2,
       "--nproc=" + std::to_string(command.nproc) + ": strategies differ only on several processes",
       "2 or more");
   require_shard_size(flags, arguments.shard_size,
                      std::ranges::find(strategies, Strategy::hsdp) != strategies.end(),
                      command.nproc);
-  require_flag(flags,
-               arguments.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
-               "--gradient-checkpointing=" + arguments.gradient_checkpointing.text() +
-                   ": a budget needs a known batch size",
-               "none, full, every:K or ops");
+  flags.require(arguments.gradient_checkpointing.mode() != GradientCheckpointing::Mode::budget,
+                "--gradient-checkpointing=" + arguments.gradient_checkpointing.text() +
+                    ": a budget needs a known batch size",
+                "none, full, every:K or ops");
 }
 
 int64_t read_memory_limit(const FlagTable& flags, const std::string& text) {
@@ -411,21 +409,20 @@ Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> argu
   flags.value("--max-length", command.max_length, "TOKENS",
               "truncate longer texts; 0: truncate none", kTokens);
   auto words = flags.parse_words(std::move(arguments));
-  require_flag(flags, !words.empty() && (words.front() == "train" || words.front() == "encode"),
-               words.empty() ? "the action is missing" : "action=" + words.front(),
-               "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
+  flags.require(!words.empty() && (words.front() == "train" || words.front() == "encode"),
+                words.empty() ? "the action is missing" : "action=" + words.front(),
+                "train FILE... --output FOLDER or encode FILE... --tokenizer FOLDER");
   command.action = words.front();
   command.files.assign(words.begin() + 1, words.end());
-  require_flag(flags, !command.files.empty(), "a file is missing", "FILE...");
+  flags.require(!command.files.empty(), "a file is missing", "FILE...");
   const bool train = command.action == "train";
-  require_flag(
-      flags,
+  flags.require(
       train ? !command.output.empty() && command.tokenizer.empty()
             : command.output.empty() && !command.tokenizer.empty(),
       command.action + " with --output=" + command.output + " and --tokenizer=" + command.tokenizer,
       train ? "--output FOLDER alone" : "--tokenizer FOLDER alone");
-  require_flag(flags, command.max_length == 0 || command.max_length >= 2,
-               "--max-length=" + std::to_string(command.max_length), "at least 2, or 0");
+  flags.require(command.max_length == 0 || command.max_length >= 2,
+                "--max-length=" + std::to_string(command.max_length), "at least 2, or 0");
   return command;
 }
 
@@ -444,12 +441,11 @@ Command parse_synth(const CommandEntry& entry, std::vector<std::string> argument
   flags.group("Output");
   flags.value("--output", command.output, "FILE", ".csv, .tsv or .jsonl (default: CSV on stdout)");
   auto words = flags.parse_words(std::move(arguments));
-  require_flag(flags, words.size() == 1 && words.front() == "reviews",
-               words.empty() ? "the kind of data is missing" : "kind of data: " + words.back(),
-               "reviews, and nothing else");
+  flags.require(words.size() == 1 && words.front() == "reviews",
+                words.empty() ? "the kind of data is missing" : "kind of data: " + words.back(),
+                "reviews, and nothing else");
   const std::string extension = std::filesystem::path(command.output).extension();
-  require_flag(
-      flags,
+  flags.require(
       command.output.empty() || extension == ".csv" || extension == ".tsv" || extension == ".jsonl",
       "--output=" + command.output, "a file name that ends in .csv, .tsv or .jsonl");
   return command;

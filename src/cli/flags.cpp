@@ -113,11 +113,10 @@ void FlagTable::flag(const std::string& names, bool& field, const std::string& h
   last_ = app_.add_flag(names, field, help)->group(group_);
   const auto read = [&field](const std::string& text) { return read_flag(text, field); };
   const auto set = [this, read](const std::string& name, const std::string& text) {
-    require_flag(*this,
-                 read(text == "1"   ? "true"
-                      : text == "0" ? "false"
-                                    : text),
-                 name + "=" + text, flag_expectation<bool>());
+    require(read(text == "1"   ? "true"
+                 : text == "0" ? "false"
+                               : text),
+            name + "=" + text, flag_expectation<bool>());
   };
   set_by_config(names, field, set, read, flag_expectation<bool>);
 }
@@ -241,10 +240,10 @@ std::string FlagTable::with_flag_names(std::string message) const {
   return message;
 }
 
-void require_flag(const FlagTable& flags, bool good, const std::string& flag_and_value,
-                  const std::string& expected, const std::string& fix) {
+void FlagTable::require(bool good, const std::string& flag_and_value, const std::string& expected,
+                        const std::string& fix) const {
   if (!good) {
-    throw InputError(flags.where(), flag_and_value, expected, fix);
+    throw InputError(where(), flag_and_value, expected, fix);
   }
 }
 
@@ -301,11 +300,11 @@ void check_columns(const FlagTable& flags, const TableFlags& table) {
   names.push_back(table.text_column);
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());
-  require_flag(flags, twice == names.end(),
-               "column " + (twice == names.end() ? "" : *twice) +
-                   " is named twice by --text-column and " +
-                   (table.label_columns.empty() ? "--label-column" : "--label-columns"),
-               "each column once");
+  flags.require(twice == names.end(),
+                "column " + (twice == names.end() ? "" : *twice) +
+                    " is named twice by --text-column and " +
+                    (table.label_columns.empty() ? "--label-column" : "--label-columns"),
+                "each column once");
 }
 
 } // namespace hasten::detail

@@ -334,6 +334,9 @@ class FlagTable {
   std::vector<std::string> parse_words(std::vector<std::string> arguments,
                                        bool stop_at_word = false);
 
+  /// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
+  void require(bool good, const std::string& flag_and_value, const std::string& expected,
+               const std::string& fix = {}) const;
   std::string help() const;
   /// `message` with names of fields (learning_rate) replaced by flags (--learning-rate), or by the
   /// variables of the environment that set them.
@@ -378,9 +381,6 @@ class FlagTable {
   std::map<std::string, std::string> from_environment_{}; // the variables that set flags, by flag
 };
 
-/// Throws InputError "[cli::<command>] --flag=value. Expected …" unless `good`.
-void require_flag(const FlagTable& flags, bool good, const std::string& flag_and_value,
-                  const std::string& expected, const std::string& fix = {});
 /// --nproc and --oversubscribe, for the commands that start processes.
 void declare_processes(FlagTable& flags, int& nproc, bool& oversubscribe, bool required = false);
 void declare_shard_size(FlagTable& flags, int64_t& shard_size);

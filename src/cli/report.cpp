@@ -20,8 +20,8 @@ Command parse_report(const CommandEntry& entry, std::vector<std::string> argumen
               "the page (default: report.html in the first folder)");
   flags.value("--report-texts", texts, "on|off", "show texts of samples; off leaves them out");
   command.folders = flags.parse_words(std::move(arguments));
-  require_flag(flags, texts == "on" || texts == "off", "--report-texts=" + texts, "on or off");
-  require_flag(flags, !command.folders.empty(), "no folder", "the output folder of a run");
+  flags.require(texts == "on" || texts == "off", "--report-texts=" + texts, "on or off");
+  flags.require(!command.folders.empty(), "no folder", "the output folder of a run");
   command.texts = texts == "on";
   return command;
 }

@@ -44,17 +44,17 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
               "truncate longer texts; at most the model's limit");
 }
 
-void declare_precision(FlagTable& flags, TrainingArguments& arguments) {
-  flags.value("--precision,--mixed-precision", arguments.precision, "NAME",
+void declare_precision(FlagTable& flags, TrainingArguments& a) {
+  flags.value("--precision,--mixed-precision", a.precision, "NAME",
               "fp32, bf16 (matrix products in 16 bits), fp16 (the same with loss scaling) or "
               "auto: bf16 if a short probe finds it clearly faster on every rank");
-  flags.flag("--bf16", arguments.bf16, "same as --precision bf16");
-  flags.flag("--fp16", arguments.fp16, "same as --precision fp16");
+  flags.flag("--bf16", a.bf16, "same as --precision bf16");
+  flags.flag("--fp16", a.fp16, "same as --precision fp16");
 }
 
-void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments) {
-  flags.value("--gradient-checkpointing,--activation-checkpointing",
-              arguments.gradient_checkpointing, "HOW",
+void declare_checkpointing(FlagTable& flags, TrainingArguments& a) {
+  flags.value("--gradient-checkpointing,--activation-checkpointing", a.gradient_checkpointing,
+              "HOW",
               "recompute activations to save memory: none, full (also without a value), "
               "every:K blocks, ops, budget:BYTES or budget:50%");
 }
@@ -62,24 +62,24 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments) {
 // `hasten` does not see LibTorch and so not backend_names().
 constexpr std::array kWorkerBackends{"gloo"};
 
-void declare_backend(FlagTable& flags, TrainingArguments& arguments) {
-  flags.value("--device", arguments.device, "NAME",
+void declare_backend(FlagTable& flags, TrainingArguments& a) {
+  flags.value("--device", a.device, "NAME",
               "auto (a GPU for each process, else the CPU), cpu, cuda, or cuda:N");
-  flags.flag("--use-cpu", arguments.use_cpu, "the same as --device cpu");
-  flags.value("--ddp-backend,--backend", arguments.ddp_backend, "NAME",
+  flags.flag("--use-cpu", a.use_cpu, "the same as --device cpu");
+  flags.value("--ddp-backend,--backend", a.ddp_backend, "NAME",
               "what moves tensors between processes: gloo (sockets, tensors on the CPU)");
 }
 
-void check_backend(const FlagTable& flags, const TrainingArguments& arguments) {
+void check_backend(const FlagTable& flags, const TrainingArguments& a) {
   const std::vector<std::string> known(kWorkerBackends.begin(), kWorkerBackends.end());
-  if (std::find(known.begin(), known.end(), arguments.ddp_backend) == known.end()) {
-    throw InputError(flags.where(), "--backend=" + arguments.ddp_backend, joined(known, " or "),
-                     write_nearest(arguments.ddp_backend, known));
+  if (std::find(known.begin(), known.end(), a.ddp_backend) == known.end()) {
+    throw InputError(flags.where(), "--backend=" + a.ddp_backend, joined(known, " or "),
+                     write_nearest(a.ddp_backend, known));
   }
 }
 
 void declare_run(FlagTable& flags, TrainCommand& command, bool& print_config) {
-  TrainingArguments& arguments = command.arguments;
+  TrainingArguments& a = command.arguments;
   flags.group("Processes and output");
   declare_processes(flags, command.nproc, command.oversubscribe);
   flags.value("--secret-file", command.secret_file, "FILE",
@@ -90,149 +90,145 @@ void declare_run(FlagTable& flags, TrainCommand& command, bool& print_config) {
   flags.flag("--print-config", print_config,
              "print all flags with their values and help as a file for --config, nothing else");
   flags.flag("--dry-run", command.dry_run, "print what the run would do, without training");
-  flags.value("--output-dir", arguments.output_dir, "FOLDER",
+  flags.value("--output-dir", a.output_dir, "FOLDER",
               "folder for the model, checkpoint-N folders, metrics.jsonl and records");
   flags.required();
-  flags.flag("--overwrite-output-dir", arguments.overwrite_output_dir,
+  flags.flag("--overwrite-output-dir", a.overwrite_output_dir,
              "remove another run's files from the output folder first");
-  flags.value("--resume-from-checkpoint", arguments.resume_from_checkpoint, "WHERE",
+  flags.value("--resume-from-checkpoint", a.resume_from_checkpoint, "WHERE",
               "auto: resume the run in the output folder, or start one if there is none; "
               "latest: resume, or fail if there is none; or a checkpoint-N folder");
-  flags.flag("--allow-changed-arguments", arguments.allow_changed_arguments,
+  flags.flag("--allow-changed-arguments", a.allow_changed_arguments,
              "resume even if arguments that alter the run have changed");
 }
 
 /// Flags of strategies and of processes that fail.
-void declare_strategy(FlagTable& flags, TrainingArguments& arguments) {
-  flags.value("--strategy", arguments.strategy, "NAME",
+void declare_strategy(FlagTable& flags, TrainingArguments& a) {
+  flags.value("--strategy", a.strategy, "NAME",
               "what is sharded over processes: ddp (nothing), zero1 (optimizer state), "
               "zero2 (gradients, too), fsdp (parameters, too) or hsdp (fsdp in groups of "
               "--shard-size processes, each with a replica of the model)");
-  declare_shard_size(flags, arguments.shard_size);
-  flags.value("--local-sgd-steps", arguments.local_sgd_steps, "STEPS",
+  declare_shard_size(flags, a.shard_size);
+  flags.value("--local-sgd-steps", a.local_sgd_steps, "STEPS",
               "Local SGD: processes train independently and average their weights every "
               "STEPS steps; 0: gradients are averaged in each step");
   declare_backend(flags, arguments);
-  flags.value("--ddp-timeout", arguments.ddp_timeout, "SECONDS",
+  flags.value("--ddp-timeout", a.ddp_timeout, "SECONDS",
               "limit of waiting for a process that is alive but late");
-  flags.value("--heartbeat-timeout", arguments.heartbeat_timeout, "SECONDS",
+  flags.value("--heartbeat-timeout", a.heartbeat_timeout, "SECONDS",
               "limit until a process that died, froze or is unreachable is reported");
 }
 
-void declare_batches(FlagTable& flags, TrainingArguments& arguments) {
+void declare_batches(FlagTable& flags, TrainingArguments& a) {
   flags.group("Length and batches");
-  flags.value("--num-train-epochs,--epochs", arguments.num_train_epochs, "EPOCHS",
+  flags.value("--num-train-epochs,--epochs", a.num_train_epochs, "EPOCHS",
               "passes over the data; may be fractional");
-  flags.value("--max-steps", arguments.max_steps, "STEPS",
+  flags.value("--max-steps", a.max_steps, "STEPS",
               "number of optimizer steps; above 0 it overrides the epochs");
-  flags.value("--per-device-train-batch-size,--batch-size", arguments.per_device_train_batch_size,
+  flags.value("--per-device-train-batch-size,--batch-size", a.per_device_train_batch_size,
               "SAMPLES", "samples of a micro-batch on one process");
-  flags.value("--per-device-eval-batch-size", arguments.per_device_eval_batch_size, "SAMPLES",
+  flags.value("--per-device-eval-batch-size", a.per_device_eval_batch_size, "SAMPLES",
               "samples of an evaluation batch on one process");
-  flags.value("--gradient-accumulation-steps", arguments.gradient_accumulation_steps, "N",
+  flags.value("--gradient-accumulation-steps", a.gradient_accumulation_steps, "N",
               "micro-batches per step");
-  flags.flag("--auto-find-batch-size", arguments.auto_find_batch_size,
+  flags.flag("--auto-find-batch-size", a.auto_find_batch_size,
              "halve the micro-batch until the longest samples fit into memory, and "
              "accumulate more of them instead");
-  flags.value("--memory-limit", arguments.memory_limit, "BYTES",
+  flags.value("--memory-limit", a.memory_limit, "BYTES",
               "with --auto-find-batch-size: limit of tensor memory per process, e.g. 2GB "
               "(default: 90 % of the free memory, divided by the processes)");
   declare_precision(flags, arguments);
   declare_strategy(flags, arguments);
   declare_checkpointing(flags, arguments);
   flags.value(
-      "--train-sampling-strategy", arguments.train_sampling_strategy, "ORDER",
+      "--train-sampling-strategy", a.train_sampling_strategy, "ORDER",
       "random, sequential or group_by_length (batches of similar length, with less padding)");
-  flags.flag("--dataloader-drop-last", arguments.dataloader_drop_last,
+  flags.flag("--dataloader-drop-last", a.dataloader_drop_last,
              "drop an epoch's last, smaller batch");
-  flags.value("--dataloader-num-workers", arguments.dataloader_num_workers, "THREADS",
+  flags.value("--dataloader-num-workers", a.dataloader_num_workers, "THREADS",
               "background threads that make batches; any number gives the same run");
-  flags.value("--dataloader-prefetch-factor", arguments.dataloader_prefetch_factor, "BATCHES",
+  flags.value("--dataloader-prefetch-factor", a.dataloader_prefetch_factor, "BATCHES",
               "batches prefetched per worker");
 }
 
-void declare_loss(FlagTable& flags, TrainingArguments& arguments) {
+void declare_loss(FlagTable& flags, TrainingArguments& a) {
   flags.group("Loss");
-  flags.value("--label-smoothing-factor", arguments.label_smoothing_factor, "FACTOR",
+  flags.value("--label-smoothing-factor", a.label_smoothing_factor, "FACTOR",
               "label smoothing, 0 to 1");
-  flags.value("--class-weights", arguments.class_weights, "W,W|balanced",
+  flags.value("--class-weights", a.class_weights, "W,W|balanced",
               "weights of the classes in the labels' order; balanced: inverse to their frequency");
 }
 
-void declare_optimizer(FlagTable& flags, TrainingArguments& arguments) {
+void declare_optimizer(FlagTable& flags, TrainingArguments& a) {
   flags.group("Optimizer and schedule");
   flags.value(
-      "--optim", arguments.optim, "NAME",
+      "--optim", a.optim, "NAME",
       "adamw_torch (or adamw_torch_fused, adamw: the same), adam, sgd, adafactor, lion or lamb");
-  flags.value("--optim-args", arguments.optim_args, "ARGS",
+  flags.value("--optim-args", a.optim_args, "ARGS",
               "the optimizer's arguments: name=value,name=value, e.g. momentum=0.9");
-  flags.value("--learning-rate,--lr", arguments.learning_rate, "RATE",
+  flags.value("--learning-rate,--lr", a.learning_rate, "RATE",
               "peak learning rate; 3e-4 for a shape");
-  flags.value("--weight-decay", arguments.weight_decay, "RATE",
+  flags.value("--weight-decay", a.weight_decay, "RATE",
               "decoupled weight decay; biases and norms have none");
-  flags.value("--adam-beta1", arguments.adam_beta1, "BETA",
-              "Adam's beta1: decay of the mean gradient");
-  flags.value("--adam-beta2", arguments.adam_beta2, "BETA",
-              "Adam's beta2: decay of the mean square");
-  flags.value("--adam-epsilon", arguments.adam_epsilon, "EPSILON", "Adam's epsilon");
-  flags.value("--max-grad-norm", arguments.max_grad_norm, "NORM",
+  flags.value("--adam-beta1", a.adam_beta1, "BETA", "Adam's beta1: decay of the mean gradient");
+  flags.value("--adam-beta2", a.adam_beta2, "BETA", "Adam's beta2: decay of the mean square");
+  flags.value("--adam-epsilon", a.adam_epsilon, "EPSILON", "Adam's epsilon");
+  flags.value("--max-grad-norm", a.max_grad_norm, "NORM",
               "clip gradients to this norm; 0 does not clip");
-  flags.value("--grad-norm-type", arguments.grad_norm_type, "P",
+  flags.value("--grad-norm-type", a.grad_norm_type, "P",
               "norm that --max-grad-norm limits: 1, 2 or inf");
-  flags.value("--max-grad-value", arguments.max_grad_value, "VALUE",
+  flags.value("--max-grad-value", a.max_grad_value, "VALUE",
               "clip each element of the gradients to this value; 0 does not clip");
-  flags.value("--lr-scheduler-type", arguments.lr_scheduler_type, "NAME",
+  flags.value("--lr-scheduler-type", a.lr_scheduler_type, "NAME",
               "linear, cosine, cosine_with_restarts, cosine_with_min_lr, polynomial, "
               "constant, constant_with_warmup, inverse_sqrt, warmup_stable_decay, "
               "reduce_lr_on_plateau or one_cycle");
-  flags.value("--lr-scheduler-kwargs", arguments.lr_scheduler_kwargs, "JSON",
+  flags.value("--lr-scheduler-kwargs", a.lr_scheduler_kwargs, "JSON",
               "the schedule's arguments, e.g. '{\"num_cycles\": 2}'");
-  flags.value("--warmup-steps", arguments.warmup_steps, "STEPS",
+  flags.value("--warmup-steps", a.warmup_steps, "STEPS",
               "steps of warm-up; below 1: a fraction of all");
-  flags.value("--warmup-ratio", arguments.warmup_ratio, "FRACTION",
+  flags.value("--warmup-ratio", a.warmup_ratio, "FRACTION",
               "warm-up as a fraction of all steps; older than --warmup-steps");
   flags.group("Randomness");
-  flags.value("--seed", arguments.seed, "N",
-              "random seed of initial weights, dropout, split and order");
-  flags.value("--data-seed", arguments.data_seed, "N",
+  flags.value("--seed", a.seed, "N", "random seed of initial weights, dropout, split and order");
+  flags.value("--data-seed", a.data_seed, "N",
               "random seed of the order of samples (default: --seed)");
 }
 
-void declare_reports(FlagTable& flags, TrainingArguments& arguments) {
+void declare_reports(FlagTable& flags, TrainingArguments& a) {
   flags.group("Reports, evaluation and saves");
-  flags.value("--logging-steps", arguments.logging_steps, "STEPS",
+  flags.value("--logging-steps", a.logging_steps, "STEPS",
               "steps between two records; below 1: a fraction of all");
-  flags.value("--log-gradient-norms", arguments.log_gradient_norms, "OF",
+  flags.value("--log-gradient-norms", a.log_gradient_norms, "OF",
               "gradient norms in the records: no, layer, module or parameter");
-  flags.value("--eval-strategy", arguments.eval_strategy, "WHEN",
-              "when to evaluate: no, steps or epoch");
-  flags.value("--eval-steps", arguments.eval_steps, "STEPS",
+  flags.value("--eval-strategy", a.eval_strategy, "WHEN", "when to evaluate: no, steps or epoch");
+  flags.value("--eval-steps", a.eval_steps, "STEPS",
               "with strategy steps: steps between evaluations; below 1: a fraction of all");
-  flags.value("--save-strategy", arguments.save_strategy, "WHEN",
+  flags.value("--save-strategy", a.save_strategy, "WHEN",
               "when to save checkpoint-N folders: no, steps or epoch");
-  flags.value("--save-steps", arguments.save_steps, "STEPS",
+  flags.value("--save-steps", a.save_steps, "STEPS",
               "with strategy steps: steps between saves; below 1: a fraction of all");
-  flags.value("--save-total-limit", arguments.save_total_limit, "N",
+  flags.value("--save-total-limit", a.save_total_limit, "N",
               "number of checkpoint-N folders to keep; the best is always kept; 0 keeps all");
-  flags.flag("--save-only-model", arguments.save_only_model,
+  flags.flag("--save-only-model", a.save_only_model,
              "save only the model in checkpoint-N folders; no run can resume from them");
-  flags.flag("--load-best-model-at-end", arguments.load_best_model_at_end,
+  flags.flag("--load-best-model-at-end", a.load_best_model_at_end,
              "the final model is that of the best evaluation");
-  flags.value("--metric-for-best-model", arguments.metric_for_best_model, "NAME",
+  flags.value("--metric-for-best-model", a.metric_for_best_model, "NAME",
               "loss, or a metric of the evaluation: accuracy, f1; mse, mae, pearson, "
               "spearman (regression); f1_micro, f1_macro (several labels)");
-  flags.value("--greater-is-better", arguments.greater_is_better, "true|false",
+  flags.value("--greater-is-better", a.greater_is_better, "true|false",
               "direction of the metric (default: true unless it is a loss)");
-  flags.value("--early-stopping-patience", arguments.early_stopping_patience, "N",
+  flags.value("--early-stopping-patience", a.early_stopping_patience, "N",
               "stop after N evaluations in a row without a better metric; 0: never");
-  flags.value("--early-stopping-threshold", arguments.early_stopping_threshold, "BY",
+  flags.value("--early-stopping-threshold", a.early_stopping_threshold, "BY",
               "minimum improvement that counts as better; must be exceeded");
   flags.value(
-      "--report-to", arguments.report_to, "NAMES",
+      "--report-to", a.report_to, "NAMES",
       "trackers that record the run: tensorboard, csv, html (report.html), or several with commas; none");
-  flags.value("--logging-dir", arguments.logging_dir, "FOLDER",
+  flags.value("--logging-dir", a.logging_dir, "FOLDER",
               "folder of the trackers' files (default: runs/DATE_HOST in the output folder)");
-  flags.flag("--disable-tqdm", arguments.disable_tqdm,
+  flags.flag("--disable-tqdm", a.disable_tqdm,
              "print no banner, no progress bars and no table of epochs");
 }
 
@@ -281,9 +277,9 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
           : std::vector<std::string>{"accuracy", "f1"};
   names.insert(names.end(), of_problem.begin(), of_problem.end());
   const std::string wanted = arguments.best_metric_name().substr(5);
-  require_flag(flags, std::find(names.begin(), names.end(), wanted) != names.end(),
-               "--metric-for-best-model=" + arguments.metric_for_best_model,
-               "one of loss, " + joined(of_problem), write_nearest(wanted, names));
+  flags.require(std::find(names.begin(), names.end(), wanted) != names.end(),
+                "--metric-for-best-model=" + arguments.metric_for_best_model,
+                "one of loss, " + joined(of_problem), write_nearest(wanted, names));
 }
 
 /// Determines the problem type and checks that the flags agree on it.
@@ -292,28 +288,28 @@ void check_problem(const FlagTable& flags, TrainCommand& command) {
       !command.table.label_columns.empty() || !command.table.label_separator.empty();
   std::string& problem = command.problem_type;
   const std::vector<std::string> known(kSpellings<Head>.begin(), kSpellings<Head>.end());
-  require_flag(
-      flags, problem.empty() || std::find(known.begin(), known.end(), problem) != known.end(),
-      "--problem-type=" + problem, "one of " + joined(known), write_nearest(problem, known));
+  flags.require(problem.empty() || std::find(known.begin(), known.end(), problem) != known.end(),
+                "--problem-type=" + problem, "one of " + joined(known),
+                write_nearest(problem, known));
   if (several) {
-    require_flag(flags, problem.empty() || problem == known[2],
-                 "--problem-type=" + problem + " with several labels per sample", known[2]);
+    flags.require(problem.empty() || problem == known[2],
+                  "--problem-type=" + problem + " with several labels per sample", known[2]);
     problem = known[2];
   }
-  require_flag(flags, several || problem != known[2],
-               "--problem-type=" + problem + " with one label per sample",
-               "--label-columns or --label-separator");
+  flags.require(several || problem != known[2],
+                "--problem-type=" + problem + " with one label per sample",
+                "--label-columns or --label-separator");
   const TrainingArguments& a = command.arguments;
-  require_flag(flags, a.label_smoothing_factor == 0 || problem.empty() || problem == known[0],
-               "--label-smoothing-factor=" + flag_text(a.label_smoothing_factor) +
-                   " with --problem-type=" + problem,
-               known[0]);
-  require_flag(flags, a.class_weights.empty() || problem != known[1],
-               "--class-weights=" + a.class_weights + " with --problem-type=" + problem,
-               "a classifier");
-  require_flag(flags, a.class_weights != "balanced" || problem != known[2],
-               "--class-weights=balanced with several labels per sample",
-               "for each label the weight of its positive samples, e.g. 1,3");
+  flags.require(a.label_smoothing_factor == 0 || problem.empty() || problem == known[0],
+                "--label-smoothing-factor=" + flag_text(a.label_smoothing_factor) +
+                    " with --problem-type=" + problem,
+                known[0]);
+  flags.require(a.class_weights.empty() || problem != known[1],
+                "--class-weights=" + a.class_weights + " with --problem-type=" + problem,
+                "a classifier");
+  flags.require(a.class_weights != "balanced" || problem != known[2],
+                "--class-weights=balanced with several labels per sample",
+                "for each label the weight of its positive samples, e.g. 1,3");
   if (!problem.empty()) { // otherwise the model determines it
     require_metric_of(flags, a, problem);
   }
@@ -348,22 +344,22 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   check_problem(flags, command);
   check_columns(flags, command.table);
   check_launch(flags, command);
-  require_flag(flags, command.eval_split >= 0 && command.eval_split < 1,
-               "--eval-split=" + flag_text(command.eval_split),
-               "a fraction, 0 or more and below 1");
+  flags.require(command.eval_split >= 0 && command.eval_split < 1,
+                "--eval-split=" + flag_text(command.eval_split),
+                "a fraction, 0 or more and below 1");
   if (command.train_file.empty() && command.eval_file.empty() && !flags.given("--eval-split")) {
     command.eval_split = 0.1;
   }
-  require_flag(flags, command.report_texts == "on" || command.report_texts == "off",
-               "--report-texts=" + command.report_texts, "on or off");
-  require_flag(flags, command.eval_file.empty() || command.eval_split == 0,
-               "--eval-file=" + command.eval_file +
-                   " and --eval-split=" + flag_text(command.eval_split) + " exclude each other",
-               {}, "leave one of them out");
-  require_flag(flags, command.tokenizer.empty() || is_model_shape(command.model),
-               "--tokenizer=" + command.tokenizer + " with --model=" + command.model,
-               "--tokenizer only with a shape, because a folder has its own",
-               "leave --tokenizer out");
+  flags.require(command.report_texts == "on" || command.report_texts == "off",
+                "--report-texts=" + command.report_texts, "on or off");
+  flags.require(command.eval_file.empty() || command.eval_split == 0,
+                "--eval-file=" + command.eval_file +
+                    " and --eval-split=" + flag_text(command.eval_split) + " exclude each other",
+                {}, "leave one of them out");
+  flags.require(command.tokenizer.empty() || is_model_shape(command.model),
+                "--tokenizer=" + command.tokenizer + " with --model=" + command.model,
+                "--tokenizer only with a shape, because a folder has its own",
+                "leave --tokenizer out");
   if (is_model_shape(command.model) && !flags.given("--learning-rate")) {
     command.arguments.learning_rate = 3e-4; // 5e-5 is too low for random weights
   }
@@ -371,9 +367,9 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   for (const auto& [needed, name] :
        {std::pair(command.arguments.load_best_model_at_end, "--load-best-model-at-end"),
         std::pair(command.arguments.early_stopping_patience > 0, "--early-stopping-patience")}) {
-    require_flag(flags, !needed || !command.eval_file.empty() || command.eval_split > 0,
-                 std::string(name) + " without evaluation data",
-                 "--eval-file FILE or --eval-split FRACTION");
+    flags.require(!needed || !command.eval_file.empty() || command.eval_split > 0,
+                  std::string(name) + " without evaluation data",
+                  "--eval-file FILE or --eval-split FRACTION");
   }
   if (print_config) {
     return Answer{flags.commented_config()};
