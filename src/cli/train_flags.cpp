@@ -112,7 +112,7 @@ void declare_strategy(FlagTable& flags, TrainingArguments& a) {
   flags.value("--local-sgd-steps", a.local_sgd_steps, "STEPS",
               "Local SGD: processes train independently and average their weights every "
               "STEPS steps; 0: gradients are averaged in each step");
-  declare_backend(flags, arguments);
+  declare_backend(flags, a);
   flags.value("--ddp-timeout", a.ddp_timeout, "SECONDS",
               "limit of waiting for a process that is alive but late");
   flags.value("--heartbeat-timeout", a.heartbeat_timeout, "SECONDS",
@@ -137,9 +137,9 @@ void declare_batches(FlagTable& flags, TrainingArguments& a) {
   flags.value("--memory-limit", a.memory_limit, "BYTES",
               "with --auto-find-batch-size: limit of tensor memory per process, e.g. 2GB "
               "(default: 90 % of the free memory, divided by the processes)");
-  declare_precision(flags, arguments);
-  declare_strategy(flags, arguments);
-  declare_checkpointing(flags, arguments);
+  declare_precision(flags, a);
+  declare_strategy(flags, a);
+  declare_checkpointing(flags, a);
   flags.value(
       "--train-sampling-strategy", a.train_sampling_strategy, "ORDER",
       "random, sequential or group_by_length (batches of similar length, with less padding)");
