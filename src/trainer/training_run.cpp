@@ -31,6 +31,11 @@ OptimizerSettings optimizer_settings(const TrainingArguments& a) {
           .args = a.optim_args};
 }
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EpochReport, epoch, training_loss, samples, train_seconds,
+                                   samples_per_second, tokens_per_second, padded_tokens_per_second,
+                                   padding_waste, peak_tensor_bytes, peak_resident_bytes,
+                                   bytes_sent, seconds_left)
+
 namespace detail {
 
 int64_t numbers_in(const std::vector<at::Tensor>& tensors) {
@@ -443,19 +448,8 @@ void TrainingRun::end_epoch() {
   report.seconds_left = seconds_left();
   progress_.of_epoch = {};
 
-  nlohmann::json record = {{"epoch", report.epoch},
-                           {"step", report.global_step},
-                           {"training_loss", report.training_loss},
-                           {"samples", report.samples},
-                           {"train_seconds", report.train_seconds},
-                           {"samples_per_second", report.samples_per_second},
-                           {"tokens_per_second", report.tokens_per_second},
-                           {"padded_tokens_per_second", report.padded_tokens_per_second},
-                           {"padding_waste", report.padding_waste},
-                           {"peak_tensor_bytes", report.peak_tensor_bytes},
-                           {"peak_resident_bytes", report.peak_resident_bytes},
-                           {"bytes_sent", report.bytes_sent},
-                           {"seconds_left", report.seconds_left}};
+  nlohmann::json record = report;
+  record["step"] = report.global_step;
   record.update(nlohmann::json(report.evaluation));
   for (const auto& [column, name] :
        {std::pair(0, "peak_tensor_bytes_by_rank"), std::pair(1, "peak_resident_bytes_by_rank")}) {
