@@ -16,9 +16,7 @@
 #include "hasten/base/process.h"
 #include "hasten/base/world.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 constexpr unsigned long kLaunchSignalTag = ~0UL;
 // Time between two checks of ranks without a pidfd. Milliseconds.
@@ -222,6 +220,4 @@ void RankGroup::send(int signal) {
   }
 }
 
-} // namespace detail
-
-} // namespace hasten
+} // namespace hasten::detail

@@ -8,9 +8,7 @@
 
 #include "step_options.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 template <>
 class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
@@ -110,6 +108,4 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
 
 template class SteppedByEngine<torch::optim::Optimizer, AdafactorOptions, AdafactorParamState>;
 
-} // namespace detail
-
-} // namespace hasten
+} // namespace hasten::detail

@@ -9,9 +9,7 @@
 
 #include "step_options.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 template <typename Options>
 constexpr bool kDecoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
@@ -77,6 +75,4 @@ class Rules<torch::optim::AdamOptions> final : public AdamRules<torch::optim::Ad
 template class SteppedByEngine<torch::optim::AdamW, torch::optim::AdamWOptions, AdamWParamState>;
 template class SteppedByEngine<torch::optim::Adam, torch::optim::AdamOptions, AdamParamState>;
 
-} // namespace detail
-
-} // namespace hasten
+} // namespace hasten::detail

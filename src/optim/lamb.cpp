@@ -7,9 +7,7 @@
 
 #include "step_options.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 template <>
 class Rules<LambOptions> final : public RulesOf<LambOptions> {
@@ -52,6 +50,4 @@ class Rules<LambOptions> final : public RulesOf<LambOptions> {
 
 template class SteppedByEngine<torch::optim::Optimizer, LambOptions, LambParamState>;
 
-} // namespace detail
-
-} // namespace hasten
+} // namespace hasten::detail

@@ -6,9 +6,7 @@
 
 #include "step_options.h"
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 template <>
 class Rules<LionOptions> final : public RulesOf<LionOptions> {
@@ -39,6 +37,4 @@ class Rules<LionOptions> final : public RulesOf<LionOptions> {
 
 template class SteppedByEngine<torch::optim::Optimizer, LionOptions, LionParamState>;
 
-} // namespace detail
-
-} // namespace hasten
+} // namespace hasten::detail

@@ -24,9 +24,7 @@ class LRScheduler;
 class Optimizer;
 } // namespace torch::optim
 
-namespace hasten {
-
-namespace detail {
+namespace hasten::detail {
 
 // The number of steps of one of torch's schedulers.
 std::shared_ptr<Stateful> torch_scheduler_state(
@@ -209,6 +207,4 @@ auto prepare_objects(const std::shared_ptr<AcceleratorCore>& core, Objects&&... 
   }
 }
 
-} // namespace detail
-
-} // namespace hasten
+} // namespace hasten::detail
