@@ -143,11 +143,10 @@ std::string format_duration(double seconds) {
   const auto whole = static_cast<long long>(std::llround(seconds));
   char text[40];
   if (whole >= 3600) {
-    std::snprintf(text, sizeof text, "%lld:%02d:%02d", whole / 3600,
-                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
+    std::snprintf(text, sizeof text, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60,
+                  whole % 60);
   } else {
-    std::snprintf(text, sizeof text, "%02d:%02d", static_cast<int>(whole / 60),
-                  static_cast<int>(whole % 60));
+    std::snprintf(text, sizeof text, "%02lld:%02lld", whole / 60, whole % 60);
   }
   return text;
 }

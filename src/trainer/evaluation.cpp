@@ -385,11 +385,8 @@ std::string report_text(const nlohmann::json& report, int columns, const std::st
   for (const auto& label : scores.items()) {
     longest = std::max(longest, text_width(label.key()));
   }
-  size_t width = longest;
-  if (columns > 0) {
-    width =
-        std::min(width, std::max(static_cast<size_t>(columns), kScoreColumns + 8) - kScoreColumns);
-  }
+  const size_t room = std::max(static_cast<size_t>(columns), kScoreColumns + 8) - kScoreColumns;
+  const size_t width = columns > 0 ? std::min(longest, room) : longest;
   std::string text = detail::left("label", width) + "  precision    recall        f1   samples\n";
   for (const auto& [label, values] : scores.items()) {
     text += detail::left(label, width);

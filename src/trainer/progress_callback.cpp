@@ -153,9 +153,7 @@ std::vector<std::string> banner_text(const BannerLines& lines, int columns) {
     const std::string label = name == before ? "" : name;
     const std::string start =
         "  " + label + std::string(12 - std::min<size_t>(11, label.size()), ' ');
-    for (const std::string& line : split(start + wrapped(text, columns, 14), "\n")) {
-      texts.push_back(line);
-    }
+    std::ranges::move(split(start + wrapped(text, columns, 14), "\n"), std::back_inserter(texts));
     before = name;
   }
   return texts;

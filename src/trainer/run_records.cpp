@@ -119,14 +119,14 @@ nlohmann::json TrainingRun::take_speed() {
   const double trained = seconds_trained();
   const double seconds = trained - std::exchange(seconds_at_record_, trained);
   const int64_t samples = progress_.samples - std::exchange(samples_at_record_, progress_.samples);
+  const auto steps = static_cast<double>(std::max<int64_t>(1, s.steps));
   nlohmann::json speed = {{"samples_per_second", static_cast<double>(samples) / seconds},
-                          {"step_seconds", nlohmann::json::object()}};
-  for (const auto& [name, value] :
-       {std::pair("compute", s.compute), std::pair("recompute", s.recompute),
-        std::pair("communication", s.communication), std::pair("data", s.data),
-        std::pair("save", s.save)}) {
-    speed["step_seconds"][name] = value / static_cast<double>(std::max<int64_t>(1, s.steps));
-  }
+                          {"step_seconds",
+                           {{"compute", s.compute / steps},
+                            {"recompute", s.recompute / steps},
+                            {"communication", s.communication / steps},
+                            {"data", s.data / steps},
+                            {"save", s.save / steps}}}};
   step_seconds_ = {};
   return speed;
 }
@@ -135,10 +135,7 @@ void TrainingRun::evaluate_and_log() {
   progress_.last_evaluated_step = state_.global_step;
   nlohmann::json record = evaluate_dataset(parts_, *parts_.eval, "eval");
   control_.take_controls(/*common=*/false); // of on_prediction_step
-  progress_.epoch_evaluation.clear();
-  for (const auto& [name, value] : record.items()) {
-    progress_.epoch_evaluation[name] = value.get<double>();
-  }
+  record.get_to(progress_.epoch_evaluation);
   record["epoch"] = state_.epoch;
   record["step"] = state_.global_step;
   state_.log_history.push_back(record);
