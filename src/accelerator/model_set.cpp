@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/core/random.h"
 #include "hasten/parallel/ddp.h"
@@ -26,11 +27,7 @@ size_t ModelSet::index(const torch::nn::Module* module, const char* where) const
 
 std::vector<size_t> ModelSet::indices(const std::vector<torch::nn::Module*>& modules,
                                       const char* where) const {
-  std::vector<size_t> found;
-  for (const auto* module : modules) {
-    found.push_back(index(module, where));
-  }
-  return found;
+  return mapped(modules, [&](const auto* module) { return index(module, where); });
 }
 
 std::vector<size_t> ModelSet::in(uint64_t mask) const {

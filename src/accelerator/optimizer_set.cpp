@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/random.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
@@ -265,11 +266,7 @@ std::vector<std::shared_ptr<OptimizerState>> OptimizerSet::of_model(size_t model
 }
 
 std::vector<int64_t> OptimizerSet::ticks() const {
-  std::vector<int64_t> ticks;
-  for (const auto& scheduler : schedulers_) {
-    ticks.push_back(scheduler->ticks);
-  }
-  return ticks;
+  return mapped(schedulers_, [](const auto& scheduler) { return scheduler->ticks; });
 }
 
 void OptimizerSet::tick_until(const int64_t* ticks) {

@@ -22,6 +22,7 @@
 #include "block_regions.h"
 #include "hasten/activation_checkpoint/op_policy.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "region.h"
 
 namespace hasten::detail {
@@ -150,11 +151,7 @@ static std::vector<at::Tensor> run_steps(const std::shared_ptr<const Program>& p
     std::erase_if(tensors, [&](const auto& entry) { return !is_needed(entry.first, next); });
     at = next;
   }
-  std::vector<at::Tensor> results;
-  for (const int value : wanted) {
-    results.push_back(tensors[value]);
-  }
-  return results;
+  return mapped(wanted, [&](int value) { return tensors[value]; });
 }
 
 // One pass of a thread through the blocks.
