@@ -157,10 +157,7 @@ void Liveness::exchange(const std::string& beat) {
     post = std::exchange(report_, std::nullopt);
     ranks = watch_.due(failed_ || looks_wanted_ > looks_done_, CommClock::now());
   }
-  std::vector<std::string> keys;
-  for (const int peer : ranks) {
-    keys.push_back(beat_key(peer));
-  }
+  std::vector<std::string> keys = mapped(ranks, beat_key);
   keys.push_back(kFailureKey);
   std::vector<std::vector<uint8_t>> values;
   try {

@@ -82,11 +82,7 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
     }
     pause();
   }
-  std::vector<Hello> hellos;
-  for (const std::optional<Hello>& hello : progress.hellos) {
-    hellos.push_back(hello.value_or(Hello{}));
-  }
-  return hellos;
+  return mapped(progress.hellos, [](const auto& hello) { return hello.value_or(Hello{}); });
 }
 
 StoreConnections::StoreConnections(const WorldRanks& ranks, CommClock::time_point deadline)

@@ -8,6 +8,7 @@
 
 #include "averager_impl.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/named_tensors.h"
 #include "parallel/verify.h"
 
@@ -289,11 +290,7 @@ int64_t Averager::nbytes() const {
 int64_t Averager::fragments() const { return impl_->fragment_count; }
 
 std::vector<std::vector<Averager::Piece>> Averager::slices() const {
-  std::vector<std::vector<Piece>> all;
-  for (const auto& slice : impl_->all_slices) {
-    all.push_back(slice.pieces);
-  }
-  return all;
+  return mapped(impl_->all_slices, [](const auto& slice) { return slice.pieces; });
 }
 
 void Averager::reset_anchor() {

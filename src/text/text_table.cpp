@@ -130,11 +130,7 @@ std::vector<std::string> distinct_labels(const std::vector<std::string>& labels)
     numbered.emplace_back(*number, label);
   }
   std::ranges::sort(numbered);
-  std::vector<std::string> names;
-  for (auto& [number, label] : numbered) {
-    names.push_back(std::move(label));
-  }
-  return names;
+  return mapped(numbered, [](const auto& of) { return of.second; });
 }
 
 std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
