@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -223,6 +224,20 @@ TEST(ProgressBar, NumbersReadAsPeopleWriteThem) {
   EXPECT_EQ(format_count(1'000'000), "1,000,000");
   EXPECT_EQ(format_bytes(1395864371), "1.3 GiB");
   EXPECT_EQ(format_bytes(512), "512 B");
+}
+
+TEST(Text, MappedKeepsTheOrderAndCopiesWhatAMemberRefersTo) {
+  const std::map<std::string, int> sizes{{"b", 2}, {"a", 1}};
+  auto names = mapped(sizes, [](const auto& of) { return of.first; });
+  EXPECT_EQ(names, (std::vector<std::string>{"a", "b"}));
+  const auto texts = mapped(std::vector<int>{3, 1, 2}, [](int n) { return std::to_string(n); });
+  EXPECT_EQ(joined(texts, ""), "312");
+  EXPECT_TRUE(mapped(std::vector<int>(), [](int n) { return n; }).empty());
+  struct Named {
+    std::string name{};
+  };
+  const std::vector<Named> people{{"x"}, {"y"}};
+  EXPECT_EQ(mapped(people, &Named::name), (std::vector<std::string>{"x", "y"}));
 }
 
 TEST(Text, WrappedBreaksBetweenWordsAndKeepsLongOnes) {
