@@ -280,11 +280,20 @@ std::string host_name() {
   return ::gethostname(name, sizeof name - 1) == 0 ? name : "localhost";
 }
 
+std::string shell_quoted(const std::string& word) {
+  constexpr const char* kPlain =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+:@%,=";
+  return !word.empty() && word.find_first_not_of(kPlain) == std::string::npos
+             ? word
+             : "'" + joined(split(word, "'"), "'\\''") + "'";
+}
+
 std::string command_line() {
   std::ifstream file("/proc/self/cmdline");
   std::string line;
   for (std::string word; std::getline(file, word, '\0');) {
-    line += line.empty() ? std::filesystem::path(word).filename().string() : " " + word;
+    line +=
+        line.empty() ? std::filesystem::path(word).filename().string() : " " + shell_quoted(word);
   }
   return line;
 }

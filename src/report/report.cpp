@@ -11,6 +11,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/process.h"
 #include "hasten/base/svg.h"
 #include "hasten/base/text.h"
 #include "hasten/config/training_arguments.h"
@@ -192,24 +193,15 @@ std::string results_of(const RunRecords& run, bool texts) {
   return text;
 }
 
-/// A word of a shell.
-std::string quoted(const std::string& text) {
-  constexpr const char* kPlain =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+:@%,=";
-  return text.find_first_not_of(kPlain) == std::string::npos
-             ? text
-             : "'" + joined(split(text, "'"), "'\\''") + "'";
-}
-
 /// How to go on from the run.
 std::string next_commands(const RunRecords& run) {
-  const std::string folder = quoted(run.folder.path.string());
+  const std::string folder = shell_quoted(run.folder.path.string());
   if (run.ended) {
     return "hasten predict --model " + folder + " \"some text\"\nhasten eval --model " + folder +
            " --file test.csv";
   }
   return run.config.empty() ? "resume_from_checkpoint = \"auto\" in your program's arguments"
-                            : "hasten train --config " + quoted(run.config.string()) +
+                            : "hasten train --config " + shell_quoted(run.config.string()) +
                                   " --resume-from-checkpoint auto" +
                                   (text_of(run.arguments, "overwrite_output_dir") == "true"
                                        ? " --overwrite-output-dir=false"

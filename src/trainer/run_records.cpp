@@ -109,8 +109,8 @@ void TrainingRun::log_training() {
   }
   progress_.since_record = {};
   state_.log_history.push_back(record);
-  control_.notify([&](TrainerCallback& c) { c.on_log(record); });
   record.update(take_speed());
+  control_.notify([&](TrainerCallback& c) { c.on_log(record); });
   append_record("train", record);
 }
 

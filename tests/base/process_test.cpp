@@ -209,4 +209,11 @@ TEST(ProcessDeathTest, FirstInterruptIsRememberedTheSecondEndsTheProcess) {
       testing::ExitedWithCode(128 + SIGTERM), "");
 }
 
+TEST(Process, AShellReadsAQuotedWordBack) {
+  for (const std::string word : {"plain/word-1.0", "two words", "", "it's", "$HOME", "'", "a\nb"}) {
+    EXPECT_EQ(shell_output("printf %s " + shell_quoted(word)), word);
+  }
+  EXPECT_EQ(shell_quoted("--lr=5e-5"), "--lr=5e-5");
+}
+
 } // namespace hasten

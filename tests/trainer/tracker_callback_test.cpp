@@ -79,6 +79,8 @@ TEST(TrackerCallback, ReportToRecordsTheRunOnRankZeroAndChangesNothing) {
     }
   }
   EXPECT_NE(csv.find("\n,config/learning_rate,0.05\n"), std::string::npos);
+  EXPECT_NE(csv.find(",train/samples_per_second,"), std::string::npos);
+  EXPECT_NE(csv.find(",train/step_seconds/communication,"), std::string::npos);
 }
 
 TEST(TrackerCallback, ReportToHtmlWritesThePageOnRankZeroAndChangesNothing) {

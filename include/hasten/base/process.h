@@ -75,8 +75,11 @@ std::pair<int, int> listen_on_loopback();
 /// The host's name; "localhost" if it has none.
 std::string host_name();
 
-/// The words of this process's command line with spaces between them; the program without its
-/// folder. Empty without /proc.
+/// `word` as a shell reads it back: in single quotes where it needs them.
+std::string shell_quoted(const std::string& word);
+
+/// This process's command line as a shell reads it; the program without its folder. Empty without
+/// /proc.
 std::string command_line();
 
 /// The value of the first "key: value" in a file of /proc; empty if there is none.

@@ -148,7 +148,7 @@ class TrainerCallback {
   virtual void on_pre_optimizer_step(const StepProgress&) {}
   virtual void on_optimizer_step(const StepProgress&) {}
   virtual void on_step_end(const StepProgress&) {}
-  /// A training record: loss, grad_norm, learning_rate, epoch, step.
+  /// A training record: loss, grad_norm, learning_rate, epoch, step, samples_per_second, step_seconds.
   virtual void on_log(const nlohmann::json&) {}
   /// Progress of an evaluation on this rank: `done` of `total` batches. Only this call may get
   /// different values on different ranks.
