@@ -46,71 +46,33 @@ void require_argument(bool good, const char* name, const nlohmann::json& value,
   }
 }
 
-/// Calls visit("name", field) for each field. This is the only list of the fields.
+/// Calls visit("name", field) for each field; `names` is "a.name, a.name, …".
+template <typename Visit, typename... Fields>
+void visit_fields(const char* names, Visit&& visit, Fields&... fields) {
+  const std::vector<std::string> words = split(names, ", ");
+  auto name = words.begin();
+  (visit((name++)->c_str() + 2, fields), ...);
+}
+#define HASTEN_VISIT_FIELDS(...) visit_fields(#__VA_ARGS__, visit, __VA_ARGS__)
+
+/// The only list of the fields.
 template <typename Arguments, typename Visit>
 void visit_arguments(Arguments& a, Visit&& visit) {
-  visit("output_dir", a.output_dir);
-  visit("overwrite_output_dir", a.overwrite_output_dir);
-  visit("resume_from_checkpoint", a.resume_from_checkpoint);
-  visit("allow_changed_arguments", a.allow_changed_arguments);
-  visit("num_train_epochs", a.num_train_epochs);
-  visit("max_steps", a.max_steps);
-  visit("per_device_train_batch_size", a.per_device_train_batch_size);
-  visit("per_device_eval_batch_size", a.per_device_eval_batch_size);
-  visit("gradient_accumulation_steps", a.gradient_accumulation_steps);
-  visit("auto_find_batch_size", a.auto_find_batch_size);
-  visit("memory_limit", a.memory_limit);
-  visit("bf16", a.bf16);
-  visit("fp16", a.fp16);
-  visit("precision", a.precision);
-  visit("strategy", a.strategy);
-  visit("shard_size", a.shard_size);
-  visit("local_sgd_steps", a.local_sgd_steps);
-  visit("device", a.device);
-  visit("use_cpu", a.use_cpu);
-  visit("ddp_backend", a.ddp_backend);
-  visit("ddp_timeout", a.ddp_timeout);
-  visit("heartbeat_timeout", a.heartbeat_timeout);
-  visit("label_smoothing_factor", a.label_smoothing_factor);
-  visit("class_weights", a.class_weights);
-  visit("gradient_checkpointing", a.gradient_checkpointing);
-  visit("optim", a.optim);
-  visit("optim_args", a.optim_args);
-  visit("learning_rate", a.learning_rate);
-  visit("weight_decay", a.weight_decay);
-  visit("adam_beta1", a.adam_beta1);
-  visit("adam_beta2", a.adam_beta2);
-  visit("adam_epsilon", a.adam_epsilon);
-  visit("max_grad_norm", a.max_grad_norm);
-  visit("grad_norm_type", a.grad_norm_type);
-  visit("max_grad_value", a.max_grad_value);
-  visit("lr_scheduler_type", a.lr_scheduler_type);
-  visit("lr_scheduler_kwargs", a.lr_scheduler_kwargs);
-  visit("warmup_steps", a.warmup_steps);
-  visit("warmup_ratio", a.warmup_ratio);
-  visit("logging_steps", a.logging_steps);
-  visit("log_gradient_norms", a.log_gradient_norms);
-  visit("eval_strategy", a.eval_strategy);
-  visit("eval_steps", a.eval_steps);
-  visit("save_strategy", a.save_strategy);
-  visit("save_steps", a.save_steps);
-  visit("save_total_limit", a.save_total_limit);
-  visit("save_only_model", a.save_only_model);
-  visit("load_best_model_at_end", a.load_best_model_at_end);
-  visit("metric_for_best_model", a.metric_for_best_model);
-  visit("greater_is_better", a.greater_is_better);
-  visit("early_stopping_patience", a.early_stopping_patience);
-  visit("early_stopping_threshold", a.early_stopping_threshold);
-  visit("report_to", a.report_to);
-  visit("logging_dir", a.logging_dir);
-  visit("disable_tqdm", a.disable_tqdm);
-  visit("seed", a.seed);
-  visit("data_seed", a.data_seed);
-  visit("train_sampling_strategy", a.train_sampling_strategy);
-  visit("dataloader_drop_last", a.dataloader_drop_last);
-  visit("dataloader_num_workers", a.dataloader_num_workers);
-  visit("dataloader_prefetch_factor", a.dataloader_prefetch_factor);
-  visit("max_length", a.max_length);
+  HASTEN_VISIT_FIELDS(
+      a.output_dir, a.overwrite_output_dir, a.resume_from_checkpoint, a.allow_changed_arguments,
+      a.num_train_epochs, a.max_steps, a.per_device_train_batch_size, a.per_device_eval_batch_size,
+      a.gradient_accumulation_steps, a.auto_find_batch_size, a.memory_limit, a.bf16, a.fp16,
+      a.precision, a.strategy, a.shard_size, a.local_sgd_steps, a.device, a.use_cpu, a.ddp_backend,
+      a.ddp_timeout, a.heartbeat_timeout, a.label_smoothing_factor, a.class_weights,
+      a.gradient_checkpointing, a.optim, a.optim_args, a.learning_rate, a.weight_decay,
+      a.adam_beta1, a.adam_beta2, a.adam_epsilon, a.max_grad_norm, a.grad_norm_type,
+      a.max_grad_value, a.lr_scheduler_type, a.lr_scheduler_kwargs, a.warmup_steps, a.warmup_ratio,
+      a.logging_steps, a.log_gradient_norms, a.eval_strategy, a.eval_steps, a.save_strategy,
+      a.save_steps, a.save_total_limit, a.save_only_model, a.load_best_model_at_end,
+      a.metric_for_best_model, a.greater_is_better, a.early_stopping_patience,
+      a.early_stopping_threshold, a.report_to, a.logging_dir, a.disable_tqdm, a.seed, a.data_seed,
+      a.train_sampling_strategy, a.dataloader_drop_last, a.dataloader_num_workers,
+      a.dataloader_prefetch_factor, a.max_length);
 }
 
 template <typename T>

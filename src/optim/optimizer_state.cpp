@@ -24,72 +24,50 @@ namespace detail {
 
 constexpr const char* kOptimizerStateWhere = "optim::optimizer_state";
 
+// Calls visit("name", object.name()) if the object has it.
+#define HASTEN_VISIT(object, name)             \
+  if constexpr (requires { object.name(); }) { \
+    visit(#name, object.name());               \
+  }
+
 // Calls visit(name, tensor) for each tensor of a parameter's state. [moment]
 template <typename State, typename Visit>
 void visit_moments(State& state, const Visit& visit) {
-  if constexpr (requires { state.exp_avg(); }) {
-    visit("exp_avg", state.exp_avg());
-  }
-  if constexpr (requires { state.exp_avg_sq(); }) {
-    visit("exp_avg_sq", state.exp_avg_sq());
-  }
-  if constexpr (requires { state.max_exp_avg_sq(); }) {
-    visit("max_exp_avg_sq", state.max_exp_avg_sq());
-  }
-  if constexpr (requires { state.exp_avg_sq_row(); }) {
-    visit("exp_avg_sq_row", state.exp_avg_sq_row());
-    visit("exp_avg_sq_col", state.exp_avg_sq_col());
-  }
-  if constexpr (requires { state.square_avg(); }) {
-    visit("square_avg", state.square_avg());
-    visit("grad_avg", state.grad_avg());
-  }
-  if constexpr (requires { state.momentum_buffer(); }) {
-    visit("momentum_buffer", state.momentum_buffer());
-  }
-  if constexpr (requires { state.sum(); }) {
-    visit("sum", state.sum());
-  }
-  if constexpr (requires { state.master(); }) {
-    visit("master", state.master());
-  }
+  HASTEN_VISIT(state, exp_avg)
+  HASTEN_VISIT(state, exp_avg_sq)
+  HASTEN_VISIT(state, max_exp_avg_sq)
+  HASTEN_VISIT(state, exp_avg_sq_row)
+  HASTEN_VISIT(state, exp_avg_sq_col)
+  HASTEN_VISIT(state, square_avg)
+  HASTEN_VISIT(state, grad_avg)
+  HASTEN_VISIT(state, momentum_buffer)
+  HASTEN_VISIT(state, sum)
+  HASTEN_VISIT(state, master)
 }
 
 // Calls visit(name, value) for each option of a group.
 template <typename Options, typename Visit>
 void visit_group_options(Options& options, const Visit& visit) {
-  visit("lr", options.lr());
-  visit("weight_decay", options.weight_decay());
-  if constexpr (requires { options.eps(); }) {
-    visit("eps", options.eps());
-  }
+  HASTEN_VISIT(options, lr)
+  HASTEN_VISIT(options, weight_decay)
+  HASTEN_VISIT(options, eps)
   if constexpr (requires { options.betas(); }) {
     visit("beta1", std::get<0>(options.betas()));
     visit("beta2", std::get<1>(options.betas()));
   }
-  if constexpr (requires { options.amsgrad(); }) {
-    visit("amsgrad", options.amsgrad());
-  }
-  if constexpr (requires { options.momentum(); }) {
-    visit("momentum", options.momentum());
-  }
-  if constexpr (requires { options.nesterov(); }) {
-    visit("dampening", options.dampening());
-    visit("nesterov", options.nesterov());
-  }
-  if constexpr (requires { options.centered(); }) {
-    visit("alpha", options.alpha());
-    visit("centered", options.centered());
-  }
-  if constexpr (requires { options.lr_decay(); }) {
-    visit("lr_decay", options.lr_decay());
-  }
-  if constexpr (requires { options.clip_threshold(); }) {
-    visit("clip_threshold", options.clip_threshold());
-    visit("decay_rate", options.decay_rate());
-    visit("scale_parameter", options.scale_parameter());
-    visit("relative_step", options.relative_step());
-    visit("warmup_init", options.warmup_init());
+  HASTEN_VISIT(options, amsgrad)
+  HASTEN_VISIT(options, momentum)
+  HASTEN_VISIT(options, dampening)
+  HASTEN_VISIT(options, nesterov)
+  HASTEN_VISIT(options, alpha)
+  HASTEN_VISIT(options, centered)
+  HASTEN_VISIT(options, lr_decay)
+  HASTEN_VISIT(options, clip_threshold)
+  HASTEN_VISIT(options, decay_rate)
+  HASTEN_VISIT(options, scale_parameter)
+  HASTEN_VISIT(options, relative_step)
+  HASTEN_VISIT(options, warmup_init)
+  if constexpr (requires { options.beta1(); }) {
     double beta1 = options.beta1().value_or(-1); // below 0 means unset
     visit("beta1", beta1);
     if constexpr (!std::is_const_v<Options>) {
