@@ -15,6 +15,12 @@ SavedHookFactory* current_hook_factory() { return hook_factory; }
 
 class HookEngine final : public torch::autograd::Engine {
  public:
+  // torch starts the threads of devices for one engine, the first that runs a backward. Both get
+  // theirs here.
+  HookEngine() {
+    get_base_engine().initialize_device_threads_pool();
+    start_device_threads();
+  }
   std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
     return hook_factory == nullptr ? nullptr : hook_factory->make_hooks();
   }
