@@ -29,7 +29,7 @@ namespace detail {
 // the first unit vectors outside the span fill the missing ones.
 void orthonormalize_(at::Tensor matrix) {
   const int64_t rows = matrix.size(0);
-  const at::Tensor columns = matrix.to(at::kDouble).t().contiguous();
+  const at::Tensor columns = matrix.to(at::kCPU, at::kDouble).t().contiguous();
   double* const values = columns.mutable_data_ptr<double>();
   for (int64_t k = 0; k < columns.size(0); ++k) {
     double* const own = values + k * rows;
