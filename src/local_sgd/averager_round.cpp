@@ -297,6 +297,9 @@ void Averager::Impl::commit() {
   if (anchored) {
     step_outer();
   }
+  if (round.corrects) { // training went on since start()
+    stage_in();
+  }
   detail::PassSums sums;
   // With an outer step only the driver had the mean, and has overwritten it.
   const bool measurable = options.measure_spread && !(driven() && options.outer);
