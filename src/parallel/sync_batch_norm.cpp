@@ -138,12 +138,14 @@ static at::Tensor batch_norm_kernel(const at::Tensor& input,
 
 // Note [One override]
 // torch's batch_norm is composed of other operators (at::native::batch_norm) and has no kernel
-// under any autograd key. The first mark of a process registers these two. Calls without a mark
+// under any autograd key. The first mark of a process registers these. Calls without a mark
 // continue to torch's function.
 static void register_batch_norm() {
   static const auto libraries = [] {
     std::vector<torch::Library> made;
-    for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+    using Key = c10::DispatchKey;
+    for (const auto key : {Key::AutogradCPU, Key::AutogradCUDA, Key::AutogradXPU, Key::AutogradMPS,
+                           Key::AutogradPrivateUse1}) {
       made.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
       made.back().impl("batch_norm", TORCH_FN(batch_norm_kernel));
     }
