@@ -89,17 +89,26 @@ Work GlooGroup::start_reduction(const Collective& what) {
 
 /// Gloo moves host memory only, so the tensors of another device go through copies there.
 Work GlooGroup::start_staged(const Collective& what) {
-  const auto host_copy = [](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.detach().cpu() : tensor;
-  };
+  using Kind = Collective::Kind;
+  const bool root = what.root == rank();
+  const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
+  const bool reads = reduces || (what.kind == Kind::broadcast && root); // the output
+  const bool writes = what.kind == Kind::broadcast                             ? !root
+                      : what.kind == Kind::reduce || what.kind == Kind::gather ? root
+                                                                               : true;
   Collective staged = what;
-  staged.input = host_copy(what.input);
-  staged.output = host_copy(what.output);
-  return continued(start(staged), [to = what.output, from = staged.output] {
-    if (to.defined()) {
-      to.detach().copy_(from);
-    }
-  });
+  staged.output = reads    ? what.output.detach().cpu()
+                  : writes ? at::empty_like(what.output, at::kCPU)
+                           : at::Tensor();
+  staged.input = what.input.defined() && (root || what.kind != Kind::scatter)
+                     ? what.input.detach().cpu()
+                     : at::Tensor();
+  return continued(start(staged),
+                   [to = writes ? what.output.detach() : at::Tensor(), from = staged.output] {
+                     if (to.defined()) {
+                       to.copy_(from);
+                     }
+                   });
 }
 
 Work GlooGroup::start(const Collective& what) {
