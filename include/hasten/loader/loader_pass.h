@@ -249,12 +249,15 @@ class LoaderPass {
     std::optional<Round> round = dealer_.next();
     if (round && options_.pin) {
       for (Item& part : round->parts) {
-        if (part.batch) {
-          change_tensors(*part.batch, pinned);
-        }
+        pin(part);
       }
     }
     return round;
+  }
+  static void pin(Item& part) {
+    if (part.batch) {
+      change_tensors(*part.batch, pinned);
+    }
   }
 
   std::optional<Item> dispatched() {
@@ -284,6 +287,9 @@ class LoaderPass {
           if (sent.parts.size() > 1) {
             mine->lent = unpack_batch(std::move(sent.parts.back()), Value());
           }
+        }
+        if (options_.pin) {
+          pin(*mine);
         }
         mine->repeated = sent.repeated.front();
         mine->position = sent.position;

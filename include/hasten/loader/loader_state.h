@@ -33,8 +33,9 @@ struct DataLoaderConfiguration {
   /// counts them twice. False: each sample occurs once, and at the end some ranks have smaller
   /// batches or no samples. Ranges without shard() keep one batch per rank in memory.
   bool even_batches = false;
-  /// Copies to a GPU are asynchronous and from pinned memory. No effect on the CPU.
-  bool non_blocking = false;
+  /// Copies to a device are asynchronous and from pinned memory, into which the thread that reads
+  /// the batches copies them first. False: each copy blocks the host. No effect on the CPU.
+  bool non_blocking = true;
   /// Number of batches that a background thread prefetches (hasten/data/prefetch.h), in addition to
   /// the one that is always read ahead. 0: no thread.
   int64_t prefetch = 0;

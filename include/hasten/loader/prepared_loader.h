@@ -26,7 +26,9 @@ namespace hasten {
 ///     does, follow from the accelerator's seed and the epoch, and do not advance the generator for
 ///     others; with `prefetch` this holds in begin() only.
 ///   * With dispatch_batches rank 0 reads and distributes all batches.
-/// One batch is read ahead, so that the last batch is known when it is returned.
+/// One batch is read ahead, so that the last batch is known when it is returned. On a device other
+/// than the CPU it is copied there from pinned memory, on a side stream, while the loop uses the
+/// batch before it. So the device holds two batches, and the host waits for no copy.
 /// A training loader is the first loader of a prepare() call with an optimizer, or one that was
 /// passed to accumulate. It returns equally many batches on every rank, so that the loop's body
 /// runs equally often. A rank without samples gets one of its earlier batches again, as a stand-in
@@ -153,6 +155,9 @@ class PreparedLoader {
       options.deal.world_size = link->world_size();
       options.dispatch = state->config.dispatch_batches && options.deal.world_size > 1;
       options.pin = state->config.non_blocking && !link->device().is_cpu();
+      if (options.pin && !side) {
+        side.emplace(link->device());
+      }
       options.prefetch = state->config.prefetch;
       options.own = kShards ? 0 : options.deal.rank;
       options.compare = !kShards && options.deal.world_size > 1 && !options.dispatch &&
@@ -293,6 +298,7 @@ class PreparedLoader {
       state->repeated = next->repeated;
       state->stand_in = next->stand_in;
       current = std::move(next->batch);
+      detail::receive_batch(*current, side);
       next = fetch();
       state->last = !next.has_value();
       state->rows = detail::batch_rows(*current);
@@ -345,7 +351,8 @@ class PreparedLoader {
         if (!item->batch) {
           detail::throw_no_empty_batch();
         }
-        item->batch = detail::batch_to_device(std::move(*item->batch), link->device());
+        item->batch = detail::batch_to_device(std::move(*item->batch), link->device(),
+                                              side ? &*side : nullptr);
         if (link->world_size() > 1) {
           before = item->batch;
         }
@@ -382,6 +389,7 @@ class PreparedLoader {
     bool began = false; // a pass, on all ranks
     int dealt_over = 1; // ranks
     std::optional<Item> next{};
+    std::optional<detail::SideStream> side{}; // copies `next` to the device
     std::optional<detail::LoaderPass<Range>> pass{};
   };
 
