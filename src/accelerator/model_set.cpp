@@ -151,8 +151,8 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   const auto parameters = module->named_parameters();
   const auto buffers = module->named_buffers();
   if (std::ranges::any_of(parameters, elsewhere) || std::ranges::any_of(buffers, elsewhere)) {
-    materialize(*module); // only memory of the CPU is deferred
-    module->to(run_.device()); // same tensors, new storage: flatten only after it
+    materialize(*module, run_.device()); // same tensors, new storage: flatten only after it
+    module->to(run_.device()); // what a module's own to() moves, too
   }
   PreparedModel state;
   BroadcastBuffers policy = run_.options().broadcast_buffers;

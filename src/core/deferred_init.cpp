@@ -412,4 +412,13 @@ void materialize(const std::vector<at::Tensor>& tensors) {
 
 void materialize(const torch::nn::Module& module) { materialize(detail::tensors_of(module)); }
 
+void materialize(const torch::nn::Module& module, const at::Device& device) {
+  for (at::Tensor& tensor : detail::tensors_of(module)) {
+    if (tensor.device() != device) {
+      materialize({tensor});
+      tensor.set_data(tensor.to(device)); // as Module::to() does
+    }
+  }
+}
+
 } // namespace hasten

@@ -14,6 +14,7 @@
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
@@ -49,7 +50,8 @@ void load_weights(torch::nn::Module& model, const std::filesystem::path& folder)
 void move_model(torch::nn::Module& model, const at::Device& device) {
   const auto tensors = named_model_tensors(model);
   if (std::ranges::any_of(tensors, [&](const auto& t) { return t.second.device() != device; })) {
-    model.to(device);
+    materialize(model, device);
+    model.to(device); // what a module's own to() moves, too
   }
 }
 

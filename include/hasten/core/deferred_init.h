@@ -87,6 +87,10 @@ bool is_deferred(const torch::nn::Module& module);
 /// and when memory runs out, all tensors stay deferred.
 void materialize(const std::vector<at::Tensor>& tensors);
 void materialize(const torch::nn::Module& module);
+/// Moves the module to the device. Deferred parameters and buffers are made on the CPU one by one,
+/// and the CPU's memory of each is freed before the next one. Memory of the CPU: that of the largest
+/// and one operator's temporaries.
+void materialize(const torch::nn::Module& module, const at::Device& device);
 
 namespace detail {
 
