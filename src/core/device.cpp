@@ -32,14 +32,15 @@ DeviceChoice choose_device(const std::string& name, const World& world, bool sha
   if (name == "auto") {
     const auto type = at::getAccelerator(false);
     const int count = type ? devices_of(*type) : 0;
-    if (count >= ranks) {
-      return {at::Device(*type, static_cast<c10::DeviceIndex>(world.local_rank))};
+    if (count == 0) {
+      return {at::kCPU};
     }
-    return {at::kCPU, count == 0 ? ""
-                                 : "device=auto takes the CPU, because there are " +
-                                       std::to_string(ranks) + " processes on this host for " +
-                                       std::to_string(count) + " " +
-                                       c10::DeviceTypeName(*type, true) + " devices"};
+    const bool enough = count >= ranks;
+    const std::string name_of_type = c10::DeviceTypeName(*type, true);
+    return {enough ? at::Device(*type, static_cast<c10::DeviceIndex>(world.local_rank)) : at::kCPU,
+            "device=auto takes " + (enough ? name_of_type : "the CPU") +
+                ", because this host has " + std::to_string(count) + " " + name_of_type +
+                " devices for " + std::to_string(ranks) + " processes"};
   }
   const at::Device device = parsed_device(name);
   if (device.is_cpu()) {

@@ -13,7 +13,7 @@
 
 namespace hasten::detail {
 
-/// The device of a rank, and why it is not an accelerator although there is one; else empty.
+/// The device of a rank, and what "auto" chose on a host that has an accelerator; else empty.
 struct DeviceChoice {
   at::Device device;
   std::string note{};
