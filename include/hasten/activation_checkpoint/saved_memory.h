@@ -1,4 +1,4 @@
-// Saved tensors on disk, and a report of a step's memory.
+// Saved tensors on disk or in the host's memory, and a report of a step's memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,15 +20,19 @@ struct SavedTensorOffloadOptions {
   /// Folder of the file. The file has no name and disappears with the last graph that uses it.
   /// Empty: the system's temporary folder.
   std::filesystem::path folder{};
-  /// Smaller tensors stay in memory. In bytes.
+  /// Smaller tensors stay where they are. In bytes.
   int64_t min_bytes = 1 << 20;
 };
 
 /// While it lives, tensors that this thread's forward saves for backward, and the inputs of
-/// regions, go to a mapped file instead of memory. Parameters stay in memory. A storage that
-/// several tensors share is written once. Backward maps the file and reads it page by page. The
-/// page cache decides what goes to disk. Cost: one copy of each tensor in forward. Threading:
-/// affects only its thread.
+/// regions, go elsewhere. Parameters stay. A storage that several tensors share is copied once.
+///   * Tensors of the CPU go to a mapped file. Backward maps the file and reads it page by page. The
+///     page cache decides what goes to disk. Cost: one copy of each tensor in forward.
+///   * Tensors of other devices go to pinned memory of the host, on a side stream. The host
+///     waits for no copy. The device's stream waits for the third-last one, so that at most two
+///     storages that forward no longer uses are on the device. Backward fetches each storage and, in
+///     advance, the one that was offloaded before it. Cost: two copies between host and device.
+/// Threading: affects only its thread.
 /// Throws InputError if no file can be made in the folder, and Error if the disk is full or another
 /// autograd engine is installed.
 class [[nodiscard]] SavedTensorOffload {
@@ -37,7 +41,7 @@ class [[nodiscard]] SavedTensorOffload {
   SavedTensorOffload(const SavedTensorOffload&) = delete;
   SavedTensorOffload& operator=(const SavedTensorOffload&) = delete;
   ~SavedTensorOffload();
-  /// Bytes of the file in use now.
+  /// Bytes of the file, and of the host's pinned memory, in use now.
   int64_t bytes() const;
 
  private:
