@@ -85,7 +85,8 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
     entry.sizes = tensor.sizes().vec();
     entry.strides = tensor.strides().vec();
     if (!tensor.is_cpu()) {
-      entry.staging = at::empty_like(tensor, tensor.options().device(at::kCPU)).detach();
+      entry.staging =
+          at::empty_like(tensor, tensor.options().device(at::kCPU).pinned_memory(true)).detach();
     }
     entry.direct = !options.transactional && tensor.is_cpu() &&
                    (entry.dtype == at::kFloat || entry.dtype == at::kDouble) &&

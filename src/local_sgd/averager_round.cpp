@@ -4,9 +4,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <unordered_set>
 
 #include "averager_impl.h"
 #include "hasten/base/error.h"
+#include "hasten/core/side_stream.h"
 
 namespace hasten {
 
@@ -19,10 +21,15 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 } // namespace detail
 
 void Averager::Impl::stage_in() {
+  std::unordered_set<at::Device> sources;
   for (Entry& entry : entries) {
     if (entry.staging.defined()) {
-      entry.staging.copy_(entry.tensor);
+      entry.staging.copy_(entry.tensor, /*non_blocking=*/true);
+      sources.insert(entry.tensor.device());
     }
+  }
+  for (const at::Device& device : sources) {
+    detail::current_stream(device).synchronize();
   }
 }
 
@@ -32,7 +39,7 @@ void Averager::Impl::stage_out() {
       continue;
     }
     if (entry.staging.defined()) {
-      entry.tensor.copy_(entry.staging);
+      entry.tensor.copy_(entry.staging, /*non_blocking=*/true);
     } else {
       entry.tensor.unsafeGetTensorImpl()->bump_version(); // written by address
     }
