@@ -184,8 +184,8 @@ void OpRecorder::keep(const OpPassing& passing, const OpInfo& info, OpStore::Cal
       kept.results.push_back(bare_value(value));
     }
   }
-  if (info.random) {
-    kept.random_after = GeneratorState();
+  if (info.random && !result.is_meta()) {
+    kept.random_after = GeneratorState(result.device());
   }
   held_.push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(result.storage().getWeakStorageImpl()),
                    &calls, index, result.numel()});
