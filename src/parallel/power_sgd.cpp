@@ -168,18 +168,19 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   matrix.name = entry.name;
   matrix.gradient = entry.gradient;
   matrix.m = entry.gradient.reshape({entry.gradient.size(0), -1});
-  const auto check = [&](const at::Tensor& kept, at::IntArrayRef sizes) {
+  const auto take = [&](at::Tensor& kept, at::IntArrayRef sizes) {
     if (kept.sizes() != sizes) {
       throw InputError(
           "parallel::PowerSgdHook",
           c10::str("the state kept for parameter \"", entry.name, "\" is ", kept.sizes()),
           c10::str(sizes), "use one hook per model, and its own state");
     }
+    kept = kept.to(matrix.m.device()); // a loaded state is on the CPU
   };
   if (options_.use_error_feedback) {
     const auto error = errors_.find(entry.name);
     if (error != errors_.end()) {
-      check(error->second, matrix.m.sizes());
+      take(error->second, matrix.m.sizes());
       matrix.m.add_(error->second);
     }
   }
@@ -187,7 +188,7 @@ PowerSgdHook::Matrix PowerSgdHook::make_matrix(const BucketGradient& entry) {
   const int64_t rank = std::min({options_.matrix_approximation_rank, matrix.m.size(0), columns});
   const auto kept = factors_.find(entry.name);
   if (options_.warm_start && kept != factors_.end()) {
-    check(kept->second, {columns, rank});
+    take(kept->second, {columns, rank});
     matrix.q = kept->second;
   } else {
     const uint64_t seed = stream_seed("powerSGD " + entry.name, options_.random_seed,
