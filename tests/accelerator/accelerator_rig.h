@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/on_device.h"
+
 namespace hasten::accelerator_test {
 
 using at::Tensor;
@@ -21,7 +23,7 @@ struct NetImpl : torch::nn::Module {
   NetImpl() {
     first = register_module("first", torch::nn::Linear(5, 8));
     second = register_module("second", torch::nn::Linear(8, 3));
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(const Tensor& x) { return second->forward(torch::tanh(first->forward(x))); }
   torch::nn::Linear first{nullptr}, second{nullptr};
@@ -39,8 +41,8 @@ inline std::vector<Pair> make_batches(int64_t count) {
   for (int64_t b = 0; b < count; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(77 + b);
     const int64_t n = 1 + (3 * b) % 4;
-    batches.emplace_back(torch::randn({n, 5}, generator, torch::kDouble),
-                         torch::randint(0, 3, {n}, generator, torch::kLong));
+    batches.emplace_back(on_device::randn({n, 5}, generator, torch::kDouble),
+                         on_device::randint(0, 3, {n}, generator, torch::kLong));
   }
   return batches;
 }

@@ -9,6 +9,7 @@
 #include "accelerator/accelerator_rig.h"
 #include "hasten/base/error.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/world.h"
 
 namespace hasten::accelerator_test {
@@ -179,7 +180,7 @@ TEST(Accelerator, ModelsAndAcceleratorsDoNotDisturbEachOther) {
     Net plain = net_of_seed(1);
     torch::optim::SGD sgd(plain->parameters(), rate);
     for (int64_t w = 0; w * k < 6; ++w) {
-      Tensor sum = torch::zeros({}, torch::kDouble);
+      Tensor sum = on_device::zeros({}, torch::kDouble);
       double rows = 0;
       for (const Pair& batch : joined_window(batches, world, k, w)) {
         const auto n = static_cast<double>(batch.second.numel());

@@ -2,14 +2,15 @@
 // inside a window. Also: which rank's buffers are used.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
 struct NotedImpl : torch::nn::Module {
   NotedImpl() {
     linear = register_module("linear", torch::nn::Linear(5, 3));
-    note = register_buffer("note", torch::zeros({2}));
-    to(torch::kDouble);
+    note = register_buffer("note", on_device::zeros({2}));
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(const Tensor& x) { return linear->forward(x); }
   torch::nn::Linear linear{nullptr};
@@ -134,9 +135,9 @@ TEST(Buffers, OfARankWhoseBatchStandsInDoNotCount) {
 struct CountingImpl : torch::nn::Module {
   CountingImpl() {
     linear = register_module("linear", torch::nn::Linear(5, 3));
-    steps = register_buffer("steps", torch::zeros({}, torch::kLong));
-    seen = register_buffer("seen", torch::zeros({8}, torch::kBool));
-    to(torch::kDouble);
+    steps = register_buffer("steps", on_device::zeros({}, torch::kLong));
+    seen = register_buffer("seen", on_device::zeros({8}, torch::kBool));
+    to(testing_support::run_device(), torch::kDouble);
     steps.set_data(steps.to(torch::kLong));
     seen.set_data(seen.to(torch::kBool));
   }

@@ -16,6 +16,7 @@
 #include "hasten/metrics/regression.h"
 #include "support/communicator.h"
 #include "support/error_of.h"
+#include "support/on_device.h"
 
 namespace hasten::collect_test {
 
@@ -63,9 +64,9 @@ TEST(Collect, OneRowOfAWiderTensorTravels) {
     const int rank = accelerator.process_index();
     const int world = accelerator.num_processes();
     for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kLong}) {
-      const Tensor logits = (torch::arange(3) + 10 * rank).to(dtype).reshape({1, 3});
+      const Tensor logits = (on_device::arange(3) + 10 * rank).to(dtype).reshape({1, 3});
       const Tensor own = logits.select(1, 1); // [1], stride 3
-      const Tensor wanted = (10 * torch::arange(world) + 1).to(dtype);
+      const Tensor wanted = (10 * on_device::arange(world) + 1).to(dtype);
       EXPECT_TRUE(torch::equal(accelerator.gather(own), wanted));
       EXPECT_TRUE(torch::equal(accelerator.gather_for_metrics(own), wanted));
       accelerator.broadcast(own, world - 1);
@@ -80,11 +81,13 @@ TEST(Collect, GatherJoinsInRankOrderWhateverHoldsTheTensors) {
   auto accelerator = make_accelerator();
   const int rank = accelerator.process_index();
   const int world = accelerator.num_processes();
-  const Tensor own = torch::full({2, 3}, rank, torch::kInt).t(); // [3, 2]
-  const Tensor joined =
-      torch::arange(world, torch::kInt).repeat_interleave(3).unsqueeze(1).expand({3 * world, 2});
+  const Tensor own = on_device::full({2, 3}, rank, torch::kInt).t(); // [3, 2]
+  const Tensor joined = on_device::arange(world, torch::kInt)
+                            .repeat_interleave(3)
+                            .unsqueeze(1)
+                            .expand({3 * world, 2});
   EXPECT_TRUE(torch::equal(accelerator.gather(own), joined));
-  EXPECT_EQ(accelerator.gather(torch::tensor(rank)).size(0), world);
+  EXPECT_EQ(accelerator.gather(on_device::tensor(rank)).size(0), world);
   const auto [logits, labels] = accelerator.gather(Outputs{own, own.eq(0)});
   EXPECT_TRUE(torch::equal(logits, joined));
   EXPECT_TRUE(torch::equal(labels, joined.eq(0)));
@@ -92,7 +95,7 @@ TEST(Collect, GatherJoinsInRankOrderWhateverHoldsTheTensors) {
       accelerator.gather(std::map<std::string, Tensor>{{"a", own}, {"b", own.to(torch::kHalf)}});
   EXPECT_TRUE(torch::equal(named.at("b"), joined.to(torch::kHalf)));
   const auto pair = accelerator.gather_for_metrics(
-      std::make_pair(torch::full({rank}, rank), own)); // rank 0 has none
+      std::make_pair(on_device::full({rank}, rank), own)); // rank 0 has none
   EXPECT_EQ(pair.first.size(0), world * (world - 1) / 2);
   EXPECT_SAYS(error_of([&] { accelerator.gather(std::vector<int>{1}); }), "no tensor");
 }
@@ -101,13 +104,13 @@ TEST(Collect, ReduceOfHalfDoesNotOverflowOnTheWay) {
   auto accelerator = make_accelerator();
   const double rank = accelerator.process_index();
   const double world = accelerator.num_processes();
-  const Tensor large = torch::full({3}, 60000, torch::kHalf);
+  const Tensor large = on_device::full({3}, 60000, torch::kHalf);
   for (const Tensor& mean : {accelerator.reduce(large, ReduceOp::AVG),
                              accelerator.reduce(large, ReduceOp::SUM, 1 / world)}) {
     EXPECT_EQ(mean.scalar_type(), torch::kHalf);
     EXPECT_TRUE(torch::equal(mean, large)) << mean;
   }
-  const Tensor own = torch::tensor({rank, -rank});
+  const Tensor own = on_device::tensor({rank, -rank});
   const auto is = [](const Tensor& value, double a, double b) {
     return value[0].item<double>() == a && value[1].item<double>() == b;
   };
@@ -121,9 +124,9 @@ TEST(Collect, ReduceOfHalfDoesNotOverflowOnTheWay) {
 TEST(Collect, BroadcastWritesIntoViewsToo) {
   auto accelerator = make_accelerator();
   const int last = accelerator.num_processes() - 1;
-  const Tensor whole = torch::full({4, 4}, accelerator.process_index());
+  const Tensor whole = on_device::full({4, 4}, accelerator.process_index());
   accelerator.broadcast(whole.select(1, 2), last);
-  EXPECT_TRUE(torch::equal(whole.select(1, 2), torch::full({4}, last, whole.options())));
+  EXPECT_TRUE(torch::equal(whole.select(1, 2), on_device::full({4}, last, whole.options())));
   EXPECT_EQ(whole[0][0].item<int64_t>(), accelerator.process_index());
 }
 
@@ -131,7 +134,7 @@ TEST(Collect, PadAcrossProcessesPadsToTheLargest) {
   auto accelerator = make_accelerator();
   const int rank = accelerator.process_index();
   const int world = accelerator.num_processes();
-  const Tensor own = torch::ones({2, rank + 1}, torch::kLong);
+  const Tensor own = on_device::ones({2, rank + 1}, torch::kLong);
   const Tensor behind = accelerator.pad_across_processes(own, 1, -100);
   const Tensor before = accelerator.pad_across_processes(own, -1, -100, true);
   EXPECT_EQ(behind.sizes(), at::IntArrayRef({2, world}));
@@ -177,18 +180,18 @@ TEST(Collect, SplitGivesBlocksInRankOrderAndPadsWithTheLast) {
     std::vector<int64_t> values(static_cast<size_t>(count));
     std::iota(values.begin(), values.end(), 0);
     const auto part = accelerator.split_between_processes(values);
-    const Tensor rows = torch::arange(count);
+    const Tensor rows = on_device::arange(count);
+    EXPECT_TRUE(torch::equal(accelerator.split_between_processes(rows),
+                             on_device::tensor(part, torch::kLong)));
     EXPECT_TRUE(
-        torch::equal(accelerator.split_between_processes(rows), torch::tensor(part, torch::kLong)));
-    EXPECT_TRUE(
-        torch::equal(accelerator.gather_for_metrics(torch::tensor(part, torch::kLong)), rows));
+        torch::equal(accelerator.gather_for_metrics(on_device::tensor(part, torch::kLong)), rows));
     const auto sizes = accelerator.gather_object(part.size());
     EXPECT_LE(sizes.front().get<int>() - sizes.back().get<int>(), 1);
     const auto padded = accelerator.split_between_processes(values, true);
     const auto even = static_cast<size_t>((count + world - 1) / world);
     EXPECT_EQ(padded.size(), even);
     EXPECT_TRUE(torch::equal(accelerator.split_between_processes(rows, true),
-                             torch::tensor(padded, torch::kLong)));
+                             on_device::tensor(padded, torch::kLong)));
     if (padded.size() > part.size()) {
       EXPECT_EQ(padded.back(), part.empty() ? count - 1 : part.back());
     }
@@ -281,14 +284,14 @@ TEST(Collect, InDebugModeRanksThatDifferGetAnErrorInsteadOfHanging) {
   if (accelerator.num_processes() == 1) {
     return;
   }
-  const Tensor own = torch::zeros({2, rank == 1 ? 3 : 4});
+  const Tensor own = on_device::zeros({2, rank == 1 ? 3 : 4});
   const std::string named = "rank 1 has Float [2, 3], rank 0 has Float [2, 4]";
   EXPECT_SAYS(error_of([&] { accelerator.gather(own); }), named);
   EXPECT_SAYS(error_of([&] { accelerator.reduce(own); }), named);
   EXPECT_SAYS(error_of([&] { accelerator.broadcast(own); }), "rank 1 has Float [2, 3]");
   EXPECT_SAYS(error_of([&] { accelerator.reduce(ClassificationMetrics(rank + 2)); }),
               "rank 1 has Long [3, 3], rank 0 has Long [2, 2]");
-  EXPECT_EQ(accelerator.gather(torch::ones({1})).size(0),
+  EXPECT_EQ(accelerator.gather(on_device::ones({1})).size(0),
             accelerator.num_processes()); // the group stays usable
 }
 
@@ -297,12 +300,12 @@ TEST(Collect, ReducedMetricsAreThoseOfAllRows) {
   const int rank = accelerator.process_index();
   const int world = accelerator.num_processes();
   torch::manual_seed(3);
-  const Tensor targets = torch::randn({101}, torch::kDouble);
-  const Tensor predictions = targets + torch::randn({101}, torch::kDouble);
+  const Tensor targets = on_device::randn({101}, torch::kDouble);
+  const Tensor predictions = targets + on_device::randn({101}, torch::kDouble);
   const Tensor labels = targets.gt(0).to(torch::kLong);
   // With several ranks, rank 0 has no samples.
   const int64_t parts = std::max(world - 1, 1);
-  const Tensor mine = torch::arange(101).remainder(parts).eq(world == 1 ? 0 : rank - 1);
+  const Tensor mine = on_device::arange(101).remainder(parts).eq(world == 1 ? 0 : rank - 1);
   const auto check = [&](const auto& empty, const Tensor& second) {
     auto whole = empty, part = empty;
     whole.update(predictions, second);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "accelerator/sharded_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::combinations_test {
 
@@ -29,8 +30,8 @@ struct NetImpl : torch::nn::Module {
     }
   }
   void add_integer_buffers() {
-    steps = register_buffer("steps", torch::zeros({1}, torch::kLong));
-    seen = register_buffer("seen", torch::zeros({13}, torch::kBool));
+    steps = register_buffer("steps", on_device::zeros({1}, torch::kLong));
+    seen = register_buffer("seen", on_device::zeros({13}, torch::kBool));
   }
   Tensor forward(const Tensor& ids) {
     if (steps.defined()) { // each rank has other token ids
@@ -57,8 +58,8 @@ inline std::vector<Rows> rows_of(int world, const Features& features) {
   std::vector<Rows> all;
   for (int64_t b = 0; b < 6 * world; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(300 + b));
-    all.emplace_back(torch::randint(0, 13, {2, 4}, generator, torch::kLong),
-                     torch::randint(0, 3, {2}, generator, torch::kLong));
+    all.emplace_back(on_device::randint(0, 13, {2, 4}, generator, torch::kLong),
+                     on_device::randint(0, 3, {2}, generator, torch::kLong));
     if (features.count("empty rank") > 0 && b % 5 == 4) {
       all.back().second.fill_(kNoLabel);
     }
@@ -75,11 +76,11 @@ struct SingleRows : torch::data::datasets::BatchDataset<SingleRows, Rows> {
     }
   }
   Rows get_batch(at::ArrayRef<size_t> rows) override {
-    const Tensor index = torch::tensor(std::vector<int64_t>(rows.begin(), rows.end()));
+    const Tensor index = on_device::tensor(std::vector<int64_t>(rows.begin(), rows.end()));
     return {all.first.index_select(0, index), all.second.index_select(0, index)};
   }
   torch::optional<size_t> size() const override { return static_cast<size_t>(all.second.size(0)); }
-  Rows all{torch::empty({0, 4}, torch::kLong), torch::empty({0}, torch::kLong)};
+  Rows all{on_device::empty({0, 4}, torch::kLong), on_device::empty({0}, torch::kLong)};
 };
 
 // Joins the batches of `count` ranks.
@@ -109,7 +110,7 @@ inline Strategy strategy_of(const Features& features) {
 
 inline AcceleratorOptions options_for(const Features& features, int world) {
   AcceleratorOptions options;
-  options.device = "cpu";
+  options.device = testing_support::run_device().str();
   options.seed = 12;
   options.strategy = strategy_of(features);
   if (options.strategy == Strategy::hsdp && world > 1) {

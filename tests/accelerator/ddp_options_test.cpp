@@ -7,6 +7,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -17,8 +18,8 @@ const auto kMomentum = torch::optim::SGDOptions(0.2).momentum(0.9);
 // Batch `turn` of `rank`. Rank r has r + 1 batches.
 Pair batch_of(int rank, int turn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(300 + 10 * rank + turn);
-  return {torch::randn({1 + (rank + turn) % 3, 5}, generator, torch::kDouble),
-          torch::randint(0, 3, {1 + (rank + turn) % 3}, generator, torch::kLong)};
+  return {on_device::randn({1 + (rank + turn) % 3, 5}, generator, torch::kDouble),
+          on_device::randint(0, 3, {1 + (rank + turn) % 3}, generator, torch::kLong)};
 }
 
 Net joined_reference(int world) {

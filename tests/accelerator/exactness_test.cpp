@@ -20,6 +20,7 @@
 #include "hasten/data/loader.h"
 #include "hasten/models/bert.h"
 #include "hasten/text/tokenized_dataset.h"
+#include "support/on_device.h"
 
 namespace hasten::exactness_test {
 
@@ -71,7 +72,7 @@ struct Bert {
     config.id2label = {"a", "b", "c"};
     torch::manual_seed(seed);
     Model model(config);
-    model->to(torch::kDouble);
+    model->to(testing_support::run_device(), torch::kDouble);
     return model;
   }
   static Tensor losses(Model& model, const Tensor& ids, const Tensor& mask,
@@ -89,8 +90,8 @@ struct Bert {
   // Losses and tokens of the rows. The test pads them to the longest row.
   std::pair<Tensor, Tensor> terms(Model& model, const std::vector<int64_t>& rows) const {
     const auto count = static_cast<int64_t>(rows.size());
-    const Tensor ids = torch::zeros({count, 12}, torch::kLong);
-    const Tensor of_rows = torch::zeros({count}, torch::kLong);
+    const Tensor ids = on_device::zeros({count, 12}, torch::kLong);
+    const Tensor of_rows = on_device::zeros({count}, torch::kLong);
     for (int64_t i = 0; i < count; ++i) {
       const auto row = static_cast<size_t>(rows[static_cast<size_t>(i)]);
       const auto length = static_cast<int64_t>(texts[row].size());
@@ -136,7 +137,7 @@ struct Conv {
       block->norm->running_mean.uniform_(-0.2, 0.2);
       block->norm->running_var.uniform_(0.5, 2.0);
     }
-    model->to(torch::kDouble);
+    model->to(testing_support::run_device(), torch::kDouble);
     model->eval();
     return model;
   }
@@ -151,8 +152,9 @@ struct Conv {
   static Tensor tokens(const Batch& batch) { return bright(batch["x"]); }
   std::pair<Tensor, Tensor> terms(Model& model, const std::vector<int64_t>& rows) const {
     const Tensor index = torch::tensor(rows, torch::kLong);
-    const Tensor x = images->x.index_select(0, index);
-    return {losses(model, x, images->y.index_select(0, index)), bright(x)};
+    const Tensor x = on_device::moved(images->x.index_select(0, index));
+    const Tensor y = on_device::moved(images->y.index_select(0, index));
+    return {losses(model, x, y), bright(x)};
   }
   std::shared_ptr<Images> images{};
   std::shared_ptr<Dataset> dataset{};

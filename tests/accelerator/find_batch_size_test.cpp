@@ -7,6 +7,7 @@
 
 #include "accelerator/plain_steps.h"
 #include "hasten/core/memory.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -16,22 +17,23 @@ struct Attempts {
     install_memory_meter();
     net = torch::nn::Sequential(torch::nn::Linear(16, 512), torch::nn::Tanh(),
                                 torch::nn::Linear(512, 1));
+    on_device::moved(net);
   }
   void operator()(int64_t rows) {
     tried.push_back(rows);
     for (const Tensor& p : net->parameters()) {
       p.mutable_grad().reset();
     }
-    reset_peak_memory();
-    net->forward(torch::ones({rows, 16})).sum().backward();
-    peaks.push_back(memory_stats().peak_bytes);
+    reset_peak_memory(testing_support::run_device());
+    net->forward(on_device::ones({rows, 16})).sum().backward();
+    peaks.push_back(memory_stats(testing_support::run_device()).peak_bytes);
     for (const Tensor& p : net->parameters()) {
       p.mutable_grad().reset();
     }
   }
   int64_t needed(int64_t rows) {
     Attempts other;
-    const int64_t before = memory_stats().live_bytes;
+    const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
     other(rows);
     return other.peaks.back() - before;
   }
@@ -45,13 +47,13 @@ TEST(FindBatchSize, HalvesUntilAStepFitsAndLeavesNothingBehind) {
   Attempts attempts;
   const int64_t room = attempts.needed(16);
   attempts.tried.clear();
-  const int64_t before = memory_stats().live_bytes;
+  const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
   const int64_t size = find_executable_batch_size(
       std::ref(attempts), {.starting_batch_size = 100, .memory_limit_bytes = before + room},
       &accelerator);
   EXPECT_EQ(size, 12);
   EXPECT_EQ(attempts.tried, (std::vector<int64_t>{100, 50, 25, 12}));
-  EXPECT_EQ(memory_stats().live_bytes, before);
+  EXPECT_EQ(memory_stats(testing_support::run_device()).live_bytes, before);
   EXPECT_LE(attempts.peaks.back(), before + room);
   accelerator.end_training();
 }
@@ -67,7 +69,7 @@ TEST(FindBatchSize, OneRanksShortageLowersAll) {
           throw std::bad_alloc();
         }
         if (rows > 4 && last) {
-          torch::empty({int64_t{1} << 60}, torch::kByte);
+          on_device::empty({int64_t{1} << 60}, torch::kByte);
         }
       },
       {.starting_batch_size = 32}, &accelerator);
@@ -183,7 +185,7 @@ TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
   const int64_t size = find_executable_batch_size(
       [&, &model = model](int64_t rows) {
         auto quiet = accelerator.no_sync(model);
-        Tensor out = net->forward(torch::ones({rows, 5}, torch::kDouble));
+        Tensor out = net->forward(on_device::ones({rows, 5}, torch::kDouble));
         out.register_hook([&](const Tensor&) {
           if (last && rows > 3) {
             throw std::bad_alloc();
@@ -196,7 +198,7 @@ TEST(FindBatchSize, AnAttemptMayBeABackwardUnderNoSync) {
       },
       {.starting_batch_size = 8}, &accelerator);
   EXPECT_EQ(size, 2);
-  accelerator.backward(net->forward(torch::ones({2, 5}, torch::kDouble)).sum());
+  accelerator.backward(net->forward(on_device::ones({2, 5}, torch::kDouble)).sum());
   accelerator.end_training();
 }
 

@@ -3,6 +3,7 @@
 
 #include "accelerator/plain_steps.h"
 #include "hasten/optim/adamw.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -22,7 +23,7 @@ void fused_adamw(Net& net) {
       gradients.push_back(parameter.grad());
       averages.push_back(torch::zeros_like(parameter));
       squares.push_back(torch::zeros_like(parameter));
-      steps.push_back(torch::ones({}));
+      steps.push_back(on_device::ones({}));
     }
   }
   at::_fused_adamw_(parameters, gradients, averages, squares, {}, steps, 0.1, 0.9, 0.999, 0.01,
@@ -149,7 +150,7 @@ TEST(MidWindow, AForwardMayWriteParameters) {
   const std::string said = message_of([&, &model = model] {
     for (int64_t b = 0; b < 4; ++b) {
       auto window = accelerator.accumulate(model);
-      accelerator.backward(net->forward(torch::tensor({b})).square().sum(), 1);
+      accelerator.backward(net->forward(on_device::tensor({b})).square().sum(), 1);
       accelerator.clip_grad_norm_(model, 0.1);
       optimizer.step();
       optimizer.zero_grad();

@@ -2,6 +2,7 @@
 // also with one process. Worlds 1 to 4.
 #include "accelerator/plain_steps.h"
 #include "support/environment.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -18,7 +19,7 @@ TEST(Misuse, AReplacedParameterIsNamed) {
   Ready r(accelerator);
   auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
   r.net->second->bias =
-      r.net->second->register_parameter("bias2", torch::zeros({3}, torch::kDouble));
+      r.net->second->register_parameter("bias2", on_device::zeros({3}, torch::kDouble));
   expect_says(message_of([&] { auto window = accelerator.accumulate(model); }),
               "\"second.bias2\" is another tensor than when the model was prepared");
   expect_says(message_of([&] { loader.begin(); }), "second.bias2");
@@ -46,7 +47,7 @@ TEST(Misuse, ParametersAddedToAnOptimizerMustBePrepared) {
   auto accelerator = accelerator_of();
   Ready r(accelerator);
   auto [model, optimizer] = accelerator.prepare(r.net, r.sgd);
-  const Tensor stray = torch::zeros({4}, torch::requires_grad());
+  const Tensor stray = on_device::zeros({4}, torch::requires_grad());
   r.sgd.add_param_group(torch::optim::OptimizerParamGroup({stray}));
   expect_says(message_of([&] { optimizer.step(); }),
               "parameter 4 [4] belongs to no prepared model");
@@ -162,7 +163,7 @@ TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
     for (const auto& batch : loader) {
       auto window = accelerator.accumulate(model);
       const bool swapped = ++turn == 3 && accelerator.is_main_process();
-      Tensor loss = torch::ones({1}), correct = torch::ones({1});
+      Tensor loss = on_device::ones({1}), correct = on_device::ones({1});
       for (const bool first : {true, false}) {
         const bool of_loss = first != swapped;
         accelerator.communicator()->all_reduce(of_loss ? loss : correct, ReduceOp::SUM,
@@ -197,7 +198,7 @@ TEST(Debug, NamesTheFirstParameterThatDiffers) {
       accelerator.backward(mean_loss(model, batch));
       if (++turn == 2 && !accelerator.is_main_process()) {
         r.net->second->bias.mutable_grad() =
-            torch::ones({3}, torch::kDouble); // set by the user, on some ranks
+            on_device::ones({3}, torch::kDouble); // set by the user, on some ranks
       }
       optimizer.step();
       optimizer.zero_grad();
@@ -242,7 +243,7 @@ TEST(Misuse, AGradientSetByHandIsClippedAndStepped) {
     p.mutable_grad() = torch::zeros_like(p);
   }
   Tensor& bias = r.net->second->bias;
-  bias.mutable_grad() = torch::full({3}, 2.0, torch::kDouble);
+  bias.mutable_grad() = on_device::full({3}, 2.0, torch::kDouble);
   r.net->first->bias.mutable_grad().reset(); // stays undefined
   const Tensor before = bias.detach().clone();
   EXPECT_NEAR(accelerator.clip_grad_norm_(model, 1.0), std::sqrt(12.0), 1e-12);

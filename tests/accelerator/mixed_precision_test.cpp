@@ -3,6 +3,7 @@
 
 #include "accelerator/precision_rig.h"
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
+#include "support/on_device.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::precision_test {
@@ -28,7 +29,8 @@ static std::vector<Tensor> joined_gradients(Precision precision, int64_t first, 
     std::optional<Autocast> autocast;
     if (precision != Precision::no) {
       autocast.emplace(
-          AutocastOptions{.dtype = precision == Precision::fp16 ? torch::kHalf : torch::kBFloat16});
+          AutocastOptions{.device = testing_support::run_device().type(),
+                          .dtype = precision == Precision::fp16 ? torch::kHalf : torch::kBFloat16});
     }
     loss = sum_of_losses(forward, {torch::cat(x), torch::cat(y)});
   }
@@ -209,7 +211,9 @@ TEST(MixedPrecision, BackwardByHandAddsGradientsWithoutTheScale) {
   }
 }
 
-static bool is_on() { return at::autocast::is_autocast_enabled(at::kCPU); }
+static bool is_on() {
+  return at::autocast::is_autocast_enabled(testing_support::run_device().type());
+}
 
 TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
   auto accelerator = accelerator_with(options_of(Precision::bf16));
@@ -227,13 +231,13 @@ TEST(MixedPrecision, AutocastIsOnFromABatchToItsBackward) {
   }
   {
     auto window = accelerator.accumulate(net);
-    const Autocast users({.dtype = torch::kHalf});
+    const Autocast users({.device = testing_support::run_device().type(), .dtype = torch::kHalf});
     accelerator.backward(net->forward(rows_of(0).first).sum(), 6);
   }
   EXPECT_FALSE(is_on()) << "a scope of the user's ended after the batch's";
   {
     const auto autocast = accelerator.autocast();
-    EXPECT_EQ(autocast_dtype(), torch::kBFloat16);
+    EXPECT_EQ(autocast_dtype(accelerator.device().type()), torch::kBFloat16);
   }
   accelerator.end_training();
   if (accelerator.num_processes() == 1) {
@@ -272,7 +276,7 @@ TEST(MixedPrecision, RanksAgreeOnTheirPrecision) {
   auto accelerator = accelerator_with(options_of(Precision::automatic));
   const auto chosen = static_cast<int64_t>(accelerator.mixed_precision());
   EXPECT_NE(accelerator.mixed_precision(), Precision::automatic);
-  expect_equal_on_ranks(accelerator, {torch::tensor({chosen})});
+  expect_equal_on_ranks(accelerator, {on_device::tensor({chosen})});
   if (accelerator.num_processes() > 1) {
     const bool first = accelerator.is_main_process();
     try {
@@ -295,11 +299,11 @@ TEST(MixedPrecision, SixteenBitParametersHaveFp32GradientsAndMasters) {
   auto accelerator = accelerator_with({.gradient_accumulation_steps = 3});
   const int world = accelerator.num_processes();
   WideNet net = same_net();
-  net->to(torch::kBFloat16);
+  net->to(testing_support::run_device(), torch::kBFloat16);
   std::vector<Tensor> expected; // the batches' gradients in bf16, summed in fp64
   for (int64_t batch = 0; batch < 3 * world; ++batch) {
     WideNet other = same_net();
-    other->to(torch::kBFloat16);
+    other->to(testing_support::run_device(), torch::kBFloat16);
     const auto [x, y] = rows_of(batch);
     torch::nn::functional::cross_entropy(
         other->forward(x.to(torch::kBFloat16)).to(torch::kFloat), y,

@@ -1,5 +1,6 @@
 // backward() without accumulate(), and no_sync(): worlds 1 to 4, fp64.
 #include "accelerator/plain_steps.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -73,7 +74,7 @@ TEST(Outside, AddsTheMeanOverAllRanksRowsToWhatIsThere) {
   for (const auto& batch : loader) {
     accelerator.backward(mean_loss(model, batch));
     const auto wanted = plain_gradients([&](Net& plain) {
-      Tensor sum = torch::zeros({}, torch::kDouble);
+      Tensor sum = on_device::zeros({}, torch::kDouble);
       for (int64_t t = 0; t <= turn; ++t) {
         sum = sum + mean_loss(plain, joined(round_of(batches, world, t)));
       }
@@ -123,7 +124,7 @@ TEST(Outside, ASumIsDividedByTheWeightsOfAllRanks) {
   const auto weight = [](size_t rank) { return 2.0 + 3.0 * double(rank); };
   accelerator.backward(sum_loss(net, batches[mine]), weight(mine));
   expect_gradients(*net, plain_gradients([&](Net& plain) {
-    Tensor sum = torch::zeros({}, torch::kDouble);
+    Tensor sum = on_device::zeros({}, torch::kDouble);
     double weights = 0;
     for (size_t rank = 0; rank < batches.size(); ++rank) {
       sum = sum + sum_loss(plain, batches[rank]);
@@ -167,7 +168,7 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   Net a = net_of_rank(accelerator);
   torch::manual_seed(7); // b has larger layers, so it is reduced first
   torch::nn::Linear b(torch::nn::LinearOptions(3, 40));
-  b->to(torch::kDouble);
+  b->to(testing_support::run_device(), torch::kDouble);
   accelerator.prepare(a, b);
   const auto mine = static_cast<size_t>(accelerator.process_index());
   const auto chain = [](Net& first, torch::nn::Linear& second, const Pair& batch) {
@@ -179,7 +180,7 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   const auto round = joined(round_of(batches, world, 0));
   torch::manual_seed(7);
   torch::nn::Linear other(torch::nn::LinearOptions(3, 40));
-  other->to(torch::kDouble);
+  other->to(testing_support::run_device(), torch::kDouble);
   expect_gradients(*a, plain_gradients([&](Net& plain) {
     return mean_loss(plain, round) + chain(plain, other, round);
   }));
@@ -197,7 +198,7 @@ TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
   const auto own = [&](int64_t turn) { return batches[static_cast<size_t>(turn * world + rank)]; };
   const auto sum_of_rounds = [&](int64_t rounds) {
     return plain_gradients([&](Net& plain) {
-      Tensor sum = torch::zeros({}, torch::kDouble);
+      Tensor sum = on_device::zeros({}, torch::kDouble);
       for (int64_t t = 0; t < rounds; ++t) {
         sum = sum + mean_loss(plain, joined(round_of(batches, world, t)));
       }

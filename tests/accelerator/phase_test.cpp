@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "accelerator/plain_steps.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -226,7 +227,7 @@ TEST(Weights, TheEvaluationLossOfRaggedDataIsThatOfOneProcess) {
   auto batches = make_batches(5); // 1 … 4 rows; ranks without rows at the end
   Net net = net_of_seed(1);
   auto [model, loader] = accelerator.prepare(net, batches);
-  Tensor sum = torch::zeros({2}, torch::kDouble);
+  Tensor sum = on_device::zeros({2}, torch::kDouble);
   torch::NoGradGuard no_grad;
   for (const auto& batch : loader) {
     sum[0] += sum_loss(model, batch);
@@ -256,7 +257,7 @@ TEST(Weights, MeanOfMeansCountsEveryBatchTheSame) {
     }
     if (accelerator.sync_gradients()) { // two batches, then one of two
       expect_gradients(*net, plain_gradients([&](Net& plain) {
-        Tensor sum = torch::zeros({}, torch::kDouble);
+        Tensor sum = on_device::zeros({}, torch::kDouble);
         for (int64_t t = turn / 2 * 2; t <= turn; ++t) {
           for (const Pair& other : round_of(batches, world, t)) {
             sum = sum + mean_loss(plain, other);

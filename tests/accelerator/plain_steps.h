@@ -13,6 +13,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/world.h"
 
 namespace hasten::accelerator_test {
@@ -33,8 +34,8 @@ inline std::vector<Pair> even_batches(int64_t count, int64_t rows = 4) {
   std::vector<Pair> batches;
   for (int64_t b = 0; b < count; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(500 + b);
-    batches.emplace_back(torch::randn({rows, 5}, generator, torch::kDouble),
-                         torch::randint(0, 3, {rows}, generator, torch::kLong));
+    batches.emplace_back(on_device::randn({rows, 5}, generator, torch::kDouble),
+                         on_device::randint(0, 3, {rows}, generator, torch::kLong));
   }
   return batches;
 }

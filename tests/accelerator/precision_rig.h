@@ -19,6 +19,7 @@
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/schedule.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/world.h"
 
 namespace hasten::precision_test {
@@ -41,19 +42,19 @@ TORCH_MODULE(WideNet);
 
 inline WideNet same_net() {
   torch::manual_seed(11);
-  return WideNet();
+  return on_device::moved(WideNet());
 }
 
 inline Accelerator accelerator_with(AcceleratorOptions options) {
-  options.device = "cpu";
+  options.device = testing_support::run_device().str();
   return Accelerator(options, testing_support::fresh_communicator());
 }
 
 // Rows and classes of batch `number`.
 inline std::pair<Tensor, Tensor> rows_of(int64_t number, int64_t count = 6) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(500 + number));
-  return {torch::randn({count, 16}, generator),
-          torch::randint(0, 4, {count}, generator, torch::kLong)};
+  return {on_device::randn({count, 16}, generator),
+          on_device::randint(0, 4, {count}, generator, torch::kLong)};
 }
 
 inline Tensor sum_of_losses(const std::function<Tensor(const Tensor&)>& forward,
@@ -136,7 +137,7 @@ struct Learner {
     for (const auto& entry : own->state()) {
       const auto& state = static_cast<torch::optim::AdamWParamState&>(*entry.second);
       result.push_back(state.exp_avg().clone());
-      result.push_back(torch::tensor(state.step()));
+      result.push_back(on_device::tensor(state.step()));
     }
     return result;
   }

@@ -10,6 +10,7 @@
 #include "hasten/base/error.h"
 #include "hasten/data/loader.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/world.h"
 
 namespace hasten::prepare_test {
@@ -66,9 +67,9 @@ TEST(Prepare, NamesTheFirstParameterThatDiffersOnEveryRank) {
     return; // there is no other rank
   }
   auto model = std::make_shared<torch::nn::Module>();
-  model->register_parameter("same", torch::zeros({2}));
+  model->register_parameter("same", on_device::zeros({2}));
   model->register_parameter("weight",
-                            torch::zeros({accelerator.process_index() == last ? 64 : 32, 10}));
+                            on_device::zeros({accelerator.process_index() == last ? 64 : 32, 10}));
   const auto text = input_error([&] { accelerator.prepare(model); });
   EXPECT_SAYS(text,
               "rank " + std::to_string(last) + "'s model has parameter \"weight\" as [64, 10]");
@@ -89,7 +90,7 @@ TEST(Prepare, GivesEveryRankTheBuffersOfRankZero) {
   torch::nn::Sequential net(norm, linear);
   std::vector<Tensor> batches;
   for (int i = 0; i < 2 * accelerator.num_processes(); ++i) {
-    batches.push_back(torch::arange(12.0).reshape({4, 3}).sin() + i);
+    batches.push_back(on_device::arange(12.0).reshape({4, 3}).sin() + i);
   }
   torch::optim::SGD sgd(net->parameters(), 0.1);
   auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
@@ -126,7 +127,7 @@ TEST(Prepare, RefusesWhatCannotWork) {
                 "loss has shape");
   }
   EXPECT_THROW(accelerator.clip_grad_norm_(net, 0), InputError);
-  EXPECT_THROW(accelerator.clip_grad_norm_({torch::zeros({1})}, 1.0), InputError);
+  EXPECT_THROW(accelerator.clip_grad_norm_({on_device::zeros({1})}, 1.0), InputError);
 }
 
 // The value of a row is its number. The gathered rows must have each number exactly once.
@@ -137,7 +138,7 @@ TEST(Prepare, EvaluationCountsEveryRowOnce) {
     int64_t next = 0;
     for (int64_t b = 0; b < count; ++b) {
       const int64_t n = b + 1 == count ? 1 : 3;
-      batches.emplace_back(torch::ones({n, 5}), torch::arange(next, next + n));
+      batches.emplace_back(on_device::ones({n, 5}), on_device::arange(next, next + n));
       next += n;
     }
     auto loader = accelerator.prepare(batches);
@@ -152,7 +153,7 @@ TEST(Prepare, EvaluationCountsEveryRowOnce) {
     EXPECT_EQ(static_cast<int64_t>(seen.size()), next);
     EXPECT_EQ(static_cast<int64_t>(std::set<int64_t>(seen.begin(), seen.end()).size()), next);
   }
-  const Tensor rank = torch::tensor(1.0 + accelerator.process_index());
+  const Tensor rank = on_device::tensor(1.0 + accelerator.process_index());
   const double sum = accelerator.reduce(rank).item<double>();
   const int world = accelerator.num_processes();
   EXPECT_EQ(sum, world * (world + 1) / 2.0);
@@ -166,8 +167,8 @@ struct Numbers : Dataset {
     const auto n = static_cast<int64_t>(indices.size());
     Batch batch;
     batch.indices = indices;
-    batch.tensors["x"] = torch::tensor(indices, torch::kDouble).reshape({n, 1}).expand({n, 5});
-    batch.tensors["y"] = torch::tensor(indices, torch::kLong).remainder(3);
+    batch.tensors["x"] = on_device::tensor(indices, torch::kDouble).reshape({n, 1}).expand({n, 5});
+    batch.tensors["y"] = on_device::tensor(indices, torch::kLong).remainder(3);
     return batch;
   }
 };
@@ -192,7 +193,7 @@ TEST(Prepare, ADataLoaderDealsItselfAndEveryEpochHasItsOrder) {
       weight += accelerator.last_window().weight;
       orders.back().insert(orders.back().end(), batch.indices.begin(), batch.indices.end());
     }
-    const Tensor all = accelerator.gather_for_metrics(torch::tensor(orders.back()));
+    const Tensor all = accelerator.gather_for_metrics(on_device::tensor(orders.back()));
     EXPECT_EQ(all.numel(), 11);
     EXPECT_EQ(std::get<0>(at::_unique(all)).numel(), 11);
     EXPECT_LE(weight, 11);
@@ -207,7 +208,7 @@ TEST(Prepare, PrintsFromTheMainProcessOnly) {
   accelerator.print(out, "hello");
   EXPECT_EQ(out.str(), accelerator.is_main_process() ? "hello\n" : "");
   accelerator.wait_for_everyone();
-  EXPECT_EQ(accelerator.device(), at::Device(at::kCPU));
+  EXPECT_EQ(accelerator.device(), testing_support::run_device());
 }
 
 } // namespace hasten::prepare_test

@@ -13,6 +13,7 @@
 #include "hasten/base/error.h"
 #include "hasten/data/loader.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::prepared_loader_test {
 
@@ -32,7 +33,7 @@ Rows range_of(int64_t begin, int64_t end) {
   return rows;
 }
 Rows values(const Tensor& tensor) {
-  const Tensor flat = tensor.to(torch::kLong).contiguous().reshape({-1});
+  const Tensor flat = tensor.to(at::kCPU, torch::kLong).contiguous().reshape({-1});
   return Rows(flat.const_data_ptr<int64_t>(), flat.const_data_ptr<int64_t>() + flat.numel());
 }
 Rows sorted(Rows rows) {
@@ -417,7 +418,7 @@ TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
   auto accelerator = make_accelerator();
   const int world = accelerator.num_processes();
   const Tensor x =
-      torch::randn({24, 5}, torch::make_generator<at::CPUGeneratorImpl>(4), torch::kDouble);
+      on_device::randn({24, 5}, torch::make_generator<at::CPUGeneratorImpl>(4), torch::kDouble);
   const auto loss_of = [&](Net& net, const Tensor& rows) {
     return net->forward(x.index_select(0, rows)).square().sum(1).mean();
   };
@@ -442,7 +443,7 @@ TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
       const int64_t step = 3 * (config.split_batches ? 1 : world);
       for (int64_t begin = 0; begin < 22; begin += step) {
         plain_sgd.zero_grad();
-        loss_of(plain, torch::arange(begin, std::min<int64_t>(begin + step, 22))).backward();
+        loss_of(plain, on_device::arange(begin, std::min<int64_t>(begin + step, 22))).backward();
         plain_sgd.step();
       }
     }

@@ -11,6 +11,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "support/communicator.h"
+#include "support/run_device.h"
 
 namespace hasten::range_order_test {
 
@@ -65,7 +66,7 @@ auto lazy_loader() { return torch::data::make_data_loader(numbers(), Lazy(kRows)
 
 Accelerator make_accelerator(std::optional<uint64_t> seed = 42) {
   AcceleratorOptions options;
-  options.device = "cpu";
+  options.device = testing_support::run_device().str();
   options.seed = seed;
   Accelerator made(options, fresh_communicator());
   torch::manual_seed(100 + static_cast<uint64_t>(made.process_index()));
@@ -73,7 +74,8 @@ Accelerator make_accelerator(std::optional<uint64_t> seed = 42) {
 }
 
 Rows values(const Tensor& tensor) {
-  return Rows(tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel());
+  const Tensor host = tensor.cpu();
+  return Rows(host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel());
 }
 
 // Rows of all ranks, round by round.
@@ -153,12 +155,12 @@ struct TrainingRun {
       : accelerator(
             [&] {
               AcceleratorOptions options;
-              options.device = "cpu";
+              options.device = testing_support::run_device().str();
               options.dataloader_config = config;
               return options;
             }(),
             fresh_communicator()) {
-    net->to(torch::kDouble);
+    net->to(testing_support::run_device(), torch::kDouble);
   }
   template <typename Range>
   void run(

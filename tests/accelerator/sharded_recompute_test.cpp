@@ -2,6 +2,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/activation_checkpoint/planner.h"
 #include "parallel/fully_shard_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::shard_test {
 
@@ -69,6 +70,7 @@ TEST(ShardedRecompute, ARegionOverSeveralUnitsGathersThemOnceMore) {
 TEST(ShardedRecompute, IsEnabledAfterAModelIsSharded) {
   auto communicator = fresh_communicator();
   torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Tanh(), torch::nn::Linear(4, 4));
+  on_device::moved(net);
   const auto blocks = repeated_blocks(*net);
   ASSERT_EQ(blocks.size(), 2u) << "those that have parameters";
   gradient_checkpointing_enable(net);
@@ -76,7 +78,7 @@ TEST(ShardedRecompute, IsEnabledAfterAModelIsSharded) {
                    "after the model is sharded"));
   gradient_checkpointing_disable(net);
   // In the other order both work, and the net does not change.
-  const Tensor x = torch::randn({3, 4});
+  const Tensor x = on_device::randn({3, 4});
   {
     FullyShard sharded(communicator, net.ptr(), blocks);
     gradient_checkpointing_enable(net);

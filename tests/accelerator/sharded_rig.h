@@ -17,6 +17,7 @@
 #include "hasten/core/deferred_init.h"
 #include "hasten/optim/adamw.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/world.h"
 
 namespace hasten::sharded_test {
@@ -28,7 +29,7 @@ struct BlockImpl : torch::nn::Module {
     up = register_module("up", torch::nn::Linear(6, 11));
     norm = register_module("norm", torch::nn::LayerNorm(std::vector<int64_t>{11}));
     down = register_module("down", torch::nn::Linear(11, 6));
-    gain = register_parameter("gain", torch::ones({}));
+    gain = register_parameter("gain", on_device::ones({}));
   }
   Tensor forward(const Tensor& x) {
     return x + gain * torch::dropout(down->forward(torch::gelu(norm->forward(up->forward(x)))),
@@ -72,8 +73,8 @@ inline std::vector<std::pair<Tensor, Tensor>> batches(int64_t count) {
   for (int64_t b = 0; b < count; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(900 + b));
     const int64_t rows = 1 + b % 3;
-    all.emplace_back(torch::randint(0, 13, {rows, 4}, generator, torch::kLong),
-                     torch::randint(0, 3, {rows}, generator, torch::kLong));
+    all.emplace_back(on_device::randint(0, 13, {rows, 4}, generator, torch::kLong),
+                     on_device::randint(0, 3, {rows}, generator, torch::kLong));
   }
   return all;
 }
@@ -102,7 +103,7 @@ inline Stack make_stack(const Training& run, int rank) {
   torch::manual_seed(40 + static_cast<uint64_t>(rank)); // rank 0's values win
   const auto make = [&] {
     Stack made(3, run.dropout);
-    made->to(run.dtype);
+    made->to(run.deferred ? at::Device(at::kCPU) : testing_support::run_device(), run.dtype);
     return made;
   };
   Stack stack = run.deferred ? deferred_init(make) : make();
@@ -134,7 +135,7 @@ inline AcceleratorOptions options_of(const Training& run) {
   options.mixed_precision = run.precision;
   options.gradient_accumulation_steps = run.accumulation;
   options.seed = 12;
-  options.device = "cpu";
+  options.device = testing_support::run_device().str();
   if (run.change) {
     run.change(options);
   }

@@ -2,6 +2,7 @@
 // often on every rank. Worlds 1 to 4, fp64.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -88,14 +89,14 @@ TEST(StandIns, LeaveTorchsGeneratorAsItWas) {
   for (const auto& batch : loader) {
     auto window = accelerator.accumulate(model);
     accelerator.backward(mean_loss(model, batch));
-    torch::rand({100}); // as dropout does
+    on_device::rand({100}); // as dropout does
     ++turns;
   }
   EXPECT_EQ(turns, 3);
-  const Tensor next = torch::rand({3});
+  const Tensor next = on_device::rand({3});
   torch::manual_seed(5);
-  torch::rand({accelerator.is_main_process() ? 300 : 200});
-  EXPECT_TRUE(torch::equal(next, torch::rand({3})));
+  on_device::rand({accelerator.is_main_process() ? 300 : 200});
+  EXPECT_TRUE(torch::equal(next, on_device::rand({3})));
   accelerator.end_training();
 }
 
@@ -115,7 +116,7 @@ TEST(StandIns, BehindASkippedBeginningToo) {
     for (const auto& batch : accelerator.skip_first_batches(loader, 2)) {
       EXPECT_TRUE(has_rows(batch));
       auto window = accelerator.accumulate(loader, net);
-      accelerator.backward(net->forward(torch::ones({1, 5}, torch::kDouble)).sum());
+      accelerator.backward(net->forward(on_device::ones({1, 5}, torch::kDouble)).sum());
       EXPECT_GT(accelerator.last_window().weight, 0);
       ++count;
     }

@@ -18,6 +18,7 @@
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/schedule.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/temporary_folder.h"
 #include "support/world.h"
 
@@ -29,8 +30,8 @@ struct RowsOfLengths : Dataset {
   int64_t length(int64_t i) const override { return 1 + (i * 7) % 9; }
   Batch collate(const std::vector<int64_t>& indices) const override {
     const auto rows = static_cast<int64_t>(indices.size());
-    at::Tensor x = torch::empty({rows, 5});
-    at::Tensor y = torch::empty({rows}, torch::kLong);
+    at::Tensor x = on_device::empty({rows, 5});
+    at::Tensor y = on_device::empty({rows}, torch::kLong);
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < 5; ++c) {
         const auto v = static_cast<double>(indices[r] * 5 + c);
@@ -47,7 +48,7 @@ struct DropNetImpl : torch::nn::Module {
   explicit DropNetImpl(int64_t width = 8) {
     first = register_module("first", torch::nn::Linear(5, width));
     second = register_module("second", torch::nn::Linear(width, 3));
-    seen = register_buffer("seen", torch::zeros({2}));
+    seen = register_buffer("seen", on_device::zeros({2}));
   }
   at::Tensor forward(const at::Tensor& x) {
     seen.add_(x.detach().sum());
@@ -86,7 +87,7 @@ struct Session {
   struct Notes : Stateful {
     void save_state(NamedTensors& tensors, nlohmann::json& values) const override {
       values["losses"] = losses;
-      tensors["last"] = torch::tensor(losses, torch::kDouble);
+      tensors["last"] = on_device::tensor(losses, torch::kDouble);
     }
     void load_state(const NamedTensors& tensors, const nlohmann::json& values) override {
       if (tensors.count("last") == 0) {
@@ -152,13 +153,13 @@ struct Session {
         auto& state = static_cast<torch::optim::AdamWParamState&>(*found->second);
         all.push_back(state.exp_avg().clone());
         all.push_back(state.exp_avg_sq().clone());
-        all.push_back(torch::tensor(state.step()));
+        all.push_back(on_device::tensor(state.step()));
       }
     }
     all.push_back(net->seen.clone());
-    all.push_back(torch::tensor(notes.losses, torch::kDouble));
-    all.push_back(torch::tensor(schedule.get_last_lr(), torch::kDouble));
-    all.push_back(torch::rand({4})); // the generator's next numbers
+    all.push_back(on_device::tensor(notes.losses, torch::kDouble));
+    all.push_back(on_device::tensor(schedule.get_last_lr(), torch::kDouble));
+    all.push_back(on_device::rand({4})); // the generator's next numbers
     return all;
   }
 

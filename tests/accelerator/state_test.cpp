@@ -13,6 +13,7 @@
 #include "hasten/core/device.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
+#include "support/on_device.h"
 
 namespace hasten::state_test {
 
@@ -106,7 +107,7 @@ TEST(AcceleratorState, ARunUnderPowerSgdGoesOnWithEveryRanksError) {
 /// Rows seen by all ranks of `communicator`, sorted.
 std::vector<int64_t> rows_of_all(Communicator& communicator, const std::vector<int64_t>& mine) {
   const at::Tensor all =
-      communicator.all_gather_rows(torch::tensor(mine, torch::kLong), "rows seen");
+      communicator.all_gather_rows(on_device::tensor(mine, torch::kLong), "rows seen").cpu();
   std::vector<int64_t> rows(all.const_data_ptr<int64_t>(),
                             all.const_data_ptr<int64_t>() + all.numel());
   std::sort(rows.begin(), rows.end());
@@ -202,7 +203,8 @@ TEST(AcceleratorState, AnOpenWindowGoesOnToRefuseABackwardThatIsNotWeighed) {
   Session then(communicator, 3, 50, 99);
   then.prepared();
   then.accelerator.load_state(folder / "open");
-  const auto text = input_error([&] { then.net->forward(torch::ones({1, 5})).sum().backward(); });
+  const auto text =
+      input_error([&] { then.net->forward(on_device::ones({1, 5})).sum().backward(); });
   EXPECT_NE(text.find("inside a window reached parameter \"second."), text.npos) << text;
 }
 
@@ -235,7 +237,7 @@ TEST(AcceleratorState, DamagedStateIsRefusedByFileAndNothingChanges) {
   const auto lose = [](std::string& bytes) { bytes.clear(); };
   Session then(communicator, 2, 20, 99);
   then.prepared();
-  const detail::GeneratorState random;
+  const detail::GeneratorState random(testing_support::run_device());
   const auto before = then.everything();
   int number = 0;
   for (const auto& [file, change] :
@@ -359,7 +361,7 @@ TEST(AcceleratorState, ObjectThatRefusesUndoesTheOthersOnEveryRank) {
   loaded.refuses = communicator->rank() == last;
   then.accelerator.register_for_checkpointing("mine", loaded, StateScope::per_rank);
   then.prepared();
-  const detail::GeneratorState random;
+  const detail::GeneratorState random(testing_support::run_device());
   const auto before = then.everything();
   const auto text = input_error([&] { then.accelerator.load_state(folder / "a"); });
   EXPECT_NE(text.find("I will not"), text.npos) << text;
@@ -427,7 +429,7 @@ TEST(AcceleratorState, TorchsOptimizersSchedulersAndAnyRangeGoOnToo) {
       }
     }
     auto all = net->parameters();
-    all.push_back(torch::tensor(sgd.param_groups()[0].options().get_lr()));
+    all.push_back(on_device::tensor(sgd.param_groups()[0].options().get_lr()));
     return all;
   };
   // Without a seed the order of the interrupted epoch is known from the state alone.

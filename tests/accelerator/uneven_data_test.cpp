@@ -2,6 +2,7 @@
 // says what to do. Worlds 1 to 4, fp64.
 #include "accelerator/plain_steps.h"
 #include "accelerator/state_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -21,7 +22,7 @@ std::vector<Tensor> moments_of(const torch::optim::Optimizer& optimizer) {
       if (found != optimizer.state().end()) {
         const auto& state = static_cast<const torch::optim::AdamWParamState&>(*found->second);
         moments.insert(moments.end(), {state.exp_avg(), state.exp_avg_sq(),
-                                       torch::full({1}, static_cast<double>(state.step()))});
+                                       on_device::full({1}, static_cast<double>(state.step()))});
       }
     }
   }
@@ -83,7 +84,7 @@ TEST(UnevenData, ARankThatNeverHadARowOfADataLoaderGetsAStandIn) {
       for (const Batch& batch : loader) {
         EXPECT_GT(batch.tensors.begin()->second.size(0), 0);
         auto window = accelerator.accumulate(model);
-        accelerator.backward(net->forward(torch::ones({1, 5}, torch::kDouble)).sum());
+        accelerator.backward(net->forward(on_device::ones({1, 5}, torch::kDouble)).sum());
         optimizer.step();
         optimizer.zero_grad();
         EXPECT_EQ(accelerator.last_window().weight, 1);

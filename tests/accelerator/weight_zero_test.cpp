@@ -6,6 +6,7 @@
 
 #include "accelerator/plain_steps.h"
 #include "accelerator/sharded_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::weight_zero_test {
 
@@ -28,7 +29,7 @@ struct NetImpl : torch::nn::Module {
     register_module("layers", layers);
     norm = register_module("norm", torch::nn::BatchNorm1d(6));
     head = register_module("head", torch::nn::Linear(6, 3));
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(const Tensor& ids) {
     Tensor x = words->forward(ids).mean(1);
@@ -50,10 +51,10 @@ std::vector<std::pair<Tensor, Tensor>> ids_and_labels(int64_t count) {
   std::vector<std::pair<Tensor, Tensor>> all;
   for (int64_t b = 0; b < count; ++b) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(600 + b));
-    Tensor labels = torch::randint(0, 3, {3}, generator, torch::kLong);
-    const Tensor mask = b % 3 == 1 ? torch::zeros({3}, torch::kLong)
-                                   : torch::tensor({int64_t{1}, b % 2, int64_t{1}});
-    all.emplace_back(torch::randint(0, 13, {3, 4}, generator, torch::kLong),
+    Tensor labels = on_device::randint(0, 3, {3}, generator, torch::kLong);
+    const Tensor mask = b % 3 == 1 ? on_device::zeros({3}, torch::kLong)
+                                   : on_device::tensor({int64_t{1}, b % 2, int64_t{1}});
+    all.emplace_back(on_device::randint(0, 13, {3, 4}, generator, torch::kLong),
                      torch::stack({labels, mask}, 1)); // [3, 2]
   }
   return all;
@@ -87,7 +88,7 @@ struct Result {
 
 Result train(const Way& way, std::shared_ptr<Communicator> communicator) {
   AcceleratorOptions options;
-  options.device = "cpu";
+  options.device = testing_support::run_device().str();
   options.seed.reset();
   options.strategy = way.strategy;
   options.shard_size = communicator->world_size() / 2;
@@ -274,7 +275,7 @@ TEST(WeightZero, InputsOfSynchronisedBatchNormThatAreNotFiniteNameTheRank) {
     Net net = net_of(1, true);
     auto model = accelerator.prepare(net);
     const std::string said = message_of([&] {
-      Tensor x = torch::ones({2, 6}, torch::kDouble);
+      Tensor x = on_device::ones({2, 6}, torch::kDouble);
       if (accelerator.process_index() == world - 1) {
         x[1][2] = bad;
       }

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/on_device.h"
+
 namespace hasten::window_test {
 
 using at::Tensor;
@@ -22,11 +24,11 @@ struct TiedNetImpl : torch::nn::Module {
     frozen = register_module("frozen", torch::nn::Linear(6, 4));
     last = register_module("last", torch::nn::Linear(4, 3));
     tied = register_parameter("tied", middle->weight);
-    unused = register_parameter("unused", torch::randn({7}));
+    unused = register_parameter("unused", on_device::randn({7}));
     for (auto& p : frozen->parameters()) {
       p.set_requires_grad(false);
     }
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(Tensor x) {
     x = torch::tanh(first->forward(x));
@@ -49,8 +51,8 @@ inline Rows make_rows(int64_t window, int64_t rank, int64_t micro) {
   const int64_t n = 1 + (window + 2 * rank + 3 * micro) % 4;
   auto generator =
       torch::make_generator<at::CPUGeneratorImpl>(1000 + 100 * window + 10 * rank + micro);
-  return {torch::randn({n, 5}, generator, torch::kDouble),
-          torch::randint(0, 3, {n}, generator, torch::kLong)};
+  return {on_device::randn({n, 5}, generator, torch::kDouble),
+          on_device::randint(0, 3, {n}, generator, torch::kLong)};
 }
 
 inline Tensor loss_sum(const Tensor& logits, const Tensor& y) {
@@ -71,7 +73,7 @@ inline TiedNet net_of_seed(uint64_t seed) {
 inline std::map<std::string, Tensor> joined_gradient(const std::vector<Rows>& batches,
                                                      bool twice = false) {
   TiedNet net = net_of_seed(1);
-  Tensor sum = torch::zeros({}, torch::kDouble);
+  Tensor sum = on_device::zeros({}, torch::kDouble);
   int64_t rows = 0;
   for (const Rows& batch : batches) {
     const Tensor logits = net->forward(batch.x);

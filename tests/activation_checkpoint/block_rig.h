@@ -4,6 +4,7 @@
 #include "activation_checkpoint/region_rig.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/activation_checkpoint/planner.h"
+#include "support/on_device.h"
 
 namespace hasten::testing_support {
 
@@ -14,10 +15,10 @@ struct ChainImpl : torch::nn::Module {
       blocks.emplace_back(width);
       register_module("block" + std::to_string(i), blocks.back());
     }
-    head = register_module("head", torch::nn::Linear(width, 2));
+    head = register_module("head", on_device::moved(torch::nn::Linear(width, 2)));
   }
   Tensor forward(const Tensor& x) {
-    const Tensor mask = at::ones({x.size(-1)});
+    const Tensor mask = on_device::ones({x.size(-1)});
     Tensor y = x;
     for (Mlp& block : blocks) {
       y = call_block(block, y) * mask;

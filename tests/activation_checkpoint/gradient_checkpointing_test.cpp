@@ -3,6 +3,7 @@
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/core/random.h"
 #include "hasten/models/bert.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -11,7 +12,7 @@ using namespace testing_support;
 TEST(GradientCheckpointing, RunsTheBlocksItNamesAgainAndNoOther) {
   torch::manual_seed(4);
   Chain chain(5);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const Derived plain = derive_model(chain, x);
   calls_of(*chain);
   const std::vector<std::pair<std::string, std::vector<int>>> modes{{"none", {1, 1, 1, 1, 1}},
@@ -42,9 +43,9 @@ TEST(GradientCheckpointing, BertGivesTheSameBitsAndKeepsLess) {
   set_seed(3);
   BertConfig config = BertConfig::from_shape("bert-tiny", 100);
   config.num_hidden_layers = 4;
-  BertForSequenceClassification model(config);
-  const Tensor ids = torch::randint(1, 100, {4, 24});
-  Tensor mask = torch::ones({4, 24}, torch::kLong);
+  auto model = on_device::moved(BertForSequenceClassification(config));
+  const Tensor ids = on_device::randint(1, 100, {4, 24});
+  Tensor mask = on_device::ones({4, 24}, torch::kLong);
   mask[1].slice(0, 10).zero_();
   const auto run = [&] {
     return derive(model->parameters(), [&] { return model->forward(ids, mask).square().sum(); });
@@ -80,7 +81,8 @@ TEST(GradientCheckpointing, ASequentialNeedsNoEdit) {
   torch::manual_seed(6);
   torch::nn::Sequential net(Pair(), Pair(), torch::nn::Linear(6, 6), torch::nn::ReLU(),
                             torch::nn::Dropout(0.3), torch::nn::Linear(6, 6), torch::nn::Tanh());
-  const Tensor x = torch::randn({5, 6});
+  on_device::moved(net);
+  const Tensor x = on_device::randn({5, 6});
   const auto run = [&] {
     return derive(net->parameters(), [&] { return net->forward(x).square().sum(); });
   };
@@ -122,7 +124,7 @@ TORCH_MODULE(Sharing);
 TEST(GradientCheckpointing, ABlockInsideABlockIsPartOfIt) {
   torch::manual_seed(8);
   Sharing model;
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const Derived plain = derive_model(model, x);
   gradient_checkpointing_enable(model);
   const Recomputes counted;
@@ -157,7 +159,7 @@ struct CountingShard : BlockInterceptor {
 TEST(GradientCheckpointing, TellsWhoShardsAboutEveryFurtherRun) {
   torch::manual_seed(9);
   Straight chain(3);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const Derived plain = derive_model(chain, x);
   std::vector<std::shared_ptr<CountingShard>> shards;
   std::vector<BlockAttachment> attachments;

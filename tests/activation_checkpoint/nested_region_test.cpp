@@ -1,6 +1,7 @@
 // Nested regions: a saved tensor belongs to the innermost region, the inputs of a region to the one
 // around it.
 #include "activation_checkpoint/region_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -22,7 +23,7 @@ static Tensor run_tree(std::vector<Mlp>& blocks, size_t first, size_t last, cons
 
 TEST(NestedRegions, GiveTheSameBitsAtAnyDepth) {
   auto blocks = make_mlps(4);
-  const Tensor x = torch::randn({4, 8}).requires_grad_();
+  const Tensor x = on_device::randn({4, 8}).requires_grad_();
   auto leaves = parameters_of(blocks);
   leaves.push_back(x);
   const Derived plain = derive(leaves, [&] {
@@ -50,7 +51,7 @@ TEST(NestedRegions, GiveTheSameBitsAtAnyDepth) {
 }
 
 TEST(NestedRegions, TwoChildrenOneGraphAndOtherThings) {
-  const Tensor x = torch::randn({6}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({6}, torch::kDouble).requires_grad_();
   const auto fn = [](bool region, const Tensor& in) {
     const auto child = [](const Tensor& t, int power) {
       return std::make_pair(t.sin().pow(power).exp(), power + 1);
@@ -100,7 +101,7 @@ TEST(NestedRegions, AndGradientsInEveryOrder) {
   const Function in_regions = [&](const Tensor& x) { return c(cosine)(c(wave)(x)); };
   const std::vector<std::pair<Function, Function>> functions{
       {wave, wave}, {derives_inside, derives_inside}, {children, in_regions}};
-  const Tensor x = torch::randn({3, 3}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({3, 3}, torch::kDouble).requires_grad_();
   for (const bool early_stop : {true, false}) {
     const EarlyStopGuard guard(early_stop);
     for (const auto& [plain, f] : functions) {
@@ -129,7 +130,7 @@ TEST(NestedRegions, AndGradientsInEveryOrder) {
 }
 
 TEST(NestedRegions, AnInnerRegionKeepsNothingEither) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const auto step = [](const Tensor& in) { return in.sin().cos().tanh(); };
   const auto tree = [&](const Tensor& in) {
@@ -152,7 +153,7 @@ TEST(NestedRegions, AnInnerRegionKeepsNothingEither) {
 }
 
 TEST(NestedRegions, BackwardInsideAnOuterRegionGoesThroughAnInnerOne) {
-  const Tensor x = torch::randn({5}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({5}, torch::kDouble).requires_grad_();
   const auto fn = [](bool region, const Tensor& in) {
     const auto child = [](const Tensor& t) { return t.exp().sin().exp(); };
     const Tensor y = region ? activation_checkpoint(child, in) : child(in);
@@ -166,7 +167,7 @@ TEST(NestedRegions, BackwardInsideAnOuterRegionGoesThroughAnInnerOne) {
 
 TEST(NestedRegions, ADetachedChildIsNeverRecomputed) {
   auto blocks = make_mlps(2);
-  const Tensor x = torch::randn({4, 8}).requires_grad_();
+  const Tensor x = on_device::randn({4, 8}).requires_grad_();
   Tensor y = activation_checkpoint(
       [&](const Tensor& in) {
         const Tensor still =

@@ -5,6 +5,7 @@
 #include "activation_checkpoint/region_rig.h"
 #include "hasten/activation_checkpoint/op_policy.h"
 #include "hasten/core/linear.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -20,8 +21,8 @@ static int64_t bytes_after_forward(const std::function<Tensor(const Tensor&)>& f
 }
 
 TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
-  const Tensor x = torch::randn({32, 16}).requires_grad_();
-  const Tensor w = torch::randn({16, 32}).requires_grad_();
+  const Tensor x = on_device::randn({32, 16}).requires_grad_();
+  const Tensor w = on_device::randn({16, 32}).requires_grad_();
   std::vector<const void*> products;
   const auto fn = [&](const Tensor& in) {
     const Tensor product = in.cos().mm(w);
@@ -58,8 +59,9 @@ TEST(OpPolicy, KeepsTheProductAndRecomputesTheRest) {
 // linear() of 3-d inputs is mm and an in-place addition to its result.
 TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
   torch::manual_seed(2);
-  torch::nn::Linear a(8, 16), b(16, 8);
-  const Tensor x = torch::randn({2, 3, 8}).requires_grad_();
+  auto a = on_device::moved(torch::nn::Linear(8, 16));
+  auto b = on_device::moved(torch::nn::Linear(16, 8));
+  const Tensor x = on_device::randn({2, 3, 8}).requires_grad_();
   const auto fn = [&](const Tensor& in) { return b(at::gelu(a(in))).exp(); };
   std::vector<Tensor> leaves = a->parameters();
   for (const Tensor& parameter : b->parameters()) {
@@ -87,8 +89,9 @@ TEST(OpPolicy, AProductThatABiasIsAddedToIsNotAddedTwice) {
 // No tensor is saved after this product, so the recomputation stops before it.
 TEST(OpPolicy, AProductThatNothingNeedsIsNotKept) {
   torch::manual_seed(3);
-  torch::nn::Linear a(8, 16), b(16, 8);
-  const Tensor x = torch::randn({6, 8}).requires_grad_();
+  auto a = on_device::moved(torch::nn::Linear(8, 16));
+  auto b = on_device::moved(torch::nn::Linear(16, 8));
+  const Tensor x = on_device::randn({6, 8}).requires_grad_();
   const auto fn = [&](const Tensor& in) { return in + b(at::gelu(a(in))); };
   const auto run = [&](bool early_stop) {
     return derive({x, a->weight, b->weight}, [&] {
@@ -107,7 +110,7 @@ TEST(OpPolicy, AProductThatNothingNeedsIsNotKept) {
 }
 
 TEST(OpPolicy, AKeptValueChangedLaterIsRecomputed) {
-  const Tensor x = torch::randn({4, 4}).requires_grad_();
+  const Tensor x = on_device::randn({4, 4}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     Tensor product = in.mm(in);
     const Tensor read = product + 1; // reads it before it is changed
@@ -136,8 +139,8 @@ TEST(OpPolicy, FastLinearIsAnExpensiveOperator) {
   if (!linear_uses_onednn()) {
     GTEST_SKIP() << "this CPU's products are torch's own";
   }
-  const Tensor x = torch::randn({64, 32}).requires_grad_();
-  const Tensor w = torch::randn({48, 32}).requires_grad_();
+  const Tensor x = on_device::randn({64, 32}).requires_grad_();
+  const Tensor w = on_device::randn({48, 32}).requires_grad_();
   const auto fn = [&](const Tensor& in) { return fast_linear(in, w).relu(); };
   Tensor y;
   EXPECT_EQ(bytes_after_forward(fn, x, OpPolicy::keep_expensive(), &y) -
@@ -150,11 +153,11 @@ TEST(OpPolicy, FastLinearIsAnExpensiveOperator) {
 }
 
 TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
-  const Tensor x = torch::randn({64}).requires_grad_();
+  const Tensor x = on_device::randn({64}).requires_grad_();
   // In statements: the order of drawing within one expression is the compiler's choice.
   const auto fn = [](const Tensor& in) {
-    const Tensor kept = at::bernoulli(torch::full({64}, 0.5));
-    const Tensor drawn_after = at::rand({64});
+    const Tensor kept = at::bernoulli(on_device::full({64}, 0.5));
+    const Tensor drawn_after = on_device::rand({64});
     return (in.exp() * kept).sin() * drawn_after;
   };
   expect_same_bits(derive({x}, [&] { return fn(x).sum(); }), derive({x}, [&] {
@@ -170,7 +173,7 @@ TEST(OpPolicy, AnOperatorThatDrawsMayBeKept) {
 
 // Two outputs, two backward calls: the first one uses up the kept results.
 TEST(OpPolicy, ASecondBackwardNeedsARetainedGraph) {
-  const Tensor x = torch::randn({4, 4}).requires_grad_();
+  const Tensor x = on_device::randn({4, 4}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     const Tensor product = in.mm(in);
     return std::make_pair(product.sin(), product.cos());
@@ -188,7 +191,7 @@ TEST(OpPolicy, ASecondBackwardNeedsARetainedGraph) {
 
 TEST(OpPolicy, ManyResultsAndNestedRegionsInEveryCombination) {
   auto blocks = make_mlps(2);
-  const Tensor x = torch::randn({4, 8}).requires_grad_();
+  const Tensor x = on_device::randn({4, 8}).requires_grad_();
   auto leaves = parameters_of(blocks);
   leaves.push_back(x);
   const auto child = [&](const Tensor& in) {
@@ -217,7 +220,7 @@ TEST(OpPolicy, ManyResultsAndNestedRegionsInEveryCombination) {
 }
 
 TEST(OpPolicy, AnOperatorThatForwardDidNotCallIsNamed) {
-  const Tensor x = torch::randn({4, 4}).requires_grad_();
+  const Tensor x = on_device::randn({4, 4}).requires_grad_();
   int calls = 0;
   const auto fn = [&](const Tensor& in) {
     const Tensor y = calls++ == 0 ? in.exp() : in.exp().tan();
@@ -230,7 +233,7 @@ TEST(OpPolicy, AnOperatorThatForwardDidNotCallIsNamed) {
 }
 
 TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const Options options{.policy = OpPolicy::keep({"aten::exp"})};
   const auto fn = [](const Tensor& in) {
@@ -257,7 +260,7 @@ TEST(OpPolicy, KeptResultsGoWithTheGraphOrWithItsBackward) {
 
 // The outer region does not keep an inner region's kept results. Its recomputation computes them.
 TEST(OpPolicy, InsideAnotherRegionResultsAreKeptInItsRecomputationAlone) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   int products = 0;
   const auto inner = [&](const Tensor& in) {
@@ -288,8 +291,8 @@ TEST(OpPolicy, InsideAnotherRegionResultsAreKeptInItsRecomputationAlone) {
 }
 
 TEST(OpPolicy, ViewsOfIntegersAreNoObstacle) {
-  const Tensor numbers = torch::arange(6).view({2, 3});
-  const Tensor x = torch::randn({3}).requires_grad_();
+  const Tensor numbers = on_device::arange(6).view({2, 3});
+  const Tensor x = on_device::randn({3}).requires_grad_();
   const auto fn = [](const Tensor& a, const Tensor& b) {
     return std::make_pair(a.view({-1}), b.sin().cos());
   };
@@ -297,7 +300,7 @@ TEST(OpPolicy, ViewsOfIntegersAreNoObstacle) {
                      auto [flat, y] = activation_checkpoint(
                          fn, numbers, x,
                          Options{.policy = OpPolicy::keep({"aten::view", "aten::sin"})});
-                     EXPECT_TRUE(torch::equal(flat, torch::arange(6)));
+                     EXPECT_TRUE(torch::equal(flat, on_device::arange(6)));
                      return y.sum();
                    }));
 }
@@ -330,7 +333,7 @@ struct SineAndNumber : torch::autograd::Function<SineAndNumber> {
 };
 
 TEST(OpPolicy, ResultsThatAreNoTensorsAreKeptToo) {
-  const Tensor x = torch::randn({3}).requires_grad_();
+  const Tensor x = on_device::randn({3}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     return (SineAndNumber::apply(in) * in.sin().exp()).sin();
   };
@@ -369,7 +372,7 @@ static Tensor call_reduction(const Tensor& x) {
 }
 
 TEST(OpPolicy, ACollectiveIsNeverRunAgain) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   const auto fn = [](const Tensor& in) { return in.exp().sin() * call_reduction(in); };
   const Derived plain = derive({x}, [&] { return fn(x).sum(); });
   reductions = 0;
@@ -394,7 +397,7 @@ TEST(OpPolicy, ByCostKeepsTheMostTimeForEachByte) {
   EXPECT_FALSE(policy->keeps({"aten::view", 0, 0}));
   // measure_ops measures the operators that a forward calls. It does not change the random state.
   auto blocks = make_mlps(1, 64);
-  const Tensor x = torch::randn({256, 64});
+  const Tensor x = on_device::randn({256, 64});
   const auto before = at::detail::getDefaultCPUGenerator().get_state();
   const auto measured = measure_ops([&] { blocks[0]->forward(x); });
   EXPECT_TRUE(torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));

@@ -2,6 +2,7 @@
 // and plans of sharded blocks.
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/core/autocast.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -10,13 +11,13 @@ using namespace testing_support;
 // A block that draws random numbers, optionally under autocast, and calls run_once.
 struct DrawingImpl : torch::nn::Module {
   explicit DrawingImpl(int64_t width)
-      : linear(register_module("linear", torch::nn::Linear(width, width))) {}
+      : linear(register_module("linear", on_device::moved(torch::nn::Linear(width, width)))) {}
   Tensor forward(const Tensor& x) {
     const Tensor scale = run_once([&] {
       ++asked;
-      return torch::full({1}, 1.5);
+      return on_device::full({1}, 1.5);
     });
-    return (at::dropout(linear(x), 0.3, is_training()) + torch::randn({3, 1}))
+    return (at::dropout(linear(x), 0.3, is_training()) + on_device::randn({3, 1}))
                .to(at::kFloat)
                .tanh() *
            scale;
@@ -37,9 +38,10 @@ struct AlternatingImpl : torch::nn::Module {
   Tensor forward(const Tensor& x, int64_t count) {
     Tensor y = x;
     for (int64_t i = 0; i < count; ++i) {
-      const hasten::Autocast autocast({.enabled = i % 2 == 1});
+      const hasten::Autocast autocast(
+          {.device = testing_support::run_device().type(), .enabled = i % 2 == 1});
       y = call_block(blocks[static_cast<size_t>(i)], y);
-      y = y + torch::rand({8});
+      y = y + on_device::rand({8});
     }
     return y;
   }
@@ -67,7 +69,7 @@ static std::shared_ptr<const ActivationPlan> plan_for_alternating(const Alternat
 TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
   torch::manual_seed(4);
   Alternating model(5);
-  const Tensor x = torch::randn({3, 8});
+  const Tensor x = on_device::randn({3, 8});
   const auto run = [&](int64_t count) {
     return derive(model->parameters(), [&] { return model->forward(x, count).square().sum(); });
   };
@@ -96,7 +98,7 @@ TEST(PlannedRegions, DrawsAutocastAndRunOnceAreThoseOfForward) {
 TEST(PlannedRegions, APassThatIsLeftOffIsForgotten) {
   torch::manual_seed(4);
   Straight model(4);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto pass = [&](std::vector<size_t> blocks) {
     Tensor y = x;
     for (const size_t i : blocks) {
@@ -123,7 +125,7 @@ TEST(PlannedRegions, APassThatIsLeftOffIsFreed) {
   {
     Straight model(4);
     gradient_checkpointing_enable(model, {.plan = plan_of(*model, {{0, 4}})});
-    call_block(model->blocks[0], torch::randn({4, 8})).sum().backward();
+    call_block(model->blocks[0], on_device::randn({4, 8})).sum().backward();
     block = model->blocks[0].ptr();
     gradient_checkpointing_disable(model);
   }

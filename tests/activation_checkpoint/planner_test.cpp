@@ -5,6 +5,7 @@
 
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/base/error.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -12,7 +13,7 @@ using namespace testing_support;
 
 TEST(PlannedRegions, AnyNestingGivesTheSameBits) {
   torch::manual_seed(4);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   using Regions = std::vector<PlanRegion>;
   const auto ops = BlockChoice::keep_ops;
   const std::vector<std::pair<Regions, std::vector<int>>> plans{
@@ -40,7 +41,7 @@ TEST(PlannedRegions, AnyNestingGivesTheSameBits) {
 TEST(PlannedRegions, SeveralGraphsPartsOfAModelAndOtherModels) {
   torch::manual_seed(4);
   Straight model(4);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto run = [&] {
     return derive(model->parameters(), [&] {
       const Tensor first = model->forward(x).sum();
@@ -239,7 +240,7 @@ TEST(Planner, CountsAsRevolveDoes) {
 TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
   torch::manual_seed(4);
   Straight model(4, 64);
-  const Tensor x = torch::randn({256, 64});
+  const Tensor x = on_device::randn({256, 64});
   const auto loss = [&] { return model->forward(x).square().sum(); };
   loss().backward();
   std::vector<Tensor> before;
@@ -268,7 +269,7 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
   EXPECT_GT(block.forward_seconds, 0);
   EXPECT_LE(block.recompute_seconds, 2 * block.forward_seconds);
   // Other shapes have another hash, and plans check it.
-  const Tensor wide = torch::randn({8, 64});
+  const Tensor wide = on_device::randn({8, 64});
   const ChainProfile other =
       profile_activations(model.ptr(), [&] { return model->forward(wide).sum(); });
   EXPECT_NE(profile.shapes_hash, other.shapes_hash);
@@ -277,8 +278,9 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
   expect_says(error_of([&] { plan->require_shapes(other); }),
               {plan->shapes_hash, other.shapes_hash});
   expect_says(error_of([&] {
-                torch::nn::Linear bare(4, 4);
-                profile_activations(bare.ptr(), [&] { return bare(torch::ones({2, 4})).sum(); });
+                auto bare = on_device::moved(torch::nn::Linear(4, 4));
+                profile_activations(bare.ptr(),
+                                    [&] { return bare(on_device::ones({2, 4})).sum(); });
               }),
               {"blocks=0", "call_block"});
 }
@@ -286,7 +288,8 @@ TEST(Planner, ProfileMeasuresBlocksAndChangesNothing) {
 TEST(Planner, ProfileLeavesRunningStatistics) {
   torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4),
                               torch::nn::Linear(4, 4));
-  const Tensor x = torch::randn({8, 4});
+  on_device::moved(model);
+  const Tensor x = on_device::randn({8, 4});
   profile_activations(model.ptr(), [&] { return model->forward(x).sum(); });
   for (const auto& buffer : model->named_buffers()) {
     const bool ones = buffer.key().ends_with("running_var");
@@ -297,7 +300,7 @@ TEST(Planner, ProfileLeavesRunningStatistics) {
 TEST(Planner, KeepsWithinEveryBudgetWhenRun) {
   torch::manual_seed(4);
   Straight model(8, 32);
-  const Tensor x = torch::randn({128, 32});
+  const Tensor x = on_device::randn({128, 32});
   const auto loss = [&] { return model->forward(x).square().sum(); };
   const Derived plain = derive_model(model, x);
   const int64_t full = observe_peak(model.ptr(), loss);
@@ -323,7 +326,7 @@ TEST(Planner, KeepsWithinEveryBudgetWhenRun) {
 TEST(Planner, PeaksOfNestedPlansAreAsPredicted) {
   torch::manual_seed(4);
   Straight model(6, 32);
-  const Tensor x = torch::randn({256, 32});
+  const Tensor x = on_device::randn({256, 32});
   const auto loss = [&] { return model->forward(x).square().sum(); };
   const Derived plain = derive_model(model, x);
   const ChainProfile profile = profile_activations(model.ptr(), loss);

@@ -3,13 +3,17 @@
 
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/base/log.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
 using namespace testing_support;
 using torch::autograd::Engine;
 
-class OtherEngine final : public Engine {};
+class OtherEngine final : public Engine {
+ public:
+  OtherEngine() { start_device_threads(); }
+};
 static Engine& other_engine() {
   static auto* engine = new OtherEngine;
   return *engine;
@@ -20,7 +24,7 @@ class OtherEngineInstalled {
  public:
   OtherEngineInstalled() {
     // Installs hasten's engine first, as in a process that loads Python later.
-    const Tensor x = torch::ones({1}).requires_grad_();
+    const Tensor x = on_device::ones({1}).requires_grad_();
     activation_checkpoint([](const Tensor& in) { return in.exp(); }, x);
     before_ = &Engine::get_default_engine();
     torch::autograd::set_default_engine_stub(&other_engine);
@@ -36,7 +40,7 @@ class OtherEngineInstalled {
 
 TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
   auto blocks = make_mlps(3);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto leaves = parameters_of(blocks);
   const auto run = [&](bool regions) {
     return derive(leaves, [&] {
@@ -55,7 +59,7 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
     const OtherEngineInstalled other;
     expect_same_bits(plain, run(true));
     expect_same_bits(plain, run(true));
-    const Tensor leaf = torch::randn({3}).requires_grad_();
+    const Tensor leaf = on_device::randn({3}).requires_grad_();
     const Tensor y = activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
     expect_says(error_of([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
                 {"autograd::grad", "another autograd engine"});
@@ -71,9 +75,9 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
         },
         leaf);
     (still + leaf).sum().backward();
-    EXPECT_TRUE(torch::equal(leaf.grad(), torch::ones({3})));
+    EXPECT_TRUE(torch::equal(leaf.grad(), on_device::ones({3})));
     // The region keeps only its inputs and output.
-    const Tensor long_leaf = torch::randn({1000}).requires_grad_();
+    const Tensor long_leaf = on_device::randn({1000}).requires_grad_();
     const LiveBytes bytes;
     const Tensor kept =
         activation_checkpoint([](const Tensor& in) { return in.sin().cos().exp(); }, long_leaf);
@@ -89,10 +93,10 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
 }
 
 TEST(ReentrantCheckpoint, RunOnceRunsOnce) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   int calls = 0;
   const auto fn = [&](const Tensor& in) {
-    const auto draw = [&] { return torch::full({1}, double(++calls)); };
+    const auto draw = [&] { return on_device::full({1}, double(++calls)); };
     return in * run_once(draw) * run_once(draw);
   };
   {
@@ -102,14 +106,14 @@ TEST(ReentrantCheckpoint, RunOnceRunsOnce) {
     y.sum().backward();
   }
   EXPECT_EQ(calls, 2);
-  EXPECT_TRUE(torch::equal(x.grad(), torch::full({4}, 6.0)));
+  EXPECT_TRUE(torch::equal(x.grad(), on_device::full({4}, 6.0)));
 }
 
 // Then regions over several blocks are not possible: each block is a region.
 TEST(ReentrantCheckpoint, APlanIsRunBlockByBlock) {
   torch::manual_seed(4);
   Straight model(4);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const Derived plain = derive_model(model, x);
   calls_of(*model);
   gradient_checkpointing_enable(model, {.plan = plan_of(*model, {{1, 4}, {2, 3}})});

@@ -3,6 +3,7 @@
 
 #include "activation_checkpoint/region_rig.h"
 #include "hasten/activation_checkpoint/op_policy.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -14,8 +15,9 @@ TEST(RegionEffects, BatchNormCountsABatchOnce) {
       torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 3, 3)), torch::nn::BatchNorm2d(3),
       torch::nn::ReLU(), torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 2, 3)),
       torch::nn::InstanceNorm2d(torch::nn::InstanceNorm2dOptions(2).track_running_stats(true)));
+  on_device::moved(net);
   auto other = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
-  const Tensor x = torch::randn({4, 2, 8, 8});
+  const Tensor x = on_device::randn({4, 2, 8, 8});
   for (int batch = 0; batch < 2; ++batch) {
     net->forward(x + batch).square().sum().backward();
     activation_checkpoint([&](const Tensor& in) { return other->forward(in); }, x + batch)
@@ -36,10 +38,10 @@ TEST(RegionEffects, BatchNormCountsABatchOnce) {
 }
 
 TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
-  const Tensor x = torch::randn({4}).requires_grad_();
-  Tensor counter = torch::zeros({1});
-  Tensor last = torch::zeros({2, 4});
-  std::vector<Tensor> list{torch::zeros({2}), torch::zeros({2})};
+  const Tensor x = on_device::randn({4}).requires_grad_();
+  Tensor counter = on_device::zeros({1});
+  Tensor last = on_device::zeros({2, 4});
+  std::vector<Tensor> list{on_device::zeros({2}), on_device::zeros({2})};
   const auto version = [&] { return counter._version(); };
   Tensor y = activation_checkpoint(
       [&](const Tensor& in) {
@@ -50,7 +52,7 @@ TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
           counter.add_(1);
           last.select(0, 1).copy_(in.detach());
           at::_foreach_add_(list, 1.0);
-          at::add_out(last, last, torch::ones({4}));
+          at::add_out(last, last, on_device::ones({4}));
         }
         return (in * inner).sin() * counter.detach().clone();
       },
@@ -68,27 +70,27 @@ TEST(RegionEffects, TensorsFromOutsideAreWrittenOnce) {
 
 // Three normal numbers are made as four; the next call uses the fourth.
 TEST(RegionEffects, AWaitingNormalNumberIsPartOfTheRandomState) {
-  const Tensor x = torch::randn({3}).requires_grad_();
+  const Tensor x = on_device::randn({3}).requires_grad_();
   const auto fn = [](const Tensor& in) {
-    return (in * torch::randn({3})).sin() * torch::randn({3});
+    return (in * on_device::randn({3})).sin() * on_device::randn({3});
   };
   const auto run = [&](bool region) {
     return derive({x}, [&] {
-      const Tensor odd = torch::randn({1});
+      const Tensor odd = on_device::randn({1});
       const Tensor y = region ? activation_checkpoint(fn, x) : fn(x);
-      return (y * odd * torch::randn({3})).sum();
+      return (y * odd * on_device::randn({3})).sum();
     });
   };
   expect_same_bits(run(false), run(true));
 }
 
 TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   int calls = 0;
   const auto inner = [&](const Tensor& in) {
     const Tensor scale = run_once([&] {
       EXPECT_FALSE(in_recompute());
-      return torch::full({1}, static_cast<double>(++calls));
+      return on_device::full({1}, static_cast<double>(++calls));
     });
     return in.sin() * scale;
   };
@@ -97,7 +99,7 @@ TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
     for (int i = 0; i < 3; ++i) {
       y = activation_checkpoint(inner, y);
     }
-    return y * run_once([&] { return torch::full({1}, double(++calls)); });
+    return y * run_once([&] { return on_device::full({1}, double(++calls)); });
   };
   const Tensor y = activation_checkpoint(outer, x);
   EXPECT_EQ(calls, 4);
@@ -111,7 +113,7 @@ TEST(RegionEffects, RunOnceRunsOnceAlsoInNestedRegions) {
 
 // A policy counts calls of operators. The recomputation does not make these calls.
 TEST(RegionEffects, WhatRunsOnceIsNoOperatorOfAPolicy) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     const Tensor scale = run_once([&] { return in.exp().sum() * 0.5; });
     return (in * scale).sin().exp() * in;
@@ -129,7 +131,7 @@ TEST(RegionEffects, WhatRunsOnceIsNoOperatorOfAPolicy) {
 }
 
 TEST(RegionEffects, CodeKnowsWhichRunItIs) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   std::vector<bool> inner;
   std::vector<bool> outer;
   const auto child = [&](const Tensor& in) {
@@ -149,25 +151,25 @@ TEST(RegionEffects, CodeKnowsWhichRunItIs) {
   EXPECT_FALSE(in_recompute());
 }
 
-// bf16 on the CPU, as amp's scope sets it.
+// bf16, as amp's scope sets it.
 struct Autocast {
   Autocast() {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(run_device().type(), true);
+    at::autocast::set_autocast_dtype(run_device().type(), at::kBFloat16);
     at::autocast::increment_nesting();
   }
   ~Autocast() {
     if (at::autocast::decrement_nesting() == 0) {
       at::autocast::clear_cache();
     }
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(run_device().type(), false);
   }
 };
 
 TEST(RegionEffects, AutocastIsThatOfForward) {
   install_memory_meter(); // before what later runs replace
   auto blocks = make_mlps(1);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto leaves = parameters_of(blocks);
   // The weights are used three times, so their casts are cached: by an earlier plain call and by
   // two regions.
@@ -200,7 +202,7 @@ TEST(RegionEffects, AutocastIsThatOfForward) {
 
 TEST(RegionEffects, AutocastAroundBackwardDoesNotReachIn) {
   auto blocks = make_mlps(1);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto run = [&](bool region) {
     return derive(parameters_of(blocks), [&] {
       const auto fn = [&](const Tensor& in) {
@@ -211,7 +213,7 @@ TEST(RegionEffects, AutocastAroundBackwardDoesNotReachIn) {
       const Tensor loss = (region ? activation_checkpoint(fn, x) : fn(x)).sum();
       const Autocast autocast;
       loss.backward({}, /*retain_graph=*/true);
-      EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+      EXPECT_TRUE(at::autocast::is_autocast_enabled(run_device().type()));
       return loss;
     });
   };

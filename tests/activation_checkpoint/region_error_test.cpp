@@ -3,13 +3,14 @@
 
 #include "activation_checkpoint/region_rig.h"
 #include "hasten/base/error.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
 using namespace testing_support;
 
 TEST(ActivationCheckpointErrors, ARegionWithoutATensorIsNamed) {
-  const Tensor x = torch::randn({2}).requires_grad_();
+  const Tensor x = on_device::randn({2}).requires_grad_();
   const std::string text = error_of([&] {
     activation_checkpoint([](const Tensor& in) { return in.size(0); }, x, Options{.name = "head"});
   });
@@ -17,8 +18,8 @@ TEST(ActivationCheckpointErrors, ARegionWithoutATensorIsNamed) {
 }
 
 TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
-  const Tensor x = torch::randn({2}).requires_grad_();
-  const Tensor other = torch::randn({2});
+  const Tensor x = on_device::randn({2}).requires_grad_();
+  const Tensor other = on_device::randn({2});
   EXPECT_THROW(
       activation_checkpoint([](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other),
       InputError);
@@ -42,9 +43,9 @@ TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
 }
 
 TEST(ActivationCheckpointErrors, AnOptimizerStepBeforeTheRecomputationIsNamed) {
-  torch::nn::Linear layer(3, 4);
+  auto layer = on_device::moved(torch::nn::Linear(3, 4));
   torch::optim::SGD sgd(layer->parameters(), 0.1);
-  const Tensor x = torch::randn({2, 3});
+  const Tensor x = on_device::randn({2, 3});
   const Tensor loss = activation_checkpoint([&](const Tensor& in) { return layer(in).tanh(); }, x,
                                             Options{.name = "encoder.1"})
                           .sum();
@@ -56,15 +57,16 @@ TEST(ActivationCheckpointErrors, AnOptimizerStepBeforeTheRecomputationIsNamed) {
 }
 
 TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
-  torch::nn::Linear layer(4, 4);
-  const Tensor x = torch::randn({2, 4});
+  auto layer = on_device::moved(torch::nn::Linear(4, 4));
+  const Tensor x = on_device::randn({2, 4});
   int calls = 0;
   const auto shape = [&](const Tensor& in) {
     return layer(calls++ == 0 ? in : at::cat({in, in})).relu().sum();
   };
   Tensor loss = activation_checkpoint(shape, x);
   expect_says(error_of([&] { loss.backward(); }),
-              {"saved tensor 0 of", "[4, 4] Float cpu", "[2, 4] Float cpu"});
+              {"saved tensor 0 of", "[4, 4] Float " + run_device().str(),
+               "[2, 4] Float " + run_device().str()});
   calls = 0;
   const auto dtype = [&](const Tensor& in) {
     const Tensor y = layer(in).exp();
@@ -79,7 +81,7 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
 }
 
 TEST(ActivationCheckpointErrors, AnotherNumberOfTensorsIsNamed) {
-  const Tensor x = torch::randn({2, 4}).requires_grad_();
+  const Tensor x = on_device::randn({2, 4}).requires_grad_();
   int calls = 0;
   const auto fewer = [&](const Tensor& in) {
     const Tensor y = in.exp();
@@ -100,7 +102,7 @@ TEST(ActivationCheckpointErrors, AnotherNumberOfTensorsIsNamed) {
 }
 
 TEST(ActivationCheckpointErrors, DebugNamesTheOperatorThatDiffers) {
-  const Tensor x = torch::randn({2, 4}).requires_grad_();
+  const Tensor x = on_device::randn({2, 4}).requires_grad_();
   int calls = 0;
   const auto fn = [&](const Tensor& in) {
     const Tensor y = in.exp();
@@ -125,7 +127,7 @@ struct Thrower {
 };
 
 TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   int calls = 0;
   const LiveBytes bytes;
@@ -150,7 +152,7 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   x.mutable_grad().zero_();
   EXPECT_NO_THROW(y.backward());
   torch::manual_seed(3);
-  const Tensor mask = at::dropout(torch::ones({1000}), 0.5, true);
+  const Tensor mask = at::dropout(on_device::ones({1000}), 0.5, true);
   const Tensor inner = x.detach().exp();
   EXPECT_TRUE(torch::allclose(x.grad(), -(inner.sin() * mask).sin() * mask * inner.cos() * inner));
 }

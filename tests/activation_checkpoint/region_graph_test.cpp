@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include "activation_checkpoint/region_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -26,7 +27,7 @@ TEST(RegionGraph, ManyRegionsOfOneModuleJoinInOneBackward) {
     std::vector<Tensor> leaves = parameters_of(blocks);
     std::vector<Tensor> inputs;
     for (int i = 0; i < 50; ++i) {
-      inputs.push_back(torch::rand({1, 8}).set_requires_grad(input_wants_gradient));
+      inputs.push_back(on_device::rand({1, 8}).set_requires_grad(input_wants_gradient));
     }
     if (input_wants_gradient) {
       leaves.insert(leaves.end(), inputs.begin(), inputs.end());
@@ -49,8 +50,8 @@ TEST(RegionGraph, ManyRegionsOfOneModuleJoinInOneBackward) {
 }
 
 TEST(RegionGraph, AParameterUsedInsideAndOutsideFiresItsHookOnce) {
-  const Tensor w = torch::randn({4}).requires_grad_();
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor w = on_device::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   int fired = 0;
   w.register_hook([&](const Tensor&) { ++fired; });
   const auto fn = [&](const Tensor& in) { return w * in; };
@@ -63,7 +64,7 @@ TEST(RegionGraph, AParameterUsedInsideAndOutsideFiresItsHookOnce) {
 TEST(RegionGraph, HooksInsideFireOnceThoughForwardRanTwice) {
   for (const bool early_stop : {true, false}) {
     const EarlyStopGuard guard(early_stop);
-    const Tensor x = torch::randn({4}).requires_grad_();
+    const Tensor x = on_device::randn({4}).requires_grad_();
     int on_tensor = 0;
     int on_node = 0;
     const Tensor y = activation_checkpoint(
@@ -85,7 +86,7 @@ TEST(RegionGraph, HooksInsideFireOnceThoughForwardRanTwice) {
 TEST(RegionGraph, ABackwardInsideABackwardGoesThroughTheSameRegion) {
   for (const bool early_stop : {true, false}) {
     const EarlyStopGuard guard(early_stop);
-    const Tensor x = torch::randn({4}).requires_grad_();
+    const Tensor x = on_device::randn({4}).requires_grad_();
     const auto fn = [](const Tensor& in) {
       const Tensor middle = in.sin().cos();
       return std::make_pair(middle, middle.sin());
@@ -115,7 +116,7 @@ TEST(RegionGraph, ABackwardInsideABackwardGoesThroughTheSameRegion) {
 
 TEST(RegionGraph, OutsideOfBackwardEachUnpackingRecomputes) {
   using torch::autograd::SavedVariable;
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   std::optional<SavedVariable> saved;
   const LiveBytes bytes;
@@ -153,8 +154,8 @@ struct SavesAnInput : torch::autograd::Function<SavesAnInput> {
 };
 
 TEST(RegionGraph, ASavedInputIsTheInputsOwnMemory) {
-  const Tensor x = torch::randn({4}).requires_grad_();
-  const Tensor scale = torch::randn({4});
+  const Tensor x = on_device::randn({4}).requires_grad_();
+  const Tensor scale = on_device::randn({4});
   activation_checkpoint([](const Tensor& a, const Tensor& b) { return SavesAnInput::apply(a, b); },
                         x, scale)
       .sum()
@@ -163,7 +164,7 @@ TEST(RegionGraph, ASavedInputIsTheInputsOwnMemory) {
 }
 
 TEST(RegionGraph, BackwardFreesAsItGoesAlsoWhereTheGraphIsRetained) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const auto alive = [&](bool region, bool retain_graph) {
     const LiveBytes bytes;
@@ -205,7 +206,7 @@ struct SavesItsOutput : torch::autograd::Function<SavesItsOutput> {
 // If the recomputation ended while the function saves its output, the output and the function's node
 // would own each other.
 TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const LiveBytes bytes;
   const Recomputes counted;
@@ -219,7 +220,7 @@ TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
 // The engine runs the backward inside the region. Stopping in the middle would leave this thread's
 // engine in a bad state.
 TEST(EarlyStop, DoesNotEndInsideABackwardOfTheRegionItself) {
-  const Tensor x = torch::randn({1000}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({1000}, torch::kDouble).requires_grad_();
   const auto fn = [](const Tensor& in) {
     return torch::autograd::grad({in.exp().sin().sum()}, {in}, {}, true, true)[0];
   };
@@ -232,7 +233,7 @@ TEST(EarlyStop, DoesNotEndInsideABackwardOfTheRegionItself) {
 }
 
 TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   int entered = 0;
   const auto region = [&](bool early_stop) {
     return activation_checkpoint(
@@ -269,9 +270,9 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
 }
 
 TEST(EarlyStop, RunsNoKernelThatBackwardDoesNotNeed) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
-  const Tensor ones = torch::ones({1000});
+  const Tensor ones = on_device::ones({1000});
   install_memory_meter();
   int calls = 0;
   const auto sine = [&](const Tensor& in) {
@@ -280,9 +281,9 @@ TEST(EarlyStop, RunsNoKernelThatBackwardDoesNotNeed) {
   };
   // The number of allocations of a backward.
   const auto made = [&](const Tensor& y) {
-    const int64_t before = memory_stats().allocations;
+    const int64_t before = memory_stats(testing_support::run_device()).allocations;
     y.backward(ones);
-    return memory_stats().allocations - before;
+    return memory_stats(testing_support::run_device()).allocations - before;
   };
   const int64_t plain = made(sine(x));
   for (const bool early_stop : {true, false}) {

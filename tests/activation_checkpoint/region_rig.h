@@ -10,6 +10,7 @@
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/core/memory.h"
+#include "support/on_device.h"
 
 namespace hasten::testing_support {
 
@@ -21,7 +22,9 @@ struct MlpImpl : torch::nn::Module {
   explicit MlpImpl(int64_t width, double p = 0.2)
       : up(register_module("up", torch::nn::Linear(width, 2 * width))),
         down(register_module("down", torch::nn::Linear(2 * width, width))),
-        p(p) {}
+        p(p) {
+    to(run_device());
+  }
   Tensor forward(const Tensor& x) {
     ++calls;
     return x + at::dropout(down(at::gelu(up(x))), p, is_training());
@@ -56,7 +59,7 @@ inline Derived derive(std::vector<Tensor> leaves, const std::function<Tensor()>&
   loss.backward();
   Derived result;
   result.loss = loss.item<double>();
-  result.next_random = torch::rand({1}, torch::kDouble).item<double>();
+  result.next_random = on_device::rand({1}, torch::kDouble).item<double>();
   for (const Tensor& leaf : leaves) {
     result.gradients.push_back(leaf.grad().defined() ? leaf.grad().clone() : Tensor());
   }
@@ -115,9 +118,9 @@ class LiveBytes {
  public:
   LiveBytes() {
     install_memory_meter();
-    before_ = memory_stats().live_bytes;
+    before_ = memory_stats(testing_support::run_device()).live_bytes;
   }
-  int64_t extra() const { return memory_stats().live_bytes - before_; }
+  int64_t extra() const { return memory_stats(testing_support::run_device()).live_bytes - before_; }
 
  private:
   int64_t before_ = 0;

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "activation_checkpoint/region_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -12,7 +13,7 @@ using namespace testing_support;
 
 TEST(ActivationCheckpoint, GivesTheSameBitsWithDropoutAndKeepsTheStream) {
   auto blocks = make_mlps(3);
-  const Tensor x = torch::randn({4, 5, 8}).requires_grad_();
+  const Tensor x = on_device::randn({4, 5, 8}).requires_grad_();
   auto leaves = parameters_of(blocks);
   leaves.push_back(x);
   const auto run = [&](bool regions) {
@@ -54,9 +55,9 @@ void flatten(Visit& visit, Mixed& mixed) {
 }
 
 TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
-  const Tensor a = torch::randn({3}).requires_grad_();
-  const Tensor b = torch::randn({3});
-  const Tensor c = torch::randn({3}).requires_grad_();
+  const Tensor a = on_device::randn({3}).requires_grad_();
+  const Tensor b = on_device::randn({3});
+  const Tensor c = on_device::randn({3}).requires_grad_();
   const auto fn = [](const std::vector<Tensor>& list, std::optional<Tensor> none,
                      std::pair<Tensor, int> scaled, const std::string& words,
                      const std::function<Tensor(const Tensor&)>& wave) {
@@ -93,7 +94,7 @@ TEST(ActivationCheckpoint, TakesAnyNumberOfTensorsAndOtherThings) {
 
 TEST(ActivationCheckpoint, NeedsNoInputThatWantsAGradient) {
   auto blocks = make_mlps(1);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto leaves = parameters_of(blocks);
   expect_same_bits(
       derive(leaves, [&] { return blocks[0]->forward(x).exp().sum(); }), derive(leaves, [&] {
@@ -112,7 +113,7 @@ TEST(ActivationCheckpoint, NeedsNoInputThatWantsAGradient) {
 }
 
 TEST(ActivationCheckpoint, DetachedPartsAreDetached) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     return std::make_pair(in.exp() * in.sin().detach(), in.cos().detach());
   };
@@ -140,7 +141,7 @@ TEST(ActivationCheckpoint, DetachedPartsAreDetached) {
 
 TEST(ActivationCheckpoint, SeveralBackwardsRecomputeEachTime) {
   auto blocks = make_mlps(2);
-  const Tensor x = torch::randn({4, 8});
+  const Tensor x = on_device::randn({4, 8});
   const auto leaves = parameters_of(blocks);
   const auto run = [&](bool regions) {
     return derive(leaves, [&] {
@@ -167,8 +168,8 @@ TEST(ActivationCheckpoint, SeveralBackwardsRecomputeEachTime) {
 }
 
 TEST(ActivationCheckpoint, GradInputsAndGradsOfGradsAreRight) {
-  const Tensor x = torch::randn({5}, torch::kDouble).requires_grad_();
-  const Tensor w = torch::randn({5}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({5}, torch::kDouble).requires_grad_();
+  const Tensor w = on_device::randn({5}, torch::kDouble).requires_grad_();
   const auto fn = [&](const Tensor& in) { return (in.sin() * w).exp(); };
   const auto second = [&](bool region) {
     const Tensor y = region ? activation_checkpoint(fn, x) : fn(x);
@@ -187,7 +188,7 @@ TEST(ActivationCheckpoint, GradInputsAndGradsOfGradsAreRight) {
 }
 
 TEST(ActivationCheckpoint, CodeInsideMayDerive) {
-  const Tensor x = torch::randn({5}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({5}, torch::kDouble).requires_grad_();
   const auto fn = [](const Tensor& in) {
     const Tensor y = in.exp().sin();
     // A gradient penalty needs tensors that the region itself saved.
@@ -211,7 +212,7 @@ TEST(ActivationCheckpoint, SeveralGraphsAliveAreIndependent) {
     return derive(leaves, [&] {
       std::vector<Tensor> losses;
       for (int batch = 0; batch < 3; ++batch) {
-        Tensor y = torch::randn({4, 8});
+        Tensor y = on_device::randn({4, 8});
         for (Mlp& block : blocks) {
           const auto fn = [&](const Tensor& in) { return block->forward(in); };
           y = regions ? activation_checkpoint(fn, y) : fn(y);
@@ -232,8 +233,8 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
   for (int t = 0; t < 2; ++t) {
     threads.emplace_back([&, t] {
       at::set_num_threads(1);
-      torch::nn::Linear layer(16, 16);
-      const Tensor x = torch::full({4, 16}, 0.1 * (t + 1));
+      auto layer = on_device::moved(torch::nn::Linear(16, 16));
+      const Tensor x = on_device::full({4, 16}, 0.1 * (t + 1));
       for (int i = 0; i < 30; ++i) {
         const auto fn = [&](const Tensor& in) { return layer(in).tanh(); };
         layer->zero_grad();
@@ -250,7 +251,7 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
   }
   EXPECT_EQ(wrong, 0);
   // Two threads run backward on one graph at the same time.
-  const Tensor x = torch::randn({64}).requires_grad_();
+  const Tensor x = on_device::randn({64}).requires_grad_();
   const Tensor y = activation_checkpoint([](const Tensor& in) { return in.sin().exp().cos(); }, x);
   const Tensor expected = torch::autograd::grad({y.sum()}, {x}, {}, true)[0];
   for (auto& thread : threads) {
@@ -268,7 +269,7 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
 
 // A branch whose output is dropped after forward is recomputed with the other, but not kept.
 TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const LiveBytes bytes;
   const auto at_the_end = [&](bool both) {
@@ -289,7 +290,7 @@ TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
 }
 
 TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     Tensor y = in;
     for (int i = 0; i < 10; ++i) {
@@ -336,14 +337,14 @@ struct AsksTwice : torch::autograd::Function<AsksTwice> {
 };
 
 TEST(ActivationCheckpoint, ACustomFunctionMayUnpackTwice) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   const auto fn = [](const Tensor& in) { return AsksTwice::apply(in.sin()).cos(); };
   expect_same_bits(derive({x}, [&] { return fn(x).sum(); }),
                    derive({x}, [&] { return activation_checkpoint(fn, x).sum(); }));
 }
 
 TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
-  const Tensor x = torch::randn({4}).requires_grad_();
+  const Tensor x = on_device::randn({4}).requires_grad_();
   const auto fn = [](const Tensor& in) { return std::make_pair(in.sin().sin(), in.cos().cos()); };
   const auto run = [&](bool shared) {
     x.mutable_grad() = Tensor();
@@ -377,7 +378,7 @@ TEST(ActivationCheckpoint, SharedRecomputeServesDisjointBackwards) {
     if (share) {
       guard.emplace();
     }
-    const Tensor ones = torch::ones({4});
+    const Tensor ones = on_device::ones({4});
     const Tensor g = torch::autograd::grad({last}, {middle}, {ones})[0];
     const Tensor all = torch::autograd::grad({middle}, {x}, {g})[0];
     return std::make_pair(all, counted.count());
@@ -401,7 +402,7 @@ TEST(ActivationCheckpointSequential, KeepsTheLastSegment) {
   for (Mlp& block : blocks) {
     functions.emplace_back([block](Tensor in) mutable { return block->forward(std::move(in)); });
   }
-  const Tensor x = torch::randn({4, 8}).requires_grad_();
+  const Tensor x = on_device::randn({4, 8}).requires_grad_();
   auto leaves = parameters_of(blocks);
   leaves.push_back(x);
   const Derived plain = derive(leaves, [&] {

@@ -2,6 +2,7 @@
 #include "hasten/activation_checkpoint/saved_memory.h"
 #include "activation_checkpoint/block_rig.h"
 #include "hasten/base/error.h"
+#include "support/on_device.h"
 
 namespace hasten::checkpoint_test {
 
@@ -10,7 +11,7 @@ using namespace testing_support;
 TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
   torch::manual_seed(2);
   auto blocks = make_mlps(3, 64);
-  const Tensor x = torch::randn({128, 64}).requires_grad_();
+  const Tensor x = on_device::randn({128, 64}).requires_grad_();
   auto leaves = parameters_of(blocks);
   leaves.push_back(x);
   int64_t written = 0;
@@ -55,7 +56,7 @@ TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
 }
 
 TEST(SavedTensorOffload, InsideARegionServesItsOwnPart) {
-  const Tensor x = torch::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1000}).requires_grad_();
   int64_t written = 0;
   const auto fn = [&](const Tensor& in) {
     Tensor y = in.square();
@@ -80,18 +81,18 @@ TEST(SavedTensorOffload, InsideARegionServesItsOwnPart) {
 // A storage is written once, again if it was changed, and again if another storage has its address.
 // Its pieces are reused when graphs die.
 TEST(SavedTensorOffload, WritesAStorageAgainWhereItIsAnother) {
-  const Tensor x = torch::randn({3000}).requires_grad_();
+  const Tensor x = on_device::randn({3000}).requires_grad_();
   const auto fn = [&] {
-    Tensor sum = torch::zeros({});
-    Tensor state = torch::ones({3000});
+    Tensor sum = on_device::zeros({});
+    Tensor state = on_device::ones({3000});
     for (int i = 0; i < 4; ++i) {
       sum = sum + (x * state.clone()).sum(); // the clone dies at once
       sum = sum + (x.slice(0, 8, 2008) * state.slice(0, 500, 2500)).sum();
-      state = state + torch::rand({3000});
+      state = state + on_device::rand({3000});
       const Tensor underived = (x * state).sum();
-      state.add_(torch::rand({3000}));
+      state.add_(on_device::rand({3000}));
       sum = sum + (x * state).sum();
-      state = state + torch::rand({3000});
+      state = state + on_device::rand({3000});
     }
     return sum;
   };
@@ -114,8 +115,8 @@ TEST(SavedTensorOffload, WritesAStorageAgainWhereItIsAnother) {
 
 TEST(SavedTensorOffload, FreesMemoryAndParametersStay) {
   torch::manual_seed(2);
-  const Tensor w = torch::randn({512, 512}).requires_grad_();
-  const Tensor x = torch::randn({512, 512});
+  const Tensor w = on_device::randn({512, 512}).requires_grad_();
+  const Tensor x = on_device::randn({512, 512});
   const LiveBytes bytes;
   constexpr int64_t kOne = 512 * 512 * 4;
   {
@@ -131,7 +132,7 @@ TEST(SavedTensorOffload, FreesMemoryAndParametersStay) {
 TEST(ActivationReport, SaysWhatEachBlockKeepsAndWhereThePeakIs) {
   torch::manual_seed(4);
   Straight model(4, 32);
-  const Tensor x = torch::randn({128, 32});
+  const Tensor x = on_device::randn({128, 32});
   const auto loss = [&] { return model->forward(x).square().sum(); };
   const Derived before = derive_model(model, x);
   const ActivationReport plain = measure_activations(model.ptr(), loss);

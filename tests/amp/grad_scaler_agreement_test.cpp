@@ -7,6 +7,7 @@
 #include "hasten/amp/grad_scaler.h"
 #include "hasten/optim/adamw.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -16,7 +17,7 @@ TEST(GradScalerAgreement, AnOverflowOnOneRankSkipsTheStepOfAll) {
   const int world = communicator->world_size();
   for (const bool clips : {false, true}) {
     GradScaler scaler({}, communicator);
-    auto p = torch::ones({4}, torch::requires_grad());
+    auto p = on_device::ones({4}, torch::requires_grad());
     AdamW optimizer({p});
     for (int guilty = 0; guilty <= world; ++guilty) { // in the last turn no rank
       const auto before = p.detach().clone();

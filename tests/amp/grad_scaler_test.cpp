@@ -16,6 +16,7 @@
 #include "hasten/core/autocast.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/sgd.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -29,7 +30,7 @@ static GradScalerOptions options_of(const ScalerGolden& golden) {
 template <typename Optimizer>
 static void expect_golden(const ScalerGolden& golden, bool unscale) {
   GradScaler scaler(options_of(golden));
-  auto parameter = torch::tensor({1.0f, -2.0f, 3.0f}, torch::requires_grad());
+  auto parameter = on_device::tensor({1.0f, -2.0f, 3.0f}, torch::requires_grad());
   Optimizer optimizer({parameter}, torch::optim::SGDOptions(0.125).momentum(0.5));
   for (size_t i = 0; i < golden.steps.size(); ++i) {
     optimizer.zero_grad();
@@ -62,15 +63,15 @@ TEST(GradScaler, ScalesTrackersAndParametersAreTorchs) {
 // Both optimizers share a scale: the one with finite gradients steps, and the scale falls.
 TEST(GradScaler, OptimizersSkipByThemselvesAndTheScaleFollowsThemAll) {
   GradScaler scaler;
-  auto a = torch::ones({4}, torch::requires_grad());
-  auto b = torch::ones({4}, torch::requires_grad());
+  auto a = on_device::ones({4}, torch::requires_grad());
+  auto b = on_device::ones({4}, torch::requires_grad());
   AdamW first({a}), second({b});
   scaler.scale((a * b).sum()).backward();
   b.mutable_grad()[2] = INFINITY;
   EXPECT_TRUE(scaler.step(first));
   EXPECT_FALSE(scaler.step(second));
-  EXPECT_FALSE(torch::equal(a, torch::ones({4})));
-  EXPECT_TRUE(torch::equal(b, torch::ones({4})));
+  EXPECT_FALSE(torch::equal(a, on_device::ones({4})));
+  EXPECT_TRUE(torch::equal(b, on_device::ones({4})));
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 32768);
 }
@@ -79,7 +80,7 @@ TEST(GradScaler, ClippingIsThatOfTheUnscaledGradients) {
   for (const double scale : {1.0, 65536.0}) {
     for (const bool fused : {true, false}) {
       GradScaler scaler({.init_scale = scale});
-      auto p = torch::ones({3}, torch::requires_grad());
+      auto p = on_device::ones({3}, torch::requires_grad());
       std::unique_ptr<torch::optim::Optimizer> optimizer;
       if (fused) {
         optimizer = std::make_unique<SGD>(std::vector<at::Tensor>{p}, torch::optim::SGDOptions(1));
@@ -87,10 +88,10 @@ TEST(GradScaler, ClippingIsThatOfTheUnscaledGradients) {
         optimizer = std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{p},
                                                         torch::optim::SGDOptions(1));
       }
-      scaler.scale((p * torch::tensor({3.0f, 0.0f, 4.0f})).sum()).backward();
+      scaler.scale((p * on_device::tensor({3.0f, 0.0f, 4.0f})).sum()).backward();
       EXPECT_NEAR(scaler.clip_grad_norm_(*optimizer, 1.0), 5, 1e-6);
       EXPECT_TRUE(scaler.step(*optimizer));
-      EXPECT_TRUE(torch::allclose(p.detach(), torch::tensor({0.4f, 1.0f, 0.2f}), 0, 1e-6)) << p;
+      EXPECT_TRUE(torch::allclose(p.detach(), on_device::tensor({0.4f, 1.0f, 0.2f}), 0, 1e-6)) << p;
       scaler.update();
     }
   }
@@ -98,13 +99,13 @@ TEST(GradScaler, ClippingIsThatOfTheUnscaledGradients) {
 
 TEST(GradScaler, ANormThatIsNotFiniteSkipsToo) {
   GradScaler scaler;
-  auto p = torch::ones({3}, torch::requires_grad());
+  auto p = on_device::ones({3}, torch::requires_grad());
   AdamW optimizer({p});
   scaler.scale(p.sum()).backward();
   p.mutable_grad()[0] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_FALSE(std::isfinite(scaler.clip_grad_norm_(optimizer, 1.0)));
   EXPECT_FALSE(scaler.step(optimizer));
-  EXPECT_TRUE(torch::equal(p, torch::ones({3})));
+  EXPECT_TRUE(torch::equal(p, on_device::ones({3})));
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 32768);
 }
@@ -113,12 +114,13 @@ TEST(GradScaler, ANormThatIsNotFiniteSkipsToo) {
 TEST(GradScaler, KeepsGradientsThatFp16WouldLose) {
   const auto gradient = [](bool enabled) {
     GradScaler scaler({.enabled = enabled});
-    auto weight = torch::ones({4, 4}, torch::requires_grad());
+    auto weight = on_device::ones({4, 4}, torch::requires_grad());
     SGD optimizer({weight}, torch::optim::SGDOptions(1));
     torch::Tensor loss;
     {
-      const Autocast autocast({.dtype = torch::kHalf});
-      loss = torch::mm(torch::ones({4, 4}), weight).to(torch::kFloat).mean() * 1e-7;
+      const Autocast autocast(
+          {.device = testing_support::run_device().type(), .dtype = torch::kHalf});
+      loss = torch::mm(on_device::ones({4, 4}), weight).to(torch::kFloat).mean() * 1e-7;
     }
     scaler.scale(loss).backward();
     scaler.unscale_(optimizer);
@@ -140,7 +142,7 @@ static std::string message_of(const std::function<void()>& function) {
 TEST(GradScaler, ALossThatIsNotFiniteIsNamedAsSuch) {
   GradScaler scaler;
   for (const double bad : {double(INFINITY), double(NAN)}) {
-    const auto loss = torch::full({}, bad, torch::requires_grad());
+    const auto loss = on_device::full({}, bad, torch::requires_grad());
     const std::string message = message_of([&] { scaler.scale(loss); });
     EXPECT_NE(message.find("before scaling"), std::string::npos) << message;
     EXPECT_NE(message.find("lower loss scale cannot help"), std::string::npos) << message;
@@ -150,7 +152,7 @@ TEST(GradScaler, ALossThatIsNotFiniteIsNamedAsSuch) {
 
 TEST(GradScaler, RefusesToBeUsedTwiceOnOneStep) {
   GradScaler scaler;
-  auto p = torch::ones({3}, torch::requires_grad());
+  auto p = on_device::ones({3}, torch::requires_grad());
   AdamW optimizer({p});
   EXPECT_NE(message_of([&] { scaler.update(); }).find("no optimizer was unscaled"),
             std::string::npos);
@@ -206,7 +208,7 @@ TEST(GradScaler, StateIsTorchsAndGoesOn) {
 
 TEST(GradScaler, DisabledLeavesEverythingAsItIs) {
   GradScaler scaler({.enabled = false});
-  auto p = torch::ones({3}, torch::requires_grad());
+  auto p = on_device::ones({3}, torch::requires_grad());
   SGD optimizer({p}, torch::optim::SGDOptions(1));
   const auto loss = p.sum();
   EXPECT_TRUE(scaler.scale(loss).is_same(loss));

@@ -9,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -16,7 +17,7 @@ using testing_support::fresh_communicator;
 
 // Ranks have 1, 2, … W times the same values, so sums and maxima are exact.
 static torch::Tensor ramp_of_rank(int rank, torch::ScalarType type) {
-  return (torch::arange(1, 8, torch::kDouble) * (rank + 1)).to(type);
+  return (on_device::arange(1, 8, torch::kDouble) * (rank + 1)).to(type);
 }
 
 TEST(AllReduce, SumAddsTheTensorsOfAllRanks) {
@@ -27,7 +28,7 @@ TEST(AllReduce, SumAddsTheTensorsOfAllRanks) {
     torch::Tensor tensor = ramp_of_rank(comm->rank(), type);
     comm->all_reduce(tensor, ReduceOp::SUM, c10::toString(type));
     const int total = world * (world + 1) / 2;
-    EXPECT_TRUE(torch::equal(tensor, (torch::arange(1, 8, torch::kDouble) * total).to(type)))
+    EXPECT_TRUE(torch::equal(tensor, (on_device::arange(1, 8, torch::kDouble) * total).to(type)))
         << tensor;
   }
 }
@@ -48,7 +49,7 @@ TEST(AllReduce, MaxAndMinTakeTheExtremesOfAllRanks) {
 TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
   const auto comm = fresh_communicator();
   for (const auto type : {torch::kFloat, torch::kDouble}) {
-    torch::Tensor sum = torch::rand({1000}, torch::kDouble).to(type);
+    torch::Tensor sum = on_device::rand({1000}, torch::kDouble).to(type);
     torch::Tensor mean = sum.clone();
     comm->all_reduce(sum, ReduceOp::SUM, "sum");
     comm->all_reduce(mean, ReduceOp::AVG, "mean");
@@ -59,21 +60,21 @@ TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
 // 256 + 1 is 256 in bfloat16, whose values there differ by 2.
 TEST(AllReduce, SixteenBitSumsAreRoundedOnceAtTheEnd) {
   const auto comm = fresh_communicator();
-  torch::Tensor tensor = torch::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
+  torch::Tensor tensor = on_device::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
   comm->all_reduce(tensor, ReduceOp::SUM, "bf16");
   EXPECT_TRUE(
-      torch::equal(tensor, torch::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
+      torch::equal(tensor, on_device::full({3}, 255 + comm->world_size()).to(torch::kBFloat16)));
   // The largest half is 65504: the sum overflows it, the mean does not.
-  torch::Tensor large = torch::full({3}, 60000, torch::kHalf);
+  torch::Tensor large = on_device::full({3}, 60000, torch::kHalf);
   comm->all_reduce(large, ReduceOp::AVG, "fp16");
-  EXPECT_TRUE(torch::equal(large, torch::full({3}, 60000, torch::kHalf)));
+  EXPECT_TRUE(torch::equal(large, on_device::full({3}, 60000, torch::kHalf)));
 }
 
 TEST(AllReduce, RanksHoldTheSameBitsAfterwards) {
   const auto comm = fresh_communicator();
-  torch::Tensor tensor = torch::randn({100'003});
+  torch::Tensor tensor = on_device::randn({100'003});
   comm->all_reduce(tensor, ReduceOp::SUM, "noise");
-  torch::Tensor all = torch::empty({comm->world_size(), tensor.numel()});
+  torch::Tensor all = on_device::empty({comm->world_size(), tensor.numel()});
   comm->all_gather_async(all, tensor, "compare").wait();
   for (int i = 0; i < comm->world_size(); ++i) {
     EXPECT_TRUE(torch::equal(all[i], tensor));
@@ -82,14 +83,14 @@ TEST(AllReduce, RanksHoldTheSameBitsAfterwards) {
 
 TEST(AllReduce, ScalarsEmptyTensorsAndParametersWork) {
   const auto comm = fresh_communicator();
-  torch::Tensor scalar = torch::tensor(2.5);
+  torch::Tensor scalar = on_device::tensor(2.5);
   comm->all_reduce(scalar, ReduceOp::SUM, "scalar");
   EXPECT_EQ(scalar.item<double>(), 2.5 * comm->world_size());
-  torch::Tensor empty = torch::empty({0, 3});
+  torch::Tensor empty = on_device::empty({0, 3});
   comm->all_reduce(empty, ReduceOp::AVG, "empty");
   EXPECT_EQ(empty.numel(), 0);
   torch::Tensor parameter =
-      torch::full({4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
+      on_device::full({4}, comm->rank(), torch::requires_grad().dtype(torch::kHalf));
   comm->all_reduce(parameter, ReduceOp::MAX, "parameter");
   EXPECT_EQ(parameter.sum().item<double>(), 4 * (comm->world_size() - 1));
   EXPECT_TRUE(parameter.is_leaf());
@@ -97,7 +98,7 @@ TEST(AllReduce, ScalarsEmptyTensorsAndParametersWork) {
 
 TEST(AllReduce, ViewsOfOneBufferAreReducedInPlace) {
   const auto comm = fresh_communicator();
-  torch::Tensor buffer = torch::full({10}, comm->rank() + 1.0);
+  torch::Tensor buffer = on_device::full({10}, comm->rank() + 1.0);
   comm->all_reduce(buffer.narrow(0, 2, 3), ReduceOp::SUM, "view");
   const double total = comm->world_size() * (comm->world_size() + 1) / 2;
   EXPECT_EQ(buffer[2].item<double>(), total);
@@ -111,18 +112,18 @@ TEST(AllReduce, WrongTensorsAreRefusedBeforeAnythingIsSent) {
   const auto reduce = [&](torch::Tensor tensor, ReduceOp op) {
     comm->all_reduce(std::move(tensor), op, "wrong");
   };
-  EXPECT_THROW(reduce(torch::ones({3, 4}).t(), ReduceOp::SUM), InputError);
-  EXPECT_THROW(reduce(torch::ones({4}).slice(0, 0, 4, 2), ReduceOp::SUM), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kLong), ReduceOp::AVG), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kBool), ReduceOp::SUM), InputError);
-  EXPECT_THROW(reduce(torch::ones({3}, torch::kShort), ReduceOp::MAX), InputError);
+  EXPECT_THROW(reduce(on_device::ones({3, 4}).t(), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(on_device::ones({4}).slice(0, 0, 4, 2), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(on_device::ones({3}, torch::kLong), ReduceOp::AVG), InputError);
+  EXPECT_THROW(reduce(on_device::ones({3}, torch::kBool), ReduceOp::SUM), InputError);
+  EXPECT_THROW(reduce(on_device::ones({3}, torch::kShort), ReduceOp::MAX), InputError);
   EXPECT_THROW(reduce(torch::Tensor(), ReduceOp::SUM), InputError);
   try {
-    reduce(torch::ones({3, 4}).t(), ReduceOp::SUM);
+    reduce(on_device::ones({3, 4}).t(), ReduceOp::SUM);
   } catch (const InputError& error) {
     EXPECT_NE(std::string(error.what()).find("sizes=[4, 3]"), std::string::npos) << error.what();
   }
-  torch::Tensor tensor = torch::ones({3});
+  torch::Tensor tensor = on_device::ones({3});
   comm->all_reduce(tensor, ReduceOp::SUM, "right");
   EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
 }
@@ -132,7 +133,7 @@ TEST(AllReduce, HandlesMayBeWaitedForInAnyOrderTwiceAndElsewhere) {
   std::vector<torch::Tensor> tensors;
   std::vector<Work> handles;
   for (int i = 0; i < 20; ++i) {
-    tensors.push_back(torch::full({1 + 50 * i}, double(comm->rank() + i)));
+    tensors.push_back(on_device::full({1 + 50 * i}, double(comm->rank() + i)));
     handles.push_back(
         comm->all_reduce_async(tensors.back(), ReduceOp::AVG, "bucket " + std::to_string(i)));
   }
@@ -155,7 +156,7 @@ TEST(AllReduce, WaitingForALateRankIsCountedOnce) {
   if (comm->rank() == comm->world_size() - 1) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
   }
-  torch::Tensor tensor = torch::ones({8});
+  torch::Tensor tensor = on_device::ones({8});
   Work work = comm->all_reduce_async(tensor, ReduceOp::SUM, "late");
   work.wait();
   work.wait(); // has ended
@@ -176,7 +177,7 @@ TEST(AllReduce, HandlesWithoutAnOperationAreDone) {
 
 TEST(AllReduce, DoneTurnsTrueByItself) {
   const auto comm = fresh_communicator();
-  Work handle = comm->all_reduce_async(torch::ones({10}), ReduceOp::SUM, "polled");
+  Work handle = comm->all_reduce_async(on_device::ones({10}), ReduceOp::SUM, "polled");
   for (int i = 0; i < 2000 && !handle.done(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -9,6 +9,7 @@
 
 #include "hasten/base/error.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/watched_communicator.h"
 #include "support/world.h"
 
@@ -37,35 +38,36 @@ TEST(Backend, ARegisteredOneIsUsedByNameForEveryOperation) {
   EXPECT_EQ(comm->options().backend, "watched");
   const int world = comm->world_size();
   const int rank = comm->rank();
-  const torch::Tensor ranks = torch::arange(world, torch::kFloat);
+  const torch::Tensor ranks = on_device::arange(world, torch::kFloat);
 
-  torch::Tensor sum = torch::full({3}, rank + 1.0);
+  torch::Tensor sum = on_device::full({3}, rank + 1.0);
   comm->all_reduce(sum, ReduceOp::SUM, "all_reduce");
   EXPECT_EQ(sum[2].item<int>(), world * (world + 1) / 2);
-  torch::Tensor most = torch::full({3}, double(rank));
+  torch::Tensor most = on_device::full({3}, double(rank));
   comm->reduce_async(most, 0, ReduceOp::MAX, "reduce").wait();
   EXPECT_EQ(most[0].item<int>(), rank == 0 ? world - 1 : rank);
-  torch::Tensor sent = torch::full({3}, double(rank));
+  torch::Tensor sent = on_device::full({3}, double(rank));
   comm->broadcast(sent, world - 1, "broadcast");
   EXPECT_EQ(sent[1].item<int>(), world - 1);
 
   torch::Tensor own = ranks[rank].clone();
-  torch::Tensor gathered = torch::zeros({world});
+  torch::Tensor gathered = on_device::zeros({world});
   comm->all_gather_async(gathered, own, "all_gather").wait();
   EXPECT_TRUE(gathered.equal(ranks));
   gathered.zero_();
   comm->gather_async(gathered, own, 0, "gather").wait();
   EXPECT_EQ(gathered.equal(ranks), rank == 0 || world == 1);
-  torch::Tensor scattered = torch::full({}, -1.0);
+  torch::Tensor scattered = on_device::full({}, -1.0);
   comm->scatter_async(scattered, 2 * ranks, 0, "scatter").wait();
   EXPECT_EQ(scattered.item<int>(), 2 * rank);
-  torch::Tensor exchanged = torch::zeros({world});
+  torch::Tensor exchanged = on_device::zeros({world});
   comm->all_to_all_async(exchanged, 10 * rank + ranks, "all_to_all").wait();
   EXPECT_TRUE(exchanged.equal(10 * ranks + rank));
-  torch::Tensor share = torch::zeros({1});
-  comm->reduce_scatter_async(share, torch::ones({world, 1}), "reduce_scatter").wait();
+  torch::Tensor share = on_device::zeros({1});
+  comm->reduce_scatter_async(share, on_device::ones({world, 1}), "reduce_scatter").wait();
   EXPECT_EQ(share.item<int>(), world);
-  EXPECT_EQ(comm->all_gather_rows(torch::ones({rank, 2}), "rows").size(0), world * (world - 1) / 2);
+  EXPECT_EQ(comm->all_gather_rows(on_device::ones({rank, 2}), "rows").size(0),
+            world * (world - 1) / 2);
 
   EXPECT_EQ(std::ssize(comm->all_gather_object(rank, "all_gather_object")), world);
   EXPECT_EQ(comm->broadcast_object(rank, "broadcast_object"), 0);

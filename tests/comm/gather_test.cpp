@@ -9,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -19,12 +20,12 @@ TEST(Broadcast, EveryRankGetsTheSourcesValuesInEveryDtype) {
   for (const auto type : {torch::kFloat, torch::kBFloat16, torch::kBool, torch::kShort,
                           torch::kLong, torch::kComplexFloat}) {
     for (int source = 0; source < comm->world_size(); ++source) {
-      torch::Tensor tensor = torch::tensor({comm->rank() % 2, comm->rank(), 7}).to(type);
+      torch::Tensor tensor = on_device::tensor({comm->rank() % 2, comm->rank(), 7}).to(type);
       comm->broadcast(tensor, source, "values");
-      EXPECT_TRUE(torch::equal(tensor, torch::tensor({source % 2, source, 7}).to(type)));
+      EXPECT_TRUE(torch::equal(tensor, on_device::tensor({source % 2, source, 7}).to(type)));
     }
   }
-  torch::Tensor tensor = torch::ones({2});
+  torch::Tensor tensor = on_device::ones({2});
   EXPECT_THROW(comm->broadcast(tensor, comm->world_size(), "x"), InputError);
   EXPECT_THROW(comm->broadcast(tensor.expand({2, 2}), 0, "x"), InputError);
 }
@@ -33,10 +34,10 @@ TEST(Gather, OneRankGetsEveryRanksTensor) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
   for (int root = 0; root < world; ++root) {
-    const torch::Tensor mine = torch::full({3, 2}, 10 + comm->rank());
+    const torch::Tensor mine = on_device::full({3, 2}, 10 + comm->rank());
     torch::Tensor all;
     if (comm->rank() == root) {
-      all = torch::zeros({world, 3, 2}, mine.options());
+      all = on_device::zeros({world, 3, 2}, mine.options());
     }
     comm->gather_async(all, mine, root, "to one").wait();
     for (int rank = 0; comm->rank() == root && rank < world; ++rank) {
@@ -49,23 +50,24 @@ TEST(Gather, OneRankGetsEveryRanksTensor) {
 TEST(AllGather, RowsComeInRankOrder) {
   const auto comm = fresh_communicator();
   for (const auto type : {torch::kFloat, torch::kBool, torch::kLong}) {
-    const torch::Tensor mine = torch::tensor({{comm->rank(), 1}, {0, comm->rank() + 1}}).to(type);
-    torch::Tensor all = torch::zeros({comm->world_size(), 2, 2}, type);
+    const torch::Tensor mine =
+        on_device::tensor({{comm->rank(), 1}, {0, comm->rank() + 1}}).to(type);
+    torch::Tensor all = on_device::zeros({comm->world_size(), 2, 2}, type);
     comm->all_gather_async(all, mine, "rows").wait();
     for (int rank = 0; rank < comm->world_size(); ++rank) {
-      EXPECT_TRUE(torch::equal(all[rank], torch::tensor({{rank, 1}, {0, rank + 1}}).to(type)));
+      EXPECT_TRUE(torch::equal(all[rank], on_device::tensor({{rank, 1}, {0, rank + 1}}).to(type)));
     }
   }
 }
 
 TEST(AllGather, OutputsOfAnotherShapeOrDtypeAreRefused) {
   const auto comm = fresh_communicator();
-  const torch::Tensor mine = torch::ones({2});
+  const torch::Tensor mine = on_device::ones({2});
   const auto gather = [&](torch::Tensor output) {
     comm->all_gather_async(std::move(output), mine, "x").wait();
   };
-  EXPECT_THROW(gather(torch::ones({comm->world_size() * 2})), InputError);
-  EXPECT_THROW(gather(torch::ones({comm->world_size(), 2}, torch::kDouble)), InputError);
+  EXPECT_THROW(gather(on_device::ones({comm->world_size() * 2})), InputError);
+  EXPECT_THROW(gather(on_device::ones({comm->world_size(), 2}, torch::kDouble)), InputError);
 }
 
 // Row t of rank f's input: {f, t}.
@@ -73,15 +75,15 @@ TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
   for (const auto type : {torch::kFloat, torch::kBFloat16, torch::kBool, torch::kLong}) {
-    torch::Tensor mine = torch::empty({world, 2}, torch::kLong);
-    torch::Tensor wanted = torch::empty({world, 2}, torch::kLong);
+    torch::Tensor mine = on_device::empty({world, 2}, torch::kLong);
+    torch::Tensor wanted = on_device::empty({world, 2}, torch::kLong);
     for (int other = 0; other < world; ++other) {
-      mine[other] = torch::tensor({comm->rank(), other});
-      wanted[other] = torch::tensor({other, comm->rank()});
+      mine[other] = on_device::tensor({comm->rank(), other});
+      wanted[other] = on_device::tensor({other, comm->rank()});
     }
     mine = mine.to(type);
     const torch::Tensor before = mine.clone();
-    torch::Tensor got = torch::zeros({world, 2}, type);
+    torch::Tensor got = on_device::zeros({world, 2}, type);
     Work handle = comm->all_to_all_async(got, mine, "rows");
     handle.wait();
     EXPECT_TRUE(torch::equal(got, wanted.to(type))) << got;
@@ -92,16 +94,16 @@ TEST(AllToAll, EachRankGetsItsRowOfEveryRanks) {
   std::vector<torch::Tensor> results;
   std::vector<Work> handles;
   for (const int64_t width : {0, 1, 3000}) {
-    results.push_back(torch::zeros({world, width}));
+    results.push_back(on_device::zeros({world, width}));
     handles.push_back(comm->all_to_all_async(
-        results.back(), torch::full({world, width}, static_cast<float>(comm->rank())), "many"));
+        results.back(), on_device::full({world, width}, static_cast<float>(comm->rank())), "many"));
   }
   for (Work& handle : handles) {
     handle.wait();
   }
   for (const torch::Tensor& result : results) {
     EXPECT_TRUE(torch::equal(
-        result, torch::arange(world).to(torch::kFloat).unsqueeze(1).expand_as(result)));
+        result, on_device::arange(world).to(torch::kFloat).unsqueeze(1).expand_as(result)));
   }
 }
 
@@ -111,31 +113,31 @@ TEST(AllToAll, TensorsWithoutARowForEachRankAreRefused) {
   const auto exchange = [&](torch::Tensor output, torch::Tensor input) {
     comm->all_to_all_async(std::move(output), std::move(input), "x").wait();
   };
-  const auto rows = [](int64_t count) { return torch::ones({count, 2}); };
+  const auto rows = [](int64_t count) { return on_device::ones({count, 2}); };
   EXPECT_THROW(exchange(rows(world + 1), rows(world + 1)), InputError);
   EXPECT_THROW(exchange(rows(world), rows(world).to(torch::kLong)), InputError);
-  EXPECT_THROW(exchange(rows(world), torch::ones({world, 3})), InputError);
-  EXPECT_THROW(exchange(torch::ones({}), torch::ones({})), InputError);
-  EXPECT_THROW(exchange(rows(world), torch::ones({world, 4}).slice(1, 0, 4, 2)), InputError);
+  EXPECT_THROW(exchange(rows(world), on_device::ones({world, 3})), InputError);
+  EXPECT_THROW(exchange(on_device::ones({}), on_device::ones({})), InputError);
+  EXPECT_THROW(exchange(rows(world), on_device::ones({world, 4}).slice(1, 0, 4, 2)), InputError);
 }
 
 TEST(AllGatherRows, RanksMayHaveDifferentNumbersOfRowsAndNone) {
   const auto comm = fresh_communicator();
   for (const int extra : {0, 1}) { // rank 0 without rows, and with one
     const torch::Tensor mine =
-        torch::full({comm->rank() + extra, 2, 3}, comm->rank(), torch::kLong);
+        on_device::full({comm->rank() + extra, 2, 3}, comm->rank(), torch::kLong);
     const torch::Tensor all = comm->all_gather_rows(mine, "ragged");
     std::vector<torch::Tensor> parts;
     for (int rank = 0; rank < comm->world_size(); ++rank) {
-      parts.push_back(torch::full({rank + extra, 2, 3}, rank, torch::kLong));
+      parts.push_back(on_device::full({rank + extra, 2, 3}, rank, torch::kLong));
     }
     EXPECT_TRUE(torch::equal(all, torch::cat(parts)));
   }
-  const torch::Tensor mine = torch::full({4}, comm->rank(), torch::kHalf);
+  const torch::Tensor mine = on_device::full({4}, comm->rank(), torch::kHalf);
   const torch::Tensor all = comm->all_gather_rows(mine, "equal");
   EXPECT_EQ(all.numel(), 4 * comm->world_size());
   EXPECT_EQ(all[-1].item<int>(), comm->world_size() - 1);
-  EXPECT_THROW(comm->all_gather_rows(torch::tensor(1), "scalar"), InputError);
+  EXPECT_THROW(comm->all_gather_rows(on_device::tensor(1), "scalar"), InputError);
 }
 
 TEST(AllGatherRows, AnotherRowShapeOnOneRankIsAnErrorOnAll) {
@@ -144,7 +146,7 @@ TEST(AllGatherRows, AnotherRowShapeOnOneRankIsAnErrorOnAll) {
     return;
   }
   try {
-    comm->all_gather_rows(torch::ones({2, comm->rank() == 1 ? 4 : 3}), "logits");
+    comm->all_gather_rows(on_device::ones({2, comm->rank() == 1 ? 4 : 3}), "logits");
     ADD_FAILURE() << "no error";
   } catch (const CommunicationError& error) {
     const std::string text = error.what();
@@ -193,16 +195,16 @@ TEST(ReduceScatter, EachRankGetsTheSumOfItsRowOfEveryRank) {
   const auto comm = fresh_communicator();
   const int world = comm->world_size();
   for (const auto type : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
-    const torch::Tensor rows = (torch::arange(world, torch::kDouble).unsqueeze(1) +
-                                100 * comm->rank() + torch::zeros({1, 3}, torch::kDouble))
+    const torch::Tensor rows = (on_device::arange(world, torch::kDouble).unsqueeze(1) +
+                                100 * comm->rank() + on_device::zeros({1, 3}, torch::kDouble))
                                    .to(type);
     const auto sum_type = type == torch::kBFloat16 ? torch::kFloat : type;
-    torch::Tensor wanted = torch::zeros({3}, sum_type);
+    torch::Tensor wanted = on_device::zeros({3}, sum_type);
     for (int rank = 0; rank < world; ++rank) {
-      wanted += torch::full({3}, 100.0 * rank + comm->rank()).to(type);
+      wanted += on_device::full({3}, 100.0 * rank + comm->rank()).to(type);
     }
     for (const bool scratch : {false, true}) {
-      torch::Tensor sum = torch::full({3, 1}, -1, sum_type);
+      torch::Tensor sum = on_device::full({3, 1}, -1, sum_type);
       Work handle =
           comm->reduce_scatter_async(sum, rows, "rows", scratch ? rows.clone() : torch::Tensor());
       handle.wait();
@@ -218,10 +220,11 @@ TEST(ReduceScatter, OutputsOfAnotherSizeAndIntegersAreRefused) {
   const auto reduce = [&](torch::Tensor output, torch::Tensor input) {
     comm->reduce_scatter_async(std::move(output), std::move(input), "x").wait();
   };
-  EXPECT_THROW(reduce(torch::ones({3}), torch::ones({world, 2})), InputError);
-  EXPECT_THROW(reduce(torch::ones({2}), torch::ones({world + 1, 2})), InputError);
-  EXPECT_THROW(reduce(torch::ones({2}, torch::kLong), torch::ones({world, 2}, torch::kLong)),
-               InputError);
+  EXPECT_THROW(reduce(on_device::ones({3}), on_device::ones({world, 2})), InputError);
+  EXPECT_THROW(reduce(on_device::ones({2}), on_device::ones({world + 1, 2})), InputError);
+  EXPECT_THROW(
+      reduce(on_device::ones({2}, torch::kLong), on_device::ones({world, 2}, torch::kLong)),
+      InputError);
 }
 
 } // namespace hasten

@@ -16,6 +16,7 @@
 #include "hasten/comm/communicator.h"
 #include "support/communicator.h"
 #include "support/environment.h"
+#include "support/on_device.h"
 #include "support/world.h"
 
 namespace hasten {
@@ -58,7 +59,7 @@ TEST(Group, OperationsDoneBeforeAreNotComparedHoweverManyThereAre) {
   constexpr int64_t kOperations = 5000;
   const auto comm = fresh_communicator();
   const auto other = comm->duplicate({.name = "signals"});
-  const torch::Tensor numbers = torch::ones({kOperations});
+  const torch::Tensor numbers = on_device::ones({kOperations});
   for (int64_t n = 1; n <= kOperations; ++n) {
     comm->all_reduce(numbers.narrow(0, 0, n), ReduceOp::MAX, "sizes");
   }
@@ -80,7 +81,7 @@ TEST(Group, OperationsDoneBeforeAreNotComparedHoweverManyThereAre) {
 TEST(Group, ThreadsThatWriteToPeersTakeNoSigpipe) {
   const auto before = threads_without_sigpipe();
   const auto comm = fresh_communicator();
-  torch::Tensor a = torch::ones({5});
+  torch::Tensor a = on_device::ones({5});
   comm->all_reduce(a, ReduceOp::SUM, "a");
   size_t started = 0;
   for (const auto& [thread, blocked] : threads_without_sigpipe()) {
@@ -123,8 +124,8 @@ TEST(Group, DuplicatesHaveAnOrderOfOperationsOfTheirOwn) {
   const auto comm = fresh_communicator(options);
   options.name = "other";
   const auto other = comm->duplicate(options);
-  torch::Tensor a = torch::ones({5});
-  torch::Tensor b = torch::ones({70'000}) * 2;
+  torch::Tensor a = on_device::ones({5});
+  torch::Tensor b = on_device::ones({70'000}) * 2;
   // Even ranks begin with one group, odd ones with the other.
   Work first, second;
   if (comm->rank() % 2 == 0) {
@@ -154,13 +155,13 @@ TEST(Group, ThreadsWithAGroupEachDoNotHoldEachOtherUp) {
   Communicator& helpers = even ? *other : *comm;
   std::thread helper([&] {
     EXPECT_EQ(std::ssize(helpers.all_gather_object(1, "values")), world);
-    torch::Tensor tensor = torch::ones({5});
+    torch::Tensor tensor = on_device::ones({5});
     helpers.all_reduce(tensor, ReduceOp::SUM, "tensors");
     EXPECT_EQ(tensor[0].item<int>(), world);
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
   EXPECT_EQ(std::ssize(own.all_gather_object(1, "values")), world);
-  torch::Tensor tensor = torch::ones({5});
+  torch::Tensor tensor = on_device::ones({5});
   own.all_reduce(tensor, ReduceOp::SUM, "tensors");
   helper.join();
   EXPECT_EQ(tensor[0].item<int>(), world);
@@ -177,7 +178,7 @@ TEST(Group, PartsOfAWorldTalkAmongThemselves) {
   const auto part = comm->new_group(mine, {.name = "part"});
   EXPECT_EQ(part->world_size(), std::ssize(mine));
   EXPECT_EQ(mine[static_cast<size_t>(part->rank())], comm->rank());
-  torch::Tensor tensor = torch::full({70'000}, comm->rank());
+  torch::Tensor tensor = on_device::full({70'000}, comm->rank());
   part->all_reduce(tensor, ReduceOp::SUM, "among themselves");
   int sum = 0;
   for (const int rank : mine) {
@@ -198,7 +199,7 @@ TEST(Group, PartsOfAWorldTalkAmongThemselves) {
 
 TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
   const auto comm = fresh_communicator();
-  torch::Tensor tensor = torch::ones({3});
+  torch::Tensor tensor = on_device::ones({3});
   comm->all_reduce(tensor, ReduceOp::SUM, "before");
   comm->close();
   comm->close();
@@ -208,7 +209,7 @@ TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
 
 TEST(Group, CloseWaitsForOperationsUnderWay) {
   const auto comm = fresh_communicator();
-  torch::Tensor tensor = torch::full({2'000'000}, comm->rank() + 1.0);
+  torch::Tensor tensor = on_device::full({2'000'000}, comm->rank() + 1.0);
   Work handle = comm->all_reduce_async(tensor, ReduceOp::SUM, "large");
   comm->close();
   handle.wait();
@@ -218,7 +219,7 @@ TEST(Group, CloseWaitsForOperationsUnderWay) {
 TEST(Group, WorldsFollowOneAnotherInOneProcess) {
   for (int i = 0; i < 3; ++i) {
     const auto comm = Communicator::create(testing_support::fresh_world(), {.name = "again"});
-    torch::Tensor tensor = torch::ones({3});
+    torch::Tensor tensor = on_device::ones({3});
     comm->all_reduce(tensor, ReduceOp::SUM, "sum");
     EXPECT_EQ(tensor[0].item<int>(), comm->world_size());
     comm->close();
@@ -243,7 +244,7 @@ TEST(Group, AbandonedGroupsThrowTheReasonOnEveryRankForEver) {
   }
   const std::string reason =
       "rank " + std::to_string(culprit) + " failed: the loss is not a number";
-  torch::Tensor tensor = torch::ones({3});
+  torch::Tensor tensor = on_device::ones({3});
   const std::string first = message_of([&] {
     while (true) {
       comm->all_reduce(tensor, ReduceOp::SUM, "step");
@@ -281,13 +282,13 @@ static CommunicatorOptions patient_options() {
 TEST(GroupCheck, ATensorOfAnotherShapeIsAnErrorThatNamesBothRanks) {
   const testing_support::ScopedEnvironment environment(kChecksAsTheOptionsSay);
   const auto comm = fresh_communicator(patient_options());
-  torch::Tensor right = torch::ones({3});
+  torch::Tensor right = on_device::ones({3});
   comm->all_reduce(right, ReduceOp::SUM, "right");
   EXPECT_EQ(right[0].item<int>(), comm->world_size());
   if (comm->world_size() == 1) {
     return;
   }
-  torch::Tensor wrong = torch::ones({comm->rank() == 1 ? 4 : 3});
+  torch::Tensor wrong = on_device::ones({comm->rank() == 1 ? 4 : 3});
   const std::string first = message_of([&] { comm->all_reduce(wrong, ReduceOp::SUM, "wrong"); });
   expect_part(first,
               "all_reduce \"wrong\": rank 1 has sum of Float [4], rank 0 has sum of Float [3]");
@@ -300,7 +301,7 @@ TEST(GroupCheck, AnotherOperationIsAnErrorThatNamesBothRanks) {
   if (comm->world_size() == 1) {
     return;
   }
-  torch::Tensor tensor = torch::ones({3});
+  torch::Tensor tensor = on_device::ones({3});
   expect_part(message_of([&] {
                 if (comm->rank() == 1) {
                   comm->broadcast(tensor, 0, "x");
@@ -319,8 +320,8 @@ TEST(GroupCheck, WhatIsNewOnOneRankAloneIsAnErrorOnAll) {
     if (comm->world_size() == 1) {
       return;
     }
-    torch::Tensor tensor = torch::ones({3});
-    torch::Tensor longer = torch::ones({300});
+    torch::Tensor tensor = on_device::ones({3});
+    torch::Tensor longer = on_device::ones({300});
     const auto known = [&] {
       if (goes_on) { // rank 0 does not wait for the others here
         comm->broadcast(tensor, 0, "x");
@@ -352,8 +353,8 @@ TEST(GroupCheck, WithTheOptionEveryOperationIsCompared) {
   if (comm->world_size() == 1) {
     return;
   }
-  torch::Tensor one = torch::ones({3});
-  torch::Tensor other = torch::ones({4});
+  torch::Tensor one = on_device::ones({3});
+  torch::Tensor other = on_device::ones({4});
   comm->all_reduce(one, ReduceOp::SUM, "x");
   comm->all_reduce(other, ReduceOp::SUM, "x");
   expect_part(

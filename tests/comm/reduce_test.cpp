@@ -6,6 +6,7 @@
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -13,7 +14,7 @@ using testing_support::fresh_communicator;
 
 // The values of rank r: r + 1, r + 2, …, integers that are exact in every dtype and order.
 static torch::Tensor reduced_values(int rank, torch::ScalarType type) {
-  return torch::arange(rank + 1, rank + 4).to(type);
+  return on_device::arange(rank + 1, rank + 4).to(type);
 }
 
 static torch::Tensor reduced(int world, torch::ScalarType type, ReduceOp op) {
@@ -70,7 +71,7 @@ TEST(Reduce, WhatCannotBeReducedIsRefused) {
   const auto reduce = [&](const torch::Tensor& tensor, int root, ReduceOp op) {
     comm->reduce_async(tensor, root, op, "x").wait();
   };
-  const torch::Tensor good = torch::ones({4});
+  const torch::Tensor good = on_device::ones({4});
   EXPECT_THROW(reduce(good, comm->world_size(), ReduceOp::SUM), InputError);
   EXPECT_THROW(reduce(good, -1, ReduceOp::SUM), InputError);
   EXPECT_THROW(reduce(good.slice(0, 0, 4, 2), 0, ReduceOp::SUM), InputError);
@@ -85,12 +86,13 @@ TEST(Scatter, EachRankGetsItsRowOfTheRoots) {
     for (int root = 0; root < world; ++root) {
       torch::Tensor rows;
       if (comm->rank() == root) {
-        rows = torch::arange(world * 6).view({world, 2, 3}).remainder(5).to(type);
+        rows = on_device::arange(world * 6).view({world, 2, 3}).remainder(5).to(type);
       }
-      torch::Tensor mine = torch::zeros({2, 3}, type);
+      torch::Tensor mine = on_device::zeros({2, 3}, type);
       comm->scatter_async(mine, rows, root, "rows").wait();
       EXPECT_TRUE(torch::equal(
-          mine, torch::arange(world * 6).view({world, 2, 3})[comm->rank()].remainder(5).to(type)))
+          mine,
+          on_device::arange(world * 6).view({world, 2, 3})[comm->rank()].remainder(5).to(type)))
           << mine;
     }
   }
@@ -98,16 +100,16 @@ TEST(Scatter, EachRankGetsItsRowOfTheRoots) {
 
 TEST(Scatter, RowsThatDoNotFitAreRefusedOnTheRoot) {
   const auto comm = fresh_communicator();
-  torch::Tensor mine = torch::zeros({3});
+  torch::Tensor mine = on_device::zeros({3});
   const auto scatter = [&](const torch::Tensor& rows, int root) {
     comm->scatter_async(mine, rows, root, "x").wait();
   };
   const int64_t world = comm->world_size();
-  EXPECT_THROW(scatter(torch::ones({world, 4}), comm->rank()), InputError);
-  EXPECT_THROW(scatter(torch::ones({world + 1, 3}), comm->rank()), InputError);
-  EXPECT_THROW(scatter(torch::ones({world, 3}, torch::kDouble), comm->rank()), InputError);
+  EXPECT_THROW(scatter(on_device::ones({world, 4}), comm->rank()), InputError);
+  EXPECT_THROW(scatter(on_device::ones({world + 1, 3}), comm->rank()), InputError);
+  EXPECT_THROW(scatter(on_device::ones({world, 3}, torch::kDouble), comm->rank()), InputError);
   EXPECT_THROW(scatter({}, comm->rank()), InputError);
-  EXPECT_THROW(scatter(torch::ones({world, 3}), comm->world_size()), InputError);
+  EXPECT_THROW(scatter(on_device::ones({world, 3}), comm->world_size()), InputError);
 }
 
 } // namespace hasten

@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
+#include "support/on_device.h"
 #include "support/temporary_folder.h"
 #include "support/world.h"
 
@@ -41,7 +42,7 @@ TEST(StoreFile, RanksMeetByItAgainAndAgainAndItIsGoneBehindThem) {
     for (int time = 0; time < 2; ++time) {
       const auto comm = Communicator::create(world_by_file(path, local));
       EXPECT_TRUE(!test_world().is_main() || !std::filesystem::exists(path));
-      torch::Tensor tensor = torch::ones({2});
+      torch::Tensor tensor = on_device::ones({2});
       comm->all_reduce(tensor, ReduceOp::SUM, "ones");
       EXPECT_EQ(tensor[0].item<int>(), test_world().world_size);
       comm->close();
@@ -60,7 +61,7 @@ TEST(StoreFile, WhatAKilledRunOrAnotherProgramLeftIsWaitedOver) {
     while (test_store()->add(std::string("left ") + left, 0) < test_world().world_size) {
     }
     const auto comm = Communicator::create(world_by_file(path, test_world().world_size));
-    torch::Tensor tensor = torch::ones({2});
+    torch::Tensor tensor = on_device::ones({2});
     comm->all_reduce(tensor, ReduceOp::SUM, "ones");
     EXPECT_EQ(tensor[0].item<int>(), test_world().world_size);
     comm->close();

@@ -11,13 +11,14 @@
 #include "hasten/flat/flat_gradients.h"
 #include "hasten/flat/flat_layout.h"
 #include "hasten/flat/grad_hooks.h"
+#include "support/on_device.h"
 
 namespace hasten::flat_test {
 
 using at::Tensor;
 
 Tensor parameter(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) {
-  return torch::randn(sizes, torch::dtype(dtype)).set_requires_grad(true);
+  return on_device::randn(sizes, torch::dtype(dtype)).set_requires_grad(true);
 }
 
 TEST(GradHooks, SeveralShareTorchsOneSlot) {
@@ -104,8 +105,8 @@ TEST(FlatGradients, AutogradAccumulatesInPlace) {
   pair.backward();
   pair.backward();
   EXPECT_TRUE(pair.flat.installed(0) && pair.flat.installed(1));
-  EXPECT_TRUE(torch::equal(pair.flat.buffers()[0].narrow(0, 0, 7), torch::full({7}, 6.0)));
-  EXPECT_TRUE(torch::equal(pair.flat.buffers()[0].narrow(0, 16, 15), torch::full({15}, 4.0)));
+  EXPECT_TRUE(torch::equal(pair.flat.buffers()[0].narrow(0, 0, 7), on_device::full({7}, 6.0)));
+  EXPECT_TRUE(torch::equal(pair.flat.buffers()[0].narrow(0, 16, 15), on_device::full({15}, 4.0)));
   EXPECT_EQ(pair.flat.buffers()[0].sum().item<float>(), 6 * 7 + 4 * 15);
 }
 
@@ -131,12 +132,12 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
   pair.a.mutable_grad().reset(); // zero_grad for one parameter only
   EXPECT_FALSE(pair.flat.cleared());
   expect(0, 3);
-  pair.b.mutable_grad() = torch::ones({7}); // another tensor; its values are kept
+  pair.b.mutable_grad() = on_device::ones({7}); // another tensor; its values are kept
   expect(0, 1);
   EXPECT_FALSE(pair.flat.known_zero());
   EXPECT_FALSE(pair.flat.all_zero());
   // The view's data is replaced, so the view is created again.
-  pair.a.grad().set_data(torch::full({3, 5}, 5.0));
+  pair.a.grad().set_data(on_device::full({3, 5}, 5.0));
   expect(5, 1);
   // create_graph replaces the view by a new tensor.
   (pair.a * pair.a).sum().backward({}, true, true);
@@ -147,21 +148,22 @@ TEST(FlatGradients, AnyZeroGradIsLegal) {
 }
 
 TEST(FlatGradients, SparseAndChannelsLastGradientsStayInTheBuffer) {
-  torch::nn::Embedding table(torch::nn::EmbeddingOptions(10, 4).sparse(true));
-  torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 8, 3));
+  auto table =
+      on_device::moved(torch::nn::Embedding(torch::nn::EmbeddingOptions(10, 4).sparse(true)));
+  auto conv = on_device::moved(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)));
   conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
   FlatGradients flat(
       FlatLayout({{"table", table->weight}, {"conv", conv->weight}, {"b", conv->bias}}));
   flat.install();
   EXPECT_EQ(conv->weight.grad().strides(), conv->weight.strides());
   flat.mark_written();
-  const auto image = torch::randn({2, 3, 8, 8});
-  (table->forward(torch::tensor({1, 2, 2})).sum() + conv->forward(image).sum()).backward();
+  const auto image = on_device::randn({2, 3, 8, 8});
+  (table->forward(on_device::tensor({1, 2, 2})).sum() + conv->forward(image).sum()).backward();
   for (int64_t slot = 0; slot < 3; ++slot) {
     EXPECT_TRUE(flat.installed(slot)) << slot;
   }
   EXPECT_EQ(table->weight.grad()[2][0].item<float>(), 2);
-  torch::nn::Conv2d plain(torch::nn::Conv2dOptions(3, 8, 3));
+  auto plain = on_device::moved(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)));
   plain->forward(image).sum().backward();
   EXPECT_TRUE(torch::allclose(conv->weight.grad(), plain->weight.grad(), 1e-5, 1e-5));
 }
@@ -176,7 +178,7 @@ TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
   }
   (pair.a.sum() * 2).backward();
   pair.flat.install_slot(pair.flat.layout().find(pair.a));
-  EXPECT_TRUE(torch::equal(pair.a.grad(), torch::full({3, 5}, 2.0)));
+  EXPECT_TRUE(torch::equal(pair.a.grad(), on_device::full({3, 5}, 2.0)));
   EXPECT_FALSE(pair.flat.release()) << "it holds a gradient";
   pair.flat.install();
   EXPECT_EQ(pair.b.grad().abs().sum().item<float>(), 0);
@@ -184,7 +186,7 @@ TEST(FlatGradients, HandedOverGradientsAreCopiedInOnce) {
   EXPECT_FALSE(pair.flat.release());
   EXPECT_TRUE(pair.flat.cleared());
   EXPECT_TRUE(pair.flat.release());
-  pair.a.mutable_grad() = torch::ones({5, 3});
+  pair.a.mutable_grad() = on_device::ones({5, 3});
   EXPECT_THROW(pair.flat.install(), InputError);
 }
 
@@ -201,8 +203,8 @@ TEST(FlatGradients, ReorderMovesWhatLiesThere) {
   EXPECT_EQ(flat.layout().slots()[static_cast<size_t>(at_a)].offset, 32);
   EXPECT_TRUE(flat.installed(at_a) && flat.installed(at_b));
   EXPECT_FALSE(c.grad().defined());
-  EXPECT_TRUE(torch::equal(flat.buffers()[0].narrow(0, 0, 7), torch::full({7}, 3.0)));
-  EXPECT_TRUE(torch::equal(a.grad(), torch::full({3, 5}, 2.0)));
+  EXPECT_TRUE(torch::equal(flat.buffers()[0].narrow(0, 0, 7), on_device::full({7}, 3.0)));
+  EXPECT_TRUE(torch::equal(a.grad(), on_device::full({3, 5}, 2.0)));
   flat.install();
   EXPECT_EQ(flat.buffers()[0].sum().item<float>(), 7 * 3 + 15 * 2) << "padding and c are zero";
   EXPECT_THROW(flat.reorder({0, 1, 1}), InputError);
@@ -213,7 +215,7 @@ TEST(FlatGradients, TheAllocatorOwnsTheMemory) {
   Tensor a = parameter({3, 5});
   Tensor memory;
   FlatGradients flat(FlatLayout({{"a", a}}), [&](int64_t numel, const at::TensorOptions& options) {
-    return memory = torch::zeros({numel}, options);
+    return memory = on_device::zeros({numel}, options);
   });
   flat.install();
   a.sum().backward();
@@ -234,14 +236,14 @@ TEST(FlatGradients, Of16BitParametersAddUpInFp32) {
       p.sum().backward();
     }
     EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
-    EXPECT_TRUE(torch::equal(p.grad(), torch::full({3}, 259.0F)));
+    EXPECT_TRUE(torch::equal(p.grad(), on_device::full({3}, 259.0F)));
     EXPECT_TRUE(flat.installed(flat.layout().find(p)));
     flat.reset(); // the tensor that autograd makes is also fp32
     p.sum().backward();
     EXPECT_EQ(p.grad().scalar_type(), at::kFloat);
     p.sum().backward();
     flat.install();
-    EXPECT_TRUE(torch::equal(p.grad(), torch::full({3}, 2.0F)));
+    EXPECT_TRUE(torch::equal(p.grad(), on_device::full({3}, 2.0F)));
   }
 }
 

@@ -10,6 +10,7 @@
 #include "hasten/local_sgd/averager.h"
 #include "hasten/parallel/comm_hook.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::averager_state_test {
 
@@ -38,7 +39,7 @@ struct Rounds {
   Rounds(std::shared_ptr<Communicator> group, Options make, bool late, int stop)
       : communicator(std::move(group)), options(std::move(make)), stop_at(stop) {
     for (const int64_t size : {700, 30, 9}) {
-      list.emplace_back("p" + std::to_string(size), torch::full({size}, 0.5, at::kFloat));
+      list.emplace_back("p" + std::to_string(size), on_device::full({size}, 0.5, at::kFloat));
     }
     averager = std::make_unique<Averager>(communicator, list, options());
     for (int turn = 0; turn < 4; ++turn) {
@@ -64,7 +65,7 @@ struct Rounds {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(
         static_cast<uint64_t>(1000 * communicator->rank() + turn));
     for (auto& [name, tensor] : list) {
-      tensor.add_(torch::randn(tensor.sizes(), generator, at::kFloat));
+      tensor.add_(on_device::randn(tensor.sizes(), generator, at::kFloat));
     }
   }
 
@@ -128,7 +129,7 @@ TEST(AveragerState, SavedAtAnyMomentOfAnyKindOfRoundItGoesOnBitForBit) {
 TEST(AveragerState, ALoadedStateReplacesARoundUnderWay) {
   const auto communicator = fresh_communicator();
   const int rank = communicator->rank();
-  Averager::NamedTensorList list{{"x", torch::full({5000}, rank, at::kFloat)}};
+  Averager::NamedTensorList list{{"x", on_device::full({5000}, rank, at::kFloat)}};
   Averager averager(communicator, list, {.slice_mb = 0.001});
   averager.start();
   const Saved state = saved(averager);
@@ -145,7 +146,7 @@ TEST(AveragerState, ALoadedStateReplacesARoundUnderWay) {
 
 TEST(AveragerState, ARoundUnderWayOfOtherRanksOrFragmentsIsRefused) {
   const auto communicator = fresh_communicator();
-  Averager::NamedTensorList list{{"x", torch::zeros({3})}};
+  Averager::NamedTensorList list{{"x", on_device::zeros({3})}};
   Averager averager(communicator, list);
   averager.start();
   const Saved state = saved(averager);
@@ -174,7 +175,7 @@ TEST(AveragerState, ARoundUnderWayOfOtherRanksOrFragmentsIsRefused) {
 TEST(AveragerState, RoundsAreTheSameRoundHoweverManyThereHaveBeen) {
   const auto communicator = fresh_communicator();
   const int world = communicator->world_size();
-  Averager::NamedTensorList list{{"x", torch::zeros({3})}};
+  Averager::NamedTensorList list{{"x", on_device::zeros({3})}};
   Averager averager(communicator, list);
   for (const int64_t rounds :
        {int64_t{65535}, int64_t{1482914}, int64_t{1482915}, int64_t{94906267}, int64_t{1} << 40}) {
@@ -196,7 +197,7 @@ TEST(AveragerState, WhatIsNotMeasuredIsNotANumber) {
     return; // no driver
   }
   for (const bool late : {false, true}) {
-    Averager::NamedTensorList list{{"x", torch::full({3}, communicator->rank(), at::kFloat)}};
+    Averager::NamedTensorList list{{"x", on_device::full({3}, communicator->rank(), at::kFloat)}};
     Averager driven(communicator, list,
                     {.outer = std::make_shared<DiLoCo>(), .sync = SyncStrategy::driver});
     Averager plain(communicator, list, {.sync = SyncStrategy::driver});

@@ -10,6 +10,7 @@
 #include "hasten/local_sgd/averager.h"
 #include "hasten/parallel/comm_hook.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/watched_communicator.h"
 
 namespace hasten::averager_test {
@@ -24,7 +25,7 @@ Tensor numbers(std::vector<int64_t> sizes, int rank, int turn = 0) {
     seed = 31 * seed + size;
   }
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(seed);
-  return torch::randn(sizes, generator, torch::kFloat);
+  return on_device::randn(sizes, generator, torch::kFloat);
 }
 
 // A rank's tensors have all dtypes. One is larger than a slice, one has another order in memory,
@@ -193,7 +194,7 @@ TEST(Averager, EveryElementIsInExactlyOneSlice) {
   const auto communicator = Communicator::create(World{});
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(5);
   const auto random = [&](int64_t below) {
-    return torch::randint(0, below, {1}, generator, torch::kLong).item<int64_t>();
+    return on_device::randint(0, below, {1}, generator, torch::kLong).item<int64_t>();
   };
   for (int turn = 0; turn < 100; ++turn) {
     List list;
@@ -203,7 +204,7 @@ TEST(Averager, EveryElementIsInExactlyOneSlice) {
       const auto dtype = random(4) == 0   ? torch::kDouble
                          : random(3) == 0 ? torch::kHalf
                                           : torch::kFloat;
-      list.emplace_back(std::to_string(i), torch::zeros({numel}, dtype));
+      list.emplace_back(std::to_string(i), on_device::zeros({numel}, dtype));
       if (numel > 0) {
         seen.emplace_back(static_cast<size_t>(numel), 0);
       }
@@ -378,8 +379,8 @@ TEST(Averager, ListsThatDifferAreNamedOnEveryRank) {
   }
   const bool last = communicator->rank() == communicator->world_size() - 1;
   const auto text = what_of([&] {
-    List list{{"a", torch::zeros({3})}};
-    list.emplace_back("b", last ? torch::zeros({2, 2}) : torch::zeros({4}));
+    List list{{"a", on_device::zeros({3})}};
+    list.emplace_back("b", last ? on_device::zeros({2, 2}) : on_device::zeros({4}));
     Averager averager(communicator, list);
   });
   EXPECT_NE(text.find("rank " + std::to_string(communicator->world_size() - 1) +
@@ -387,7 +388,7 @@ TEST(Averager, ListsThatDifferAreNamedOnEveryRank) {
             std::string::npos)
       << text;
   const auto settings = what_of([&] {
-    Averager averager(communicator, {{"a", torch::zeros({3})}}, {.slice_mb = last ? 2.0 : 1.0});
+    Averager averager(communicator, {{"a", on_device::zeros({3})}}, {.slice_mb = last ? 2.0 : 1.0});
   });
   EXPECT_NE(settings.find("the settings"), std::string::npos) << settings;
 }
@@ -397,16 +398,16 @@ TEST(Averager, RefusesWhatItCannotAverage) {
   const auto refused = [&](const List& list, AveragerOptions options = {}) {
     return what_of([&] { Averager(communicator, list, options); });
   };
-  EXPECT_NE(refused({{"n", torch::zeros({2}, torch::kLong)}}).find("tensor \"n\""),
+  EXPECT_NE(refused({{"n", on_device::zeros({2}, torch::kLong)}}).find("tensor \"n\""),
             std::string::npos);
-  EXPECT_NE(refused({{"g", torch::zeros({4, 4}).slice(1, 0, 4, 2)}}).find("gaps"),
+  EXPECT_NE(refused({{"g", on_device::zeros({4, 4}).slice(1, 0, 4, 2)}}).find("gaps"),
             std::string::npos);
   EXPECT_NE(refused({}, {.slice_mb = 0}).find("slice_mb=0"), std::string::npos);
-  Averager averager(communicator, {{"a", torch::zeros({2})}});
+  Averager averager(communicator, {{"a", on_device::zeros({2})}});
   EXPECT_NE(what_of([&] { averager.average(-1); }).find("weight=-1"), std::string::npos);
   EXPECT_NE(what_of([&] { averager.average(std::nan("")); }).find("weight="), std::string::npos);
   EXPECT_NE(what_of([&] { averager.finish(); }).find("without start()"), std::string::npos);
-  List moved{{"m", torch::zeros({2})}};
+  List moved{{"m", on_device::zeros({2})}};
   Averager other(communicator, moved);
   moved[0].second.resize_({3});
   EXPECT_NE(what_of([&] { other.average(); }).find("\"m\" is [3]"), std::string::npos);

@@ -6,6 +6,7 @@
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/sgd.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -120,8 +121,8 @@ struct Deep : torch::nn::Module {
       blocks->push_back(torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::Tanh(),
                                               torch::nn::Linear(6, 6)));
     }
-    scale = register_parameter("scale", torch::ones({1}));
-    to(torch::kDouble);
+    scale = register_parameter("scale", on_device::ones({1}));
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(Tensor x) {
     x = embed->forward(x);

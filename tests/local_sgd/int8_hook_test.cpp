@@ -8,6 +8,7 @@
 #include "hasten/base/error.h"
 #include "hasten/local_sgd/averager.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::int8_hook_test {
 
@@ -16,7 +17,7 @@ using at::Tensor;
 // In each block of 256 one element changes by 1 and the others by a thousandth, which is an eighth
 // of the resolution of eight bits in this block.
 Tensor change(int rank, int world) {
-  Tensor numbers = torch::full({1000}, 0.001);
+  Tensor numbers = on_device::full({1000}, 0.001);
   numbers.slice(0, 0, 1000, 256).fill_(1.0);
   return numbers * (2.0 * (rank + 1) / (world + 1)); // the ranks' mean: 1 x
 }
@@ -37,8 +38,8 @@ struct Rounds {
     return (parameter - wanted).abs().max().item<double>();
   }
   std::shared_ptr<Communicator> communicator;
-  Tensor parameter = torch::zeros({1000});
-  Tensor other = torch::zeros({3}, torch::kDouble);
+  Tensor parameter = on_device::zeros({1000});
+  Tensor other = on_device::zeros({3}, torch::kDouble);
   Averager averager;
 };
 
@@ -94,7 +95,7 @@ TEST(Int8Hook, ANumberThatIsNotFiniteIsSeenAndForgotten) {
   }
   Int8CompressHook hook;
   const auto reduce = [&](double value) {
-    Tensor buffer = torch::full({600}, 1.0);
+    Tensor buffer = on_device::full({600}, 1.0);
     buffer[300].fill_(communicator->rank() == 0 ? value : 1.0);
     CommHook::Step step = hook.reduce(*communicator, {0, true, buffer, {{"g", buffer}}});
     while (step()) {
@@ -123,9 +124,9 @@ Tensor reduce_bucket(Int8CompressHook& hook, Communicator& communicator, int64_t
 TEST(Int8Hook, WhatOneGradientLostIsNotAddedToAnother) {
   const auto communicator = testing_support::fresh_communicator();
   Int8CompressHook hook;
-  const auto lossy = torch::linspace(0.001, 1, 600);
+  const auto lossy = on_device::linspace(0.001, 1, 600);
   reduce_bucket(hook, *communicator, 0, {"a", "b"}, lossy.clone());
-  const Tensor zeros = torch::zeros({600});
+  const Tensor zeros = on_device::zeros({600});
   EXPECT_GT(
       reduce_bucket(hook, *communicator, 0, {"a", "b"}, zeros.clone()).abs().max().item<double>(),
       0)
@@ -141,7 +142,7 @@ TEST(Int8Hook, NamesThatLookAlikeShareNothing) {
   Int8CompressHook hook, plain;
   for (int turn = 0; turn < 3; ++turn) {
     for (const int64_t index : {0, 1}) {
-      const auto values = torch::linspace(0.001, 1 + turn, 500 + 300 * index);
+      const auto values = on_device::linspace(0.001, 1 + turn, 500 + 300 * index);
       EXPECT_TRUE(torch::equal(
           reduce_bucket(hook, *communicator, index, {index == 0 ? "x" : "x.sum"}, values.clone()),
           reduce_bucket(plain, *communicator, index, {index == 0 ? "one" : "two"}, values.clone())))
@@ -158,7 +159,8 @@ TEST(Int8Hook, SubnormalNumbersStayInEightBits) {
   }
   Int8CompressHook hook;
   const float least = std::numeric_limits<float>::denorm_min();
-  const Tensor sum = reduce_bucket(hook, *communicator, 0, {"g"}, torch::full({256}, 190 * least));
+  const Tensor sum =
+      reduce_bucket(hook, *communicator, 0, {"g"}, on_device::full({256}, 190 * least));
   const float all = static_cast<float>(communicator->world_size()) * least;
   EXPECT_GE(sum.min().item<float>(), 127 * all);
   EXPECT_LE(sum.max().item<float>(), 190 * all);

@@ -10,6 +10,7 @@
 #include "hasten/models/bert_pretrained.h"
 #include "hasten/optim/adamw.h"
 #include "local_sgd/local_sgd_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -22,7 +23,8 @@ Tensor sampled_parameters(const torch::nn::Module& model) {
   std::vector<Tensor> values;
   for (const auto& [name, parameter] : by_name) {
     const Tensor flat = parameter.detach().flatten();
-    values.push_back(flat.index_select(0, (torch::arange(8) * (flat.numel() - 1)).div(7, "floor")));
+    values.push_back(
+        flat.index_select(0, (on_device::arange(8) * (flat.numel() - 1)).div(7, "floor")));
   }
   return torch::cat(values);
 }
@@ -36,7 +38,7 @@ TEST(LocalSGDBert, TrajectoryIsThatOfTransformersWithAdamW) {
   const bool first = accelerator.process_index() == 0;
   const auto batches = SafetensorsReader(folder + "/golden.safetensors").read_all();
   auto bert = load_bert_classifier(folder).model;
-  bert->to(torch::kDouble);
+  bert->to(testing_support::run_device(), torch::kDouble);
   bert->train();
   AdamW inner(bert->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
   auto [model, optimizer] = accelerator.prepare(bert, inner);
@@ -44,7 +46,8 @@ TEST(LocalSGDBert, TrajectoryIsThatOfTransformersWithAdamW) {
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (int step = 0; step < (first ? 10 : 9); ++step) {
       const auto rows = [&](const char* key) {
-        return batches.at("step" + std::to_string(step) + "." + key).narrow(0, first ? 0 : 2, 2);
+        return on_device::moved(
+            batches.at("step" + std::to_string(step) + "." + key).narrow(0, first ? 0 : 2, 2));
       };
       auto window = accelerator.accumulate(model);
       accelerator.backward(
@@ -61,7 +64,7 @@ TEST(LocalSGDBert, TrajectoryIsThatOfTransformersWithAdamW) {
   local_sgd.finish();
   const Tensor golden =
       SafetensorsReader(folder + "/local_sgd.safetensors").read_all().at("parameters");
-  const Tensor ours = sampled_parameters(*bert);
+  const Tensor ours = sampled_parameters(*bert).cpu();
   ASSERT_EQ(ours.sizes(), golden.sizes());
   EXPECT_LE((ours - golden).abs().max().item<double>(), 1e-9);
   accelerator.end_training();

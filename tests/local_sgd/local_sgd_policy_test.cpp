@@ -6,6 +6,7 @@
 #include "hasten/base/log.h"
 #include "local_sgd/local_sgd_golden.h"
 #include "local_sgd/local_sgd_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -250,11 +251,11 @@ struct GoldenNetImpl : torch::nn::Module {
       norm = register_module("norm", torch::nn::BatchNorm1d(5));
     }
     second = register_module("second", torch::nn::Linear(5, 1));
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
     torch::NoGradGuard no_grad;
     int64_t i = 0;
     for (auto& p : parameters()) {
-      const Tensor numbers = torch::arange(p.numel()).to(torch::kDouble);
+      const Tensor numbers = on_device::arange(p.numel()).to(torch::kDouble);
       p.copy_((numbers + 7 * i + 1).cos().view(p.sizes()) / 2);
       ++i;
     }
@@ -271,7 +272,7 @@ TORCH_MODULE(GoldenNet);
 Tensor golden_rows(int64_t replica, int64_t turn) {
   const int64_t count = 1 + (turn + replica) % 3;
   const int64_t start = 100 * replica + 10 * turn;
-  return torch::arange(start, start + count * 4).to(torch::kDouble).sin().view({count, 4});
+  return on_device::arange(start, start + count * 4).to(torch::kDouble).sin().view({count, 4});
 }
 
 struct GoldenCase {
@@ -335,7 +336,7 @@ void expect_golden(const std::vector<double>& golden, const Options& options,
   }
   const Tensor values = torch::cat(flat);
   ASSERT_EQ(values.numel(), std::ssize(golden));
-  EXPECT_LE((values - torch::tensor(golden, torch::kDouble)).abs().max().item<double>(), 1e-10);
+  EXPECT_LE((values - on_device::tensor(golden, torch::kDouble)).abs().max().item<double>(), 1e-10);
   accelerator.end_training();
 }
 

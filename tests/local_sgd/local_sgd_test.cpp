@@ -7,6 +7,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "local_sgd/local_sgd_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::accelerator_test {
 
@@ -121,7 +122,7 @@ struct NormedImpl : torch::nn::Module {
   NormedImpl() {
     norm = register_module("norm", torch::nn::BatchNorm1d(3));
     linear = register_module("linear", torch::nn::Linear(3, 1));
-    marks = register_buffer("marks", torch::zeros({2}, torch::kLong));
+    marks = register_buffer("marks", on_device::zeros({2}, torch::kLong));
   }
   Tensor forward(const Tensor& x) { return linear(norm(x)).mean(); }
   torch::nn::BatchNorm1d norm{nullptr};
@@ -139,7 +140,7 @@ TEST(LocalSGD, StatisticsArePooledAndIntegersAreRankZeros) {
   LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2});
   const auto rows_of = [](int rank) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(40 + rank);
-    return torch::randn({64, 3}, generator) * (rank + 1) + 3 * rank;
+    return on_device::randn({64, 3}, generator) * (rank + 1) + 3 * rank;
   };
   net->marks.fill_(10 + accelerator.process_index());
   for (int step = 0; step < 2; ++step) {
@@ -149,10 +150,10 @@ TEST(LocalSGD, StatisticsArePooledAndIntegersAreRankZeros) {
     EXPECT_EQ(local_sgd.step(), step == 1 && world > 1);
   }
   if (world > 1) {
-    Tensor means = torch::zeros({3}, torch::kDouble);
-    Tensor seconds = torch::zeros({3}, torch::kDouble);
+    Tensor means = on_device::zeros({3}, torch::kDouble);
+    Tensor seconds = on_device::zeros({3}, torch::kDouble);
     for (int rank = 0; rank < world; ++rank) {
-      torch::nn::BatchNorm1d own(3);
+      auto own = on_device::moved(torch::nn::BatchNorm1d(3));
       own->forward(rows_of(rank));
       own->forward(rows_of(rank));
       const Tensor mean = own->running_mean.to(torch::kDouble);
@@ -263,7 +264,7 @@ TEST(LocalSGD, ASpreadThatGrowsFromRoundToRoundIsAWarning) {
       lines += level == LogLevel::warning ? std::string(line) + "\n" : "";
     });
     struct Point : torch::nn::Module {
-      Point() { w = register_parameter("w", torch::full({10}, 5.0, torch::kDouble)); }
+      Point() { w = register_parameter("w", on_device::full({10}, 5.0, torch::kDouble)); }
       Tensor w;
     };
     auto point = std::make_shared<Point>();
@@ -305,7 +306,7 @@ TEST(LocalSGD, StationaryVarianceIsTheClosedForm) {
     auto accelerator = local_accelerator();
     const double m = accelerator.num_processes();
     struct Points : torch::nn::Module {
-      Points() { w = register_parameter("w", torch::zeros({20000}, torch::kDouble)); }
+      Points() { w = register_parameter("w", on_device::zeros({20000}, torch::kDouble)); }
       Tensor w;
     };
     auto points = std::make_shared<Points>();
@@ -316,8 +317,8 @@ TEST(LocalSGD, StationaryVarianceIsTheClosedForm) {
     double mean_square = 0;
     int64_t samples = 0;
     for (int step = 1; step <= 96; ++step) {
-      const Tensor xi = torch::randn({20000}, generator, torch::kDouble);
-      const Tensor zeta = torch::randn({20000}, generator, torch::kDouble);
+      const Tensor xi = on_device::randn({20000}, generator, torch::kDouble);
+      const Tensor zeta = on_device::randn({20000}, generator, torch::kDouble);
       // Its gradient is w + beta w xi + sigma zeta.
       const Tensor gradient = points->w.detach() * (1 + beta * xi) + sigma * zeta;
       accelerator.backward((points->w * gradient).sum());

@@ -7,6 +7,7 @@
 #include "hasten/base/error.h"
 #include "hasten/local_sgd/averager.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::outer_step_test {
 
@@ -16,7 +17,7 @@ using testing_support::fresh_communicator;
 // The changes of local training in a round, by rank.
 Tensor change(int rank, int round) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(100 + 10 * round + rank);
-  return torch::randn({40, 5}, generator, torch::kDouble) * 0.1;
+  return on_device::randn({40, 5}, generator, torch::kDouble) * 0.1;
 }
 
 struct Rounds {
@@ -31,7 +32,7 @@ struct Rounds {
     }
   }
   std::shared_ptr<Communicator> communicator;
-  Tensor parameter = torch::ones({40, 5}, torch::kDouble);
+  Tensor parameter = on_device::ones({40, 5}, torch::kDouble);
   Averager averager;
   double lr;
 };
@@ -39,7 +40,7 @@ struct Rounds {
 // `step(anchor, delta)` gives the next anchor.
 template <typename Step>
 Tensor plain_rounds(int world, int rounds, const Step& step) {
-  Tensor anchor = torch::ones({40, 5}, torch::kDouble);
+  Tensor anchor = on_device::ones({40, 5}, torch::kDouble);
   for (int round = 0; round < rounds; ++round) {
     Tensor delta = torch::zeros_like(anchor);
     for (int rank = 0; rank < world; ++rank) {
@@ -73,7 +74,7 @@ TEST(OuterStep, DiLoCoIsNesterovOnTheRanksMeanChange) {
 TEST(OuterStep, SlowMoIsItsAlgorithm) {
   Rounds ours(fresh_communicator(), std::make_shared<SlowMo>(SlowMoOptions{.slowmo_factor = 0.6}));
   ours.run(0, 4);
-  Tensor slow = torch::zeros({40, 5}, torch::kDouble);
+  Tensor slow = on_device::zeros({40, 5}, torch::kDouble);
   expect_near(ours.parameter, plain_rounds(ours.communicator->world_size(), 4,
                                            [&](const Tensor& anchor, const Tensor& delta) {
                                              slow = 0.6 * slow + delta / 0.25;
@@ -88,7 +89,7 @@ TEST(OuterStep, AnyOptimizerStepsOnTheChange) {
   };
   Rounds ours(fresh_communicator(), std::make_shared<OuterOptimizer>(make, "adam 0.1"));
   ours.run(0, 4);
-  Tensor parameter = torch::ones({40, 5}, torch::kDouble);
+  Tensor parameter = on_device::ones({40, 5}, torch::kDouble);
   torch::optim::Adam adam({parameter}, torch::optim::AdamOptions(0.1).eps(1e-3));
   plain_rounds(ours.communicator->world_size(), 4, [&](const Tensor&, const Tensor& delta) {
     parameter.mutable_grad() = delta;
@@ -103,7 +104,7 @@ TEST(OuterStep, ADriversRoundsAreThoseOfAnAllReduce) {
   const auto communicator = fresh_communicator();
   for (const bool outer : {false, true}) {
     const auto rounds = [&](SyncStrategy sync) {
-      Tensor parameter = torch::ones({40, 5}, torch::kDouble);
+      Tensor parameter = on_device::ones({40, 5}, torch::kDouble);
       AveragerOptions options;
       options.slice_mb = 0.0002;
       options.sync = sync;

@@ -6,6 +6,7 @@
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/lamb.h"
+#include "support/on_device.h"
 
 namespace hasten::sharded_test {
 
@@ -161,8 +162,8 @@ TEST(Sharded, AnOptimizerThatHasSteppedBeforeGoesOn) {
 TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   install_memory_meter();
   const auto fits = [](Strategy strategy) {
-    const int64_t before = memory_stats().live_bytes;
-    Accelerator accelerator({.device = "cpu", .strategy = strategy},
+    const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
+    Accelerator accelerator({.device = testing_support::run_device().str(), .strategy = strategy},
                             testing_support::fresh_communicator());
     torch::nn::Sequential model;
     for (int i = 0; i < 8; ++i) {
@@ -174,7 +175,7 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
     try {
       for (int step = 0; step < 3; ++step) {
         auto window = accelerator.accumulate(prepared);
-        accelerator.backward(model->forward(torch::ones({4, 192})).square().mean(), 4);
+        accelerator.backward(model->forward(on_device::ones({4, 192})).square().mean(), 4);
         optimizer.step();
         optimizer.zero_grad();
       }

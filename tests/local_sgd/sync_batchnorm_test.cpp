@@ -9,6 +9,7 @@
 #include "hasten/activation_checkpoint/op_policy.h"
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/parallel/sync_batch_norm.h"
+#include "support/on_device.h"
 #include "support/watched_communicator.h"
 
 namespace hasten::accelerator_test {
@@ -19,7 +20,7 @@ struct NormedNetImpl : torch::nn::Module {
     first = register_module("first", torch::nn::Linear(5, 8));
     norm = register_module("norm", torch::nn::BatchNorm1d(4));
     second = register_module("second", torch::nn::Linear(8, 3));
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(const Tensor& x) {
     const Tensor h = norm->forward(first->forward(x).view({-1, 4, 2}));
@@ -218,7 +219,7 @@ TEST(SyncBatchNormRuns, RefuseOtherModelsOnOtherRanksEverywhere) {
 // Other buffers are still synchronised. Running statistics need no synchronisation of buffers.
 TEST(SyncBatchNormRuns, LeaveOtherBuffersToTheirPolicy) {
   struct NotedNormImpl : NormedNetImpl {
-    NotedNormImpl() { note = register_buffer("note", torch::zeros({1}, torch::kDouble)); }
+    NotedNormImpl() { note = register_buffer("note", on_device::zeros({1}, torch::kDouble)); }
     Tensor note;
   };
   auto accelerator = accelerator_of({.sync_batchnorm = true});
@@ -252,7 +253,7 @@ CheckpointedNorm run_normed(const std::shared_ptr<Communicator>& communicator,
     ++(gradient ? run.backwards : run.forwards);
   };
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(7 + watched->rank());
-  const Tensor x = torch::randn({3, 5}, generator, torch::kDouble);
+  const Tensor x = on_device::randn({3, 5}, generator, torch::kDouble);
   forward(net, x).square().sum().backward();
   for (const Tensor& parameter : net->parameters()) {
     run.gradients.push_back(parameter.grad());

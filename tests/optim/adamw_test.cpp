@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/optim/param_groups.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -17,7 +18,7 @@ std::vector<at::Tensor> optim_parameters(at::ScalarType dtype) {
   std::vector<at::Tensor> parameters;
   for (const auto& shape :
        std::vector<std::vector<int64_t>>{{17, 5}, {33}, {}, {0}, {4, 3, 2, 2}}) {
-    parameters.push_back(torch::randn(shape, at::TensorOptions(dtype)).requires_grad_());
+    parameters.push_back(on_device::randn(shape, at::TensorOptions(dtype)).requires_grad_());
   }
   parameters.back() =
       parameters.back().detach().contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
@@ -44,9 +45,9 @@ std::vector<torch::optim::OptimizerParamGroup> optim_groups(
 void set_gradients(std::vector<at::Tensor>& parameters, int step) {
   for (size_t i = 0; i < parameters.size(); ++i) {
     torch::manual_seed(100 * step + static_cast<int>(i));
-    parameters[i].mutable_grad() = i == 1 && step % 3 == 0
-                                       ? at::Tensor()
-                                       : torch::randn(parameters[i].sizes(), parameters[i].dtype());
+    parameters[i].mutable_grad() =
+        i == 1 && step % 3 == 0 ? at::Tensor()
+                                : on_device::randn(parameters[i].sizes(), parameters[i].dtype());
   }
 }
 
@@ -84,13 +85,13 @@ TEST(AdamW, TwentyStepsEqualTorchsOwn) {
 }
 
 TEST(AdamW, StepsATiedParameterOnce) {
-  auto once = torch::ones({3}).requires_grad_();
-  auto tied = torch::ones({3}).requires_grad_();
+  auto once = on_device::ones({3}).requires_grad_();
+  auto tied = on_device::ones({3}).requires_grad_();
   AdamW single({once}, {0.1});
   AdamW twice({tied, tied}, {0.1});
   twice.add_param_group(torch::optim::OptimizerParamGroup({tied}));
   for (auto* p : {&once, &tied}) {
-    p->mutable_grad() = torch::ones({3});
+    p->mutable_grad() = on_device::ones({3});
   }
   single.step();
   twice.step();
@@ -99,20 +100,20 @@ TEST(AdamW, StepsATiedParameterOnce) {
 }
 
 TEST(AdamW, AStepBetweenForwardAndBackwardIsAnError) {
-  auto weight = torch::ones({2, 2}).requires_grad_();
-  auto input = torch::ones({2, 2}).requires_grad_();
+  auto weight = on_device::ones({2, 2}).requires_grad_();
+  auto input = on_device::ones({2, 2}).requires_grad_();
   AdamW optimizer({weight}, {0.1});
-  weight.mutable_grad() = torch::ones({2, 2});
+  weight.mutable_grad() = on_device::ones({2, 2});
   auto loss = input.mm(weight).sum();
   optimizer.step();
   EXPECT_THROW(loss.backward(), c10::Error);
 }
 
 TEST(AdamW, AGradientThatLiesOtherwiseThanItsParameterIsReadRight) {
-  auto lies_otherwise = torch::zeros({2, 3}).requires_grad_();
-  auto gradient = torch::arange(6.0).view({3, 2}).t(); // strides 1, 2
+  auto lies_otherwise = on_device::zeros({2, 3}).requires_grad_();
+  auto gradient = on_device::arange(6.0).view({3, 2}).t(); // strides 1, 2
   lies_otherwise.mutable_grad() = gradient;
-  auto plain = torch::zeros({2, 3}).requires_grad_();
+  auto plain = on_device::zeros({2, 3}).requires_grad_();
   plain.mutable_grad() = gradient.contiguous();
   // eps is as large as the gradient, so that an update shows more than its sign.
   AdamW first({lies_otherwise}, torch::optim::AdamWOptions(0.1).eps(1.0));
@@ -121,8 +122,8 @@ TEST(AdamW, AGradientThatLiesOtherwiseThanItsParameterIsReadRight) {
   second.step();
   EXPECT_TRUE(torch::equal(lies_otherwise, plain));
 
-  auto sparse = torch::zeros({2}).requires_grad_();
-  sparse.mutable_grad() = torch::ones({2}).to_sparse();
+  auto sparse = on_device::zeros({2}).requires_grad_();
+  sparse.mutable_grad() = on_device::ones({2}).to_sparse();
   AdamW refuses({sparse}, {0.1});
   EXPECT_THROW(refuses.step(), InputError);
 }

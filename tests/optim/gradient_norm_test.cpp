@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "hasten/base/error.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -15,9 +16,9 @@ TEST(GradientNorm, EqualsTheNormInFp64OfAllTogether) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     const std::vector<at::Tensor> tensors = {
-        torch::randn({300, 1500}).to(dtype), torch::randn({33}).to(dtype),
-        torch::randn({0}).to(dtype), torch::randn({7, 8}).to(dtype).t(),
-        torch::randn({7, 8}).to(dtype).narrow(1, 2, 3)};
+        on_device::randn({300, 1500}).to(dtype), on_device::randn({33}).to(dtype),
+        on_device::randn({0}).to(dtype), on_device::randn({7, 8}).to(dtype).t(),
+        on_device::randn({7, 8}).to(dtype).narrow(1, 2, 3)};
     std::vector<at::Tensor> flat;
     for (const at::Tensor& tensor : tensors) {
       flat.push_back(tensor.to(at::kDouble).flatten());
@@ -41,22 +42,22 @@ TEST(GradientNorm, WhatIsNotFiniteShowsInItsTensor) {
   for (const double p : {1.0, 2.0, double(INFINITY)}) {
     for (const int64_t at : {0, 1500, 4998, 4999}) {
       for (const float value : {NAN, INFINITY, -INFINITY}) {
-        auto bad = torch::ones({5000});
+        auto bad = on_device::ones({5000});
         bad[at] = value;
-        const auto norms = tensor_norms({torch::ones({5000}), bad}, p);
+        const auto norms = tensor_norms({on_device::ones({5000}), bad}, p);
         EXPECT_TRUE(std::isfinite(norms[0]));
         EXPECT_EQ(std::isnan(norms[1]), std::isnan(value)) << p << " " << at;
         EXPECT_FALSE(std::isfinite(norms[1]));
-        EXPECT_FALSE(std::isfinite(gradient_norm({bad, torch::ones(3)}, p)));
+        EXPECT_FALSE(std::isfinite(gradient_norm({bad, on_device::ones(3)}, p)));
       }
     }
   }
 }
 
 TEST(GradientNorm, ClipByValue) {
-  auto tensor = torch::tensor({-3.F, 0.5F, 2.F, NAN});
+  auto tensor = on_device::tensor({-3.F, 0.5F, 2.F, NAN});
   clip_by_value_({tensor}, 1.5);
-  EXPECT_TRUE(torch::equal(tensor.slice(0, 0, 3), torch::tensor({-1.5F, 0.5F, 1.5F})));
+  EXPECT_TRUE(torch::equal(tensor.slice(0, 0, 3), on_device::tensor({-1.5F, 0.5F, 1.5F})));
   EXPECT_TRUE(std::isnan(tensor[3].item<float>()));
   EXPECT_THROW(clip_by_value_({tensor}, 0), InputError);
 }

@@ -5,6 +5,7 @@
 #include "hasten/base/error.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_optimizer.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -28,15 +29,15 @@ TEST(OptimizerStateBytes, IsWhatTheFirstStepAllocates) {
       settings.args = args;
       std::vector<at::Tensor> parameters;
       for (const auto& shape : shapes) {
-        parameters.push_back(torch::zeros(shape, dtype).requires_grad_());
-        parameters.back().mutable_grad() = torch::ones(shape, dtype);
+        parameters.push_back(on_device::zeros(shape, dtype).requires_grad_());
+        parameters.back().mutable_grad() = on_device::ones(shape, dtype);
       }
-      const int64_t before = memory_stats().live_bytes;
+      const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
       const auto optimizer =
           make_optimizer(name, {torch::optim::OptimizerParamGroup(parameters)}, settings);
       optimizer->step();
       EXPECT_EQ(optimizer_state_bytes(name, settings, shapes, dtype),
-                memory_stats().live_bytes - before)
+                memory_stats(testing_support::run_device()).live_bytes - before)
           << name << " " << args << " " << dtype;
     }
   }

@@ -15,6 +15,7 @@
 #include "hasten/optim/optimizer_state.h"
 #include "hasten/optim/sgd.h"
 #include "optimizer_golden.h"
+#include "support/on_device.h"
 
 namespace hasten::optimizers_test {
 
@@ -69,7 +70,7 @@ at::Tensor waves(std::vector<int64_t> shape, double a, double b) {
   for (const int64_t n : shape) {
     count *= n;
   }
-  return torch::sin(a * torch::arange(count, torch::kDouble) + b).view(shape);
+  return torch::sin(a * on_device::arange(count, torch::kDouble) + b).view(shape);
 }
 
 Tensors mlp(at::ScalarType dtype) {
@@ -146,7 +147,7 @@ TEST(Optimizers, TwentyStepsOnAnMlpEqualTheReferences) {
           flat.push_back(parameter.detach().flatten());
         }
         const auto expected =
-            torch::tensor(golden::kOptimizers.at(name), at::TensorOptions(at::kDouble));
+            on_device::tensor(golden::kOptimizers.at(name), at::TensorOptions(at::kDouble));
         EXPECT_LE(difference({torch::cat(flat)}, {expected}), most)
             << name << " " << dtype << (by_tensors ? " by tensors" : "");
       }
@@ -256,11 +257,11 @@ TEST(Optimizers, SixteenBitParametersFollowAnFp32CopyAndItFollowsThem) {
 }
 
 TEST(Optimizers, MomentsInBf16AreRoundedWithoutBias) {
-  auto parameter = torch::zeros({20000}).requires_grad_();
+  auto parameter = on_device::zeros({20000}).requires_grad_();
   SGD optimizer(Tensors{parameter}, torch::optim::SGDOptions(1.0).momentum(0.9),
                 {.bf16_moments = true, .seed = 3});
   // 1 + 2^-9 is between two neighbours of bf16, 1 and 1 + 2^-7, a quarter of the distance up.
-  parameter.mutable_grad() = torch::full({20000}, 1 + 0x1p-9);
+  parameter.mutable_grad() = on_device::full({20000}, 1 + 0x1p-9);
   optimizer.step();
   const auto& state =
       static_cast<const SGDParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
@@ -329,14 +330,14 @@ TEST(Optimizers, GoOnFromSavedStateBitForBit) {
 
 TEST(Optimizers, LeaveAloneWhatHasNoGradientAndCountWhatTheyWrite) {
   for (const auto& [name, make] : makers()) {
-    Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_(),
-                 torch::ones({3})};
+    Tensors p = {on_device::ones({3}).requires_grad_(), on_device::ones({3}).requires_grad_(),
+                 on_device::ones({3})};
     p.push_back(p[0]); // tied
     const Made made = make(p, {});
-    Tensors once = {torch::ones({3}).requires_grad_()};
+    Tensors once = {on_device::ones({3}).requires_grad_()};
     const Made single = make(once, {});
-    p[0].mutable_grad() = torch::full({3}, 0.5);
-    once[0].mutable_grad() = torch::full({3}, 0.5);
+    p[0].mutable_grad() = on_device::full({3}, 0.5);
+    once[0].mutable_grad() = on_device::full({3}, 0.5);
     const auto version = p[0]._version();
     made.optimizer->step();
     single.optimizer->step();
@@ -344,15 +345,15 @@ TEST(Optimizers, LeaveAloneWhatHasNoGradientAndCountWhatTheyWrite) {
     EXPECT_LT(p[0][0].item<float>(), 1) << name;
     EXPECT_GT(p[0]._version(), version) << name;
     EXPECT_EQ(made.optimizer->state().size(), 1U) << name;
-    EXPECT_TRUE(torch::equal(p[1], torch::ones({3}))) << name;
+    EXPECT_TRUE(torch::equal(p[1], on_device::ones({3}))) << name;
 
-    p[0].mutable_grad() = torch::ones({3}).to_sparse();
+    p[0].mutable_grad() = on_device::ones({3}).to_sparse();
     EXPECT_THROW(made.optimizer->step(), InputError) << name;
     EXPECT_TRUE(torch::equal(p[0], once[0])) << name;
     p[0].mutable_grad() = at::Tensor();
-    Tensors holes = {torch::ones({4, 4}).narrow(1, 0, 2).requires_grad_()};
+    Tensors holes = {on_device::ones({4, 4}).narrow(1, 0, 2).requires_grad_()};
     const Made refuses = make(holes, {});
-    holes[0].mutable_grad() = torch::ones({4, 2});
+    holes[0].mutable_grad() = on_device::ones({4, 2});
     EXPECT_THROW(refuses.optimizer->step(), InputError) << name;
   }
 }
@@ -368,7 +369,7 @@ void expect_says(const std::function<void()>& act, const std::string& text) {
 
 TEST(Optimizers, OptionsOutOfRangeAreNamed) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  const Tensors p = {torch::ones({3}).requires_grad_()};
+  const Tensors p = {on_device::ones({3}).requires_grad_()};
   const auto with = [&](const std::string& name, OptimizerSettings settings) {
     return [=] { check_optimizer(name, settings); };
   };
@@ -406,7 +407,8 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
 
 TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
   for (const std::string& name : optimizer_names()) {
-    const Tensors p = {torch::ones({3}).requires_grad_(), torch::ones({3}).requires_grad_()};
+    const Tensors p = {on_device::ones({3}).requires_grad_(),
+                       on_device::ones({3}).requires_grad_()};
     std::vector<torch::optim::OptimizerParamGroup> groups;
     // 0.01 is torch's default, so torch takes it for unset.
     for (const double decay : {0.01, 0.0}) {
@@ -423,7 +425,7 @@ TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
     EXPECT_EQ(values["groups"][0]["lr"], 0.5) << name;
     EXPECT_NE(dynamic_cast<FusedOptimizer*>(optimizer.get()), nullptr) << name;
   }
-  const Tensors p = {torch::ones({3}).requires_grad_()};
+  const Tensors p = {on_device::ones({3}).requires_grad_()};
   const auto sgd = make_optimizer("sgd", {torch::optim::OptimizerParamGroup(p)},
                                   {.args = "momentum=0.5, nesterov=true"});
   const auto& options =

@@ -14,6 +14,7 @@
 #include "hasten/base/error.h"
 #include "hasten/optim/plateau.h"
 #include "optim/optim_golden.h"
+#include "support/on_device.h"
 
 namespace hasten {
 
@@ -61,7 +62,7 @@ Schedule golden_schedule(const golden::ScheduleCase& c) {
 
 TEST(LRScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
   for (const golden::ScheduleCase& c : golden::kSchedules) {
-    torch::optim::SGD optimizer({torch::zeros({1})}, 2e-3);
+    torch::optim::SGD optimizer({on_device::zeros({1})}, 2e-3);
     LRScheduler scheduler(optimizer, detail::golden_schedule(c));
     for (size_t k = 0; k < c.learning_rates.size(); ++k) {
       EXPECT_NEAR(scheduler.get_last_lr()[0], c.learning_rates[k], 1e-15)
@@ -76,7 +77,7 @@ TEST(LRScheduler, LearningRatesEqualTransformersAtEveryUpdate) {
 struct PlateauRig {
   explicit PlateauRig(ReduceLrOnPlateauOptions options) : scheduler(optimizer, options) {}
   double rate() const { return optimizer.param_groups()[0].options().get_lr(); }
-  torch::optim::SGD optimizer{{torch::zeros({1})}, 2e-3};
+  torch::optim::SGD optimizer{{on_device::zeros({1})}, 2e-3};
   ReduceLrOnPlateau scheduler;
 };
 
@@ -161,7 +162,7 @@ TEST(Schedules, NumbersOutOfRangeAreNamed) {
 }
 
 TEST(LRScheduler, NewPeaksCountAtOnce) {
-  torch::optim::SGD optimizer({torch::zeros({1})}, 2e-3);
+  torch::optim::SGD optimizer({on_device::zeros({1})}, 2e-3);
   LRScheduler scheduler(optimizer, linear_schedule(0, 4));
   scheduler.step();
   scheduler.set_base_lrs({4e-3});
@@ -174,7 +175,7 @@ TEST(LRScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
   const auto make = [] {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     for (const double lr : {1.0, 0.5}) {
-      groups.emplace_back(std::vector<at::Tensor>{torch::zeros({1})},
+      groups.emplace_back(std::vector<at::Tensor>{on_device::zeros({1})},
                           std::make_unique<torch::optim::SGDOptions>(lr));
     }
     return groups;

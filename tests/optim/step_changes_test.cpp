@@ -7,6 +7,7 @@
 
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
+#include "support/on_device.h"
 
 namespace hasten::step_changes_test {
 
@@ -48,7 +49,8 @@ struct Trained {
 };
 
 const Tensors& values() {
-  static const Tensors tensors = {torch::ones({40, 30}), torch::ones({7}), torch::ones({3, 5, 4})};
+  static const Tensors tensors = {on_device::ones({40, 30}), on_device::ones({7}),
+                                  on_device::ones({3, 5, 4})};
   return tensors;
 }
 
@@ -125,9 +127,9 @@ TEST(StepChanges, AParameterWithOtherMemoryIsSeen) {
     }
     expect_as_new([&](Trained& fresh) { fresh.load(run); });
     run.optimizer->state().clear();
-    run.parameters[0].set_data(torch::ones({6, 5}).t());
+    run.parameters[0].set_data(on_device::ones({6, 5}).t());
     expect_as_new([](Trained&) {});
-    run.parameters[1].set_data(torch::ones({9}));
+    run.parameters[1].set_data(on_device::ones({9}));
     expect_as_new([&](Trained& fresh) {
       run.optimizer->state().clear();
       fresh.optimizer->state().clear();

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "parallel/ddp_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::detail {
 void orthonormalize_(at::Tensor matrix); // of power_sgd.cpp
@@ -18,7 +19,7 @@ namespace hasten::ddp_test {
 // Rank r's gradients of turn t: a matrix [12, 10] and a vector [7] with padding in the bucket.
 Tensor matrix_of(int rank, int turn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(900 + rank + 50 * turn);
-  return torch::randn({12, 10}, generator, torch::kFloat);
+  return on_device::randn({12, 10}, generator, torch::kFloat);
 }
 Tensor vector_of(int rank, int turn) {
   return matrix_of(rank, turn).flatten().narrow(0, 0, 7).clone() * 3;
@@ -26,8 +27,8 @@ Tensor vector_of(int rank, int turn) {
 
 struct TwoImpl : torch::nn::Module {
   TwoImpl() {
-    matrix = register_parameter("matrix", torch::zeros({12, 10}));
-    vector = register_parameter("vector", torch::zeros({7}));
+    matrix = register_parameter("matrix", on_device::zeros({12, 10}));
+    vector = register_parameter("vector", on_device::zeros({7}));
   }
   Tensor loss(int rank, int turn) {
     return (matrix * matrix_of(rank, turn)).sum() + (vector * vector_of(rank, turn)).sum();
@@ -121,24 +122,25 @@ TEST(CommHook, RanksMustRegisterTheSame) {
 // Values computed by hand, including signs. LAPACK's values depend on its kernels. For dependent
 // columns even the space depends on them.
 TEST(PowerSgd, OrthonormalizesTheSameWayOnEveryProcessor) {
-  Tensor square = torch::tensor({{3.0f, 1.0f}, {4.0f, 0.0f}});
+  Tensor square = on_device::tensor({{3.0f, 1.0f}, {4.0f, 0.0f}});
   detail::orthonormalize_(square);
-  EXPECT_TRUE(torch::equal(square, torch::tensor({{0.6f, 0.8f}, {0.8f, -0.6f}}))) << square;
-  Tensor dependent = torch::tensor(
+  EXPECT_TRUE(torch::equal(square, on_device::tensor({{0.6f, 0.8f}, {0.8f, -0.6f}}))) << square;
+  Tensor dependent = on_device::tensor(
       {{0.0f, 0.0f, 0.0f}, {2.0f, 4.0f, 0.0f}, {0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f}});
   detail::orthonormalize_(dependent);
   EXPECT_TRUE(torch::equal(
       dependent,
-      torch::tensor(
+      on_device::tensor(
           {{0.0f, 1.0f, 0.0f}, {1.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 1.0f}, {0.0f, 0.0f, 0.0f}})))
       << dependent;
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(4);
-  Tensor tall = torch::randn({300, 3}, generator, torch::kDouble);
+  Tensor tall = on_device::randn({300, 3}, generator, torch::kDouble);
   tall = torch::cat({tall, tall.sum(1, true)}, 1);
   const Tensor space = tall.clone();
   detail::orthonormalize_(tall);
-  EXPECT_LE((torch::mm(tall.t(), tall) - torch::eye(4, torch::kDouble)).abs().max().item<double>(),
-            1e-12);
+  EXPECT_LE(
+      (torch::mm(tall.t(), tall) - on_device::eye(4, torch::kDouble)).abs().max().item<double>(),
+      1e-12);
   EXPECT_LE((space - torch::mm(tall, torch::mm(tall.t(), space))).abs().max().item<double>(),
             1e-12);
 }
@@ -163,7 +165,7 @@ TEST(PowerSgd, IsThePowerIterationWithErrorFeedback) {
     EXPECT_EQ(largest(rig.net->matrix.grad() - matrix_of(0, 0)), 0);
     return;
   }
-  Tensor error = torch::zeros({12, 10}, torch::kDouble); // summed over ranks
+  Tensor error = on_device::zeros({12, 10}, torch::kDouble); // summed over ranks
   Tensor factor; // [10, 2]
   for (int turn = 0; turn < 6; ++turn) {
     rig.reduce(turn, 0.5);

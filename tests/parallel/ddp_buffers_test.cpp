@@ -3,15 +3,16 @@
 #include <torch/torch.h>
 
 #include "parallel/ddp_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::ddp_test {
 
 struct CountedImpl : torch::nn::Module {
   CountedImpl() {
-    weight = register_parameter("weight", torch::ones({3}, torch::kDouble));
-    statistics = register_buffer("statistics", torch::zeros({2, 3}));
-    half = register_buffer("half", torch::zeros({2}, torch::kBFloat16));
-    counter = register_buffer("counter", torch::zeros({}, torch::kLong));
+    weight = register_parameter("weight", on_device::ones({3}, torch::kDouble));
+    statistics = register_buffer("statistics", on_device::zeros({2, 3}));
+    half = register_buffer("half", on_device::zeros({2}, torch::kBFloat16));
+    counter = register_buffer("counter", on_device::zeros({}, torch::kLong));
   }
   // A forward of rank r writes values that depend on r into its buffers.
   Tensor loss(int r) {
@@ -43,9 +44,9 @@ struct BufferRig {
     ddp.finish(1, ranks);
   }
   void expect(double statistics, int64_t counter) {
-    EXPECT_TRUE(torch::equal(net->statistics, torch::full({2, 3}, statistics, torch::kFloat)))
+    EXPECT_TRUE(torch::equal(net->statistics, on_device::full({2, 3}, statistics, torch::kFloat)))
         << net->statistics;
-    EXPECT_TRUE(torch::equal(net->half, torch::full({2}, statistics, torch::kBFloat16)))
+    EXPECT_TRUE(torch::equal(net->half, on_device::full({2}, statistics, torch::kBFloat16)))
         << net->half;
     EXPECT_EQ(net->counter.item<int64_t>(), counter);
   }
@@ -93,8 +94,8 @@ TEST(DdpBuffers, LeaveLeavesThem) {
 TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
   struct Positions : torch::nn::Module {
     Positions() {
-      weight = register_parameter("weight", torch::ones({3}));
-      positions = register_buffer("positions", torch::arange(4));
+      weight = register_parameter("weight", on_device::ones({3}));
+      positions = register_buffer("positions", on_device::arange(4));
     }
     Tensor weight, positions;
   };
@@ -116,9 +117,9 @@ TEST(DdpBuffers, IntegersAloneAreSentOnceTheyChange) {
 TEST(DdpBuffers, AStaticGraphAgreesInEveryWindow) {
   struct Marked : torch::nn::Module {
     Marked() {
-      weight = register_parameter("weight", torch::ones({3}));
-      unused = register_parameter("unused", torch::ones({2}));
-      seen = register_buffer("seen", torch::zeros({4}, torch::kBool));
+      weight = register_parameter("weight", on_device::ones({3}));
+      unused = register_parameter("unused", on_device::ones({2}));
+      seen = register_buffer("seen", on_device::zeros({4}, torch::kBool));
     }
     Tensor weight, unused, seen;
   };
@@ -130,7 +131,7 @@ TEST(DdpBuffers, AStaticGraphAgreesInEveryWindow) {
     net->zero_grad();
     const bool odd_one = turn == 2 && rank == communicator->world_size() - 1;
     if (odd_one) {
-      net->unused.mutable_grad() = torch::zeros({2});
+      net->unused.mutable_grad() = on_device::zeros({2});
     }
     reduce_once(ddp, rank, [&](int) {
       const torch::NoGradGuard no_grad;

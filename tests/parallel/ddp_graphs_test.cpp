@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include "parallel/ddp_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::ddp_test {
 
@@ -83,10 +84,10 @@ TEST(DdpUnused, AGradientNobodyZeroedStays) {
   DdpOptions options = kTinyBuckets;
   options.find_unused_parameters = true;
   Ddp ddp(communicator, net.ptr(), options);
-  net->parts[2]->bias.mutable_grad() = torch::full({6}, 3.0, torch::kDouble);
-  net->parts[1]->bias.mutable_grad() = torch::zeros({6}, torch::kDouble);
+  net->parts[2]->bias.mutable_grad() = on_device::full({6}, 3.0, torch::kDouble);
+  net->parts[1]->bias.mutable_grad() = on_device::zeros({6}, torch::kDouble);
   reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(rows_of(r, 6), {0}); });
-  EXPECT_TRUE(torch::equal(net->parts[2]->bias.grad(), torch::full({6}, 3.0, torch::kDouble)));
+  EXPECT_TRUE(torch::equal(net->parts[2]->bias.grad(), on_device::full({6}, 3.0, torch::kDouble)));
   EXPECT_EQ(net->parts[1]->bias.grad().abs().sum().item<double>(), 0);
   EXPECT_FALSE(net->parts[1]->weight.grad().defined());
 }
@@ -158,7 +159,7 @@ TEST(DdpParameters, ReplacedOrConvertedOnesAreNamed) {
   Parts net = parts_of(*communicator);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
   net->parts[1] = torch::nn::Linear(6, 6);
-  net->parts[1]->to(torch::kDouble);
+  net->parts[1]->to(testing_support::run_device(), torch::kDouble);
   net->replace_module("part1", net->parts[1]);
   EXPECT_NE(what_of([&] {
               reduce_once(ddp, communicator->rank(),
@@ -166,7 +167,7 @@ TEST(DdpParameters, ReplacedOrConvertedOnesAreNamed) {
             }).find("parameter \"part1.weight\" was replaced by another tensor"),
             std::string::npos);
   ddp.cancel();
-  net->parts[0]->to(torch::kFloat);
+  net->parts[0]->to(testing_support::run_device(), torch::kFloat);
   const std::string what = what_of([&] { ddp.begin(); });
   EXPECT_NE(what.find("\"part0.weight\" is [6, 6] Float"), std::string::npos) << what;
 }
@@ -182,13 +183,13 @@ struct MixedImpl : torch::nn::Module {
     single = register_module("single", torch::nn::Linear(6, 6));
     conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3)));
     tied = register_parameter("tied", table->weight);
-    to(torch::kDouble);
-    single->to(torch::kFloat);
+    to(testing_support::run_device(), torch::kDouble);
+    single->to(testing_support::run_device(), torch::kFloat);
     conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
   }
   Tensor loss(int rank) {
     const Tensor rows = rows_of(rank, 6);
-    const Tensor ids = torch::arange(rows.size(0)) % 9;
+    const Tensor ids = on_device::arange(rows.size(0)) % 9;
     Tensor x = rows + table->forward(ids);
     x = torch::tanh(twice->forward(torch::tanh(twice->forward(x))));
     x = single->forward(x.to(torch::kFloat)).to(torch::kDouble);
@@ -250,7 +251,7 @@ TEST(DdpGraphs, ARanksOwnGradientOfAnotherShapeIsNamed) {
   auto communicator = fresh_communicator();
   Parts net = parts_of(*communicator);
   Ddp ddp(communicator, net.ptr(), kTinyBuckets);
-  net->parts[1]->bias.mutable_grad() = torch::ones({1}, torch::kDouble);
+  net->parts[1]->bias.mutable_grad() = on_device::ones({1}, torch::kDouble);
   EXPECT_NE(what_of([&] { ddp.begin(); }).find("parameter \"part1.bias\" has shape"),
             std::string::npos);
 }

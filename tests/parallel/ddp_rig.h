@@ -12,6 +12,7 @@
 #include "hasten/base/error.h"
 #include "hasten/parallel/ddp.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::ddp_test {
 
@@ -21,7 +22,7 @@ using testing_support::fresh_communicator;
 // rank + 1 rows of `width`. They depend only on rank and turn.
 inline Tensor rows_of(int rank, int64_t width, int turn = 0) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
-  return torch::randn({rank + 1, width}, generator, torch::kDouble);
+  return on_device::randn({rank + 1, width}, generator, torch::kDouble);
 }
 
 // One reduced sum. `loss(rank)` is this rank's loss, undefined if it has no batch.
@@ -86,7 +87,7 @@ struct PartsImpl : torch::nn::Module {
     for (int i = 0; i < 3; ++i) {
       parts.push_back(register_module("part" + std::to_string(i), torch::nn::Linear(6, 6)));
     }
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   // The sum of squares after the listed parts, in that order.
   Tensor loss(const Tensor& x, const std::vector<int>& use) {

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "parallel/ddp_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::ddp_test {
 
@@ -18,7 +19,7 @@ torch::nn::Sequential deep_net(uint64_t seed) {
     net->push_back(torch::nn::Linear(32, 32));
     net->push_back(torch::nn::Tanh());
   }
-  net->to(torch::kDouble);
+  net->to(testing_support::run_device(), torch::kDouble);
   return net;
 }
 
@@ -173,7 +174,7 @@ struct ImagesImpl : torch::nn::Module {
   explicit ImagesImpl(bool last) {
     torch::manual_seed(3);
     conv = register_module("conv", torch::nn::Conv2d(3, 4, 3));
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
     if (last) {
       const torch::NoGradGuard no_grad;
       conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
@@ -181,7 +182,7 @@ struct ImagesImpl : torch::nn::Module {
   }
   Tensor loss(int rank) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(70 + rank);
-    return conv->forward(torch::randn({2, 3, 5, 5}, generator, torch::kDouble)).square().sum();
+    return conv->forward(on_device::randn({2, 3, 5, 5}, generator, torch::kDouble)).square().sum();
   }
   torch::nn::Conv2d conv{nullptr};
 };
@@ -244,7 +245,7 @@ TEST(Ddp, EveryRankStartsWithRankZerosTensors) {
     explicit Mixed(int64_t first) {
       const auto ramp = [&](at::IntArrayRef sizes, at::ScalarType type) {
         const int64_t numel = c10::multiply_integers(sizes);
-        return (torch::arange(numel) + first).reshape(sizes).to(type);
+        return (on_device::arange(numel) + first).reshape(sizes).to(type);
       };
       register_buffer("mask", ramp({3}, torch::kBool));
       register_parameter("bias", ramp({5}, torch::kDouble));

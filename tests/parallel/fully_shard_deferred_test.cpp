@@ -5,6 +5,7 @@
 #include "hasten/core/deferred_init.h"
 #include "hasten/core/memory.h"
 #include "parallel/fully_shard_rig.h"
+#include "support/run_device.h"
 
 namespace hasten::shard_test {
 
@@ -44,7 +45,7 @@ TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
   const int64_t block = 256 << 10;
-  const int64_t before = memory_stats().live_bytes;
+  const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
   const auto make = [] {
     torch::nn::Sequential net;
     for (int i = 0; i < 8; ++i) {
@@ -52,15 +53,16 @@ TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
     }
     return net;
   };
-  reset_peak_memory();
+  reset_peak_memory(testing_support::run_device());
   auto net = deferred_init(make, {.resident_bytes = 0});
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
-  const int64_t peak = memory_stats().peak_bytes - before;
+  const int64_t peak = memory_stats(testing_support::run_device()).peak_bytes - before;
   // The thread that sends a message may keep its block for a moment.
   const int64_t rows = 8 * ((256 + world - 1) / world) * 1024;
   EXPECT_LE(peak, rows + 3 * block);
   EXPECT_GE(peak, 8 * block / world);
-  EXPECT_LE(memory_stats().live_bytes - before, rows + block + (64 << 10));
+  EXPECT_LE(memory_stats(testing_support::run_device()).live_bytes - before,
+            rows + block + (64 << 10));
 }
 
 TEST(FullyShard, ADeferredModelMeetsAWholeOneOnAnotherRank) {

@@ -1,6 +1,7 @@
 // A model that cannot be sharded, or a wrong use, is an error on every rank.
 #include "hasten/base/log.h"
 #include "parallel/fully_shard_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::shard_test {
 
@@ -13,7 +14,7 @@ TEST(FullyShardInput, ModelsThatDifferAreNamed) {
   const bool last = communicator->rank() == world - 1;
   Net net(1, 2);
   if (last) {
-    net->blocks[1]->register_parameter("more", torch::zeros({3}));
+    net->blocks[1]->register_parameter("more", on_device::zeros({3}));
   }
   EXPECT_TRUE(says(what_of([&] { FullyShard sharded(communicator, net.ptr(), blocks_of(net)); }),
                    "\"blocks.1.more\""));
@@ -53,7 +54,7 @@ TEST(FullyShardInput, ChangedParametersAreNamedWhenASumBegins) {
   {
     Net net(1, 2);
     FullyShard sharded(communicator, net.ptr(), blocks_of(net));
-    net->blocks[1]->to(torch::kFloat);
+    net->blocks[1]->to(testing_support::run_device(), torch::kFloat);
     EXPECT_TRUE(says(what_of([&] { sharded.begin(); }), "\"blocks.1."));
   }
   {
@@ -66,7 +67,7 @@ TEST(FullyShardInput, ChangedParametersAreNamedWhenASumBegins) {
     Net net(1, 2);
     FullyShard sharded(communicator, net.ptr(), blocks_of(net));
     torch::nn::Linear other(kWide, 10);
-    other->to(torch::kDouble);
+    other->to(testing_support::run_device(), torch::kDouble);
     net->blocks[1]->up = net->blocks[1]->replace_module("up", other);
     EXPECT_TRUE(says(what_of([&] { shard_step(sharded, net, communicator->rank(), 0); }),
                      "\"blocks.1.up.weight\""));
@@ -108,7 +109,7 @@ TEST(FullyShardInput, MoreRanksThanRowsAreWorthAWarning) {
   if (communicator->world_size() == 1) {
     return;
   }
-  torch::nn::Sequential net(torch::nn::Linear(2, 1));
+  auto net = on_device::moved(torch::nn::Sequential(torch::nn::Linear(2, 1)));
   std::string said;
   set_log_sink([&](LogLevel, std::string_view line) { said += line; });
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));

@@ -4,6 +4,7 @@
 
 #include "hasten/core/memory.h"
 #include "parallel/fully_shard_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::shard_test {
 
@@ -98,7 +99,7 @@ struct AroundImpl : torch::nn::Module {
     own = register_module("own", torch::nn::Linear(kWide, kWide));
     first = register_module("first", Awkward());
     second = register_module("second", Awkward());
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor forward(const Tensor& x) {
     Tensor y = call_block(first, torch::tanh(own->forward(x)));
@@ -338,13 +339,14 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
     for (int i = 0; i < depth; ++i) {
       net->push_back(torch::nn::Linear(256, 256)); // 257 KiB
     }
+    on_device::moved(net);
     FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net), {.prefetch = prefetch});
-    const Tensor x = torch::randn({2, 256});
+    const Tensor x = on_device::randn({2, 256});
     const int64_t unit = 4 * 257 * 256;
     int64_t most = 0;
     for (int turn = 0; turn < 2; ++turn) {
-      const int64_t before = memory_stats().live_bytes;
-      reset_peak_memory();
+      const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
+      reset_peak_memory(testing_support::run_device());
       sharded.begin();
       Tensor loss;
       {
@@ -356,7 +358,7 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
       loss.backward();
       sharded.finish_backward();
       sharded.finish(1);
-      most = memory_stats().peak_bytes - before;
+      most = memory_stats(testing_support::run_device()).peak_bytes - before;
       net->zero_grad();
     }
     const int64_t buffers = sharded.report().buffer_bytes;
@@ -368,7 +370,7 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
     EXPECT_EQ(sharded.report().buffer_bytes, 0);
     // The memory after the step (padded shards and their gradients), and the largest additional
     // memory in the second step.
-    return std::make_pair(memory_stats().live_bytes, most + buffers);
+    return std::make_pair(memory_stats(testing_support::run_device()).live_bytes, most + buffers);
   };
   for (const int prefetch : {0, 1}) {
     const auto [few, few_most] = train(4, prefetch);

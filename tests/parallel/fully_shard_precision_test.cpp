@@ -3,13 +3,14 @@
 
 #include "hasten/parallel/ddp.h"
 #include "parallel/fully_shard_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::shard_test {
 
 // A net of fp32 parameters.
 Net float_net(uint64_t seed, int depth) {
   Net net(seed, depth);
-  net->to(torch::kFloat);
+  net->to(testing_support::run_device(), torch::kFloat);
   return net;
 }
 
@@ -132,6 +133,7 @@ TEST(FullyShardPrecision, SumsIn32BitsWhatTravelsIn16) {
   const int rank = communicator->rank();
   const int world = communicator->world_size();
   torch::nn::Sequential net(torch::nn::Linear(torch::nn::LinearOptions(3, 4).bias(false)));
+  on_device::moved(net);
   FullyShardOptions options;
   options.precision.reduce_dtype = torch::kBFloat16;
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net), options);
@@ -139,26 +141,27 @@ TEST(FullyShardPrecision, SumsIn32BitsWhatTravelsIn16) {
   Tensor loss;
   {
     const auto scope = sharded.forward_scope();
-    loss = net->forward(torch::full({1, 3}, rank == 0 ? 1.0 : 1.0 / 512)).sum();
+    loss = net->forward(on_device::full({1, 3}, rank == 0 ? 1.0 : 1.0 / 512)).sum();
   }
   sharded.start_backward(true);
   loss.backward();
   sharded.finish_backward();
   sharded.finish(1);
   const Tensor whole = sharded.gather_like(0, sharded.parameters()[0].parameter.grad());
-  EXPECT_TRUE(torch::equal(whole, torch::full({4, 3}, 1 + static_cast<float>(world - 1) / 512)));
+  EXPECT_TRUE(
+      torch::equal(whole, on_device::full({4, 3}, 1 + static_cast<float>(world - 1) / 512)));
 }
 
 TEST(FullyShardPrecision, SixteenBitParametersHaveFp32Gradients) {
   auto communicator = fresh_communicator();
   torch::nn::Sequential net(torch::nn::Linear(3, 5));
-  net->to(torch::kBFloat16);
+  net->to(testing_support::run_device(), torch::kBFloat16);
   FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
   sharded.begin();
   Tensor loss;
   {
     const auto scope = sharded.forward_scope();
-    loss = net->forward(torch::ones({2, 3}, torch::kBFloat16)).sum();
+    loss = net->forward(on_device::ones({2, 3}, torch::kBFloat16)).sum();
   }
   sharded.start_backward(true);
   loss.backward();

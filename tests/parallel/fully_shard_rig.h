@@ -15,6 +15,7 @@
 #include "hasten/core/block_call.h"
 #include "hasten/parallel/fully_shard.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 
 namespace hasten::shard_test {
 
@@ -30,9 +31,9 @@ struct AwkwardImpl : torch::nn::Module {
   AwkwardImpl() {
     up = register_module("up", torch::nn::Linear(kWide, 10));
     down = register_module("down", torch::nn::Linear(10, kWide));
-    gain = register_parameter("gain", torch::randn({}));
-    mix = register_parameter("mix", torch::randn({2, kWide}));
-    fixed = register_parameter("fixed", torch::randn({kWide, kWide}), false);
+    gain = register_parameter("gain", on_device::randn({}));
+    mix = register_parameter("mix", on_device::randn({2, kWide}));
+    fixed = register_parameter("fixed", on_device::randn({kWide, kWide}), false);
     dropout = register_module("dropout", torch::nn::Dropout(0.2));
   }
   Tensor forward(const Tensor& x) {
@@ -59,14 +60,14 @@ TORCH_MODULE(Awkward);
 struct NetImpl : torch::nn::Module {
   NetImpl(uint64_t seed, int depth) {
     torch::manual_seed(seed);
-    weight = register_parameter("weight", torch::randn({kWide, kIn}));
+    weight = register_parameter("weight", on_device::randn({kWide, kIn}));
     register_parameter("head", weight);
     auto list = register_module("blocks", torch::nn::ModuleList());
     for (int i = 0; i < depth; ++i) {
       blocks.emplace_back();
       list->push_back(blocks.back());
     }
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   Tensor hidden(const Tensor& x, const std::vector<int>& order) {
     Tensor y = torch::linear(x, weight);
@@ -101,7 +102,7 @@ inline std::vector<std::shared_ptr<torch::nn::Module>> blocks_of(const Net& net)
 // rank + 1 rows. They depend only on rank and turn.
 inline Tensor rows_of(int rank, int turn, int64_t width = kIn) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(50 + rank + 100 * turn);
-  return torch::randn({rank + 1, width}, generator, torch::kDouble);
+  return on_device::randn({rank + 1, width}, generator, torch::kDouble);
 }
 
 using Loss = std::function<Tensor(NetImpl&, const Tensor& rows)>;
@@ -131,7 +132,7 @@ inline double shard_step(FullyShard& sharded, Net net, int rank, int turn, int m
 
 inline void plain_step(Net net, int world, int turn, int micro = 1,
                        const Loss& loss_of = square_loss) {
-  Tensor sum = torch::zeros({}, torch::kDouble);
+  Tensor sum = on_device::zeros({}, torch::kDouble);
   for (int rank = 0; rank < world; ++rank) {
     for (int m = 0; m < micro; ++m) {
       sum = sum + loss_of(*net, rows_of(rank, turn * micro + m));

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "parallel/fully_shard_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::shard_test {
 
@@ -73,9 +74,9 @@ TEST(FullyShard, ParametersAreShardsAtRestAndWholeInTheirBlock) {
     rows += entry.name == "blocks.0.mix" ? entry.rows : 0;
     places += entry.name == "blocks.1.gain" ? entry.rows : 0;
   }
-  Tensor held = torch::tensor({rows, places});
+  Tensor held = on_device::tensor({rows, places});
   communicator->all_reduce(held, ReduceOp::SUM, "rows");
-  EXPECT_TRUE(torch::equal(held, torch::tensor({2, 1})));
+  EXPECT_TRUE(torch::equal(held, on_device::tensor({2, 1})));
 
   const Tensor before = net->blocks[0]->up->weight.detach().clone();
   sharded.begin();
@@ -114,7 +115,7 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   const auto make = [](uint64_t seed) {
     torch::manual_seed(seed);
     torch::nn::Sequential net(torch::nn::Linear(400, 1200), torch::nn::Linear(1200, 401));
-    net->to(torch::kDouble);
+    net->to(testing_support::run_device(), torch::kDouble);
     return net;
   };
   auto net = make(static_cast<uint64_t>(rank) + 1);
@@ -159,10 +160,10 @@ TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
                             .name = policy == BroadcastBuffers::average ? "average" : "broadcast"});
     const int world = communicator->world_size();
     torch::nn::Sequential net(torch::nn::BatchNorm1d(6));
-    net->to(torch::kDouble);
+    net->to(testing_support::run_device(), torch::kDouble);
     FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net),
                        {.broadcast_buffers = policy});
-    const auto rows = [](int rank) { return torch::full({2, 6}, rank + 1, torch::kDouble); };
+    const auto rows = [](int rank) { return on_device::full({2, 6}, rank + 1, torch::kDouble); };
     sharded.begin();
     Tensor loss;
     {
@@ -245,7 +246,7 @@ TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
       ASSERT_EQ(mine.defined(), other.defined());
       EXPECT_TRUE(!mine.defined() || torch::equal(mine, other)) << sharded.parameters()[i].name;
     }
-    saved["grad.nowhere"] = torch::zeros({1});
+    saved["grad.nowhere"] = on_device::zeros({1});
     EXPECT_TRUE(says(what_of([&] { resumed.load_state(saved, values); }), "not trainable"));
   }
 }
@@ -265,7 +266,8 @@ TEST(FullyShard, WholeParametersComeAndGoOneByOne) {
   for (const auto& parameter : net->parameters()) {
     EXPECT_TRUE(torch::all(parameter == 3).item<bool>());
   }
-  EXPECT_TRUE(says(what_of([&] { sharded.load_parameter("weight", torch::ones({2})); }), "[6, 5]"));
+  EXPECT_TRUE(
+      says(what_of([&] { sharded.load_parameter("weight", on_device::ones({2})); }), "[6, 5]"));
   EXPECT_TRUE(says(what_of([&] { (void)sharded.gather_parameter("no"); }), "\"no\""));
   EXPECT_EQ(sharded.report().unsharded_gradient_bytes, 8 * (30 + 2 * (60 + 10 + 60 + 6 + 1 + 12)));
 }

@@ -1,6 +1,7 @@
 // Models with torch's own layers: which of them are synchronised and for how long, and that all
 // others equal torch's bit for bit.
 #include "parallel/sync_batch_norm_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::sync_norm_test {
 
@@ -14,7 +15,7 @@ struct SmallNetImpl : torch::nn::Cloneable<SmallNetImpl> {
     first = register_module("first", torch::nn::BatchNorm2d(width));
     linear = register_module("linear", torch::nn::Linear(width * 4, 6));
     second = register_module("second", torch::nn::BatchNorm1d(6));
-    to(torch::kDouble);
+    to(testing_support::run_device(), torch::kDouble);
   }
   // x: [N, 2, 4, 4]
   Tensor forward(const Tensor& x) {
@@ -44,7 +45,7 @@ static Split converted_split(int world) {
 
 static Tensor images(const Split& split, uint64_t seed) {
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(seed);
-  return torch::randn({joined_rows(split), 2, 4, 4}, generator, torch::kDouble);
+  return on_device::randn({joined_rows(split), 2, 4, 4}, generator, torch::kDouble);
 }
 
 TEST(ConvertSyncBatchNorm, AModelEqualsOneProcessOnTheJoinedBatch) {
@@ -67,8 +68,8 @@ TEST(ConvertSyncBatchNorm, LayersOfOtherModelsStayTorchsToTheBit) {
   auto communicator = fresh_communicator();
   const int rank = communicator->rank();
   SmallNet other = net_of_seed(7), twin = net_of_seed(7);
-  const Tensor x = torch::randn({3, 2, 4, 4}, torch::kDouble);
-  const Tensor dy = torch::randn({3, 6}, torch::kDouble);
+  const Tensor x = on_device::randn({3, 2, 4, 4}, torch::kDouble);
+  const Tensor dy = on_device::randn({3, 6}, torch::kDouble);
   const Norms before = run_layer(other, x, dy);
   SmallNet net = net_of_seed(1);
   CountedCommunicator counted(communicator);
@@ -96,7 +97,7 @@ TEST(ConvertSyncBatchNorm, LastsAsLongAsItsHandle) {
   CountedCommunicator counted(fresh_communicator());
   const int sent = counted.watched->world_size() > 1 ? 2 : 0; // per forward
   SmallNet net;
-  const Tensor x = torch::randn({3, 2, 4, 4}, torch::kDouble);
+  const Tensor x = on_device::randn({3, 2, 4, 4}, torch::kDouble);
   const auto forward = [&] {
     counted.reset();
     net->forward(x);
@@ -133,8 +134,9 @@ TEST(ConvertSyncBatchNorm, ALayerThatTracksNothingIsKnownByItsWeight) {
   const int world = counted.watched->world_size();
   torch::nn::Sequential net(
       torch::nn::BatchNorm1d(BatchNormOptions(kChannels).track_running_stats(false)));
+  on_device::moved(net);
   const auto conversion = convert_sync_batchnorm(net, counted.watched);
-  const Tensor x = torch::randn({4, kChannels});
+  const Tensor x = on_device::randn({4, kChannels});
   counted.reset();
   net->forward(x);
   EXPECT_EQ(counted.forwards, world > 1 ? 1 : 0);
@@ -172,7 +174,7 @@ TEST(ConvertSyncBatchNorm, RowsThatDoNotCountChangeNothingForOthers) {
   const Norms wanted = plain.run(x, dy, torch::kDouble);
   Norms mine = counts ? run_layer(norm, rows_of(x, counted, rank), rows_of(dy, counted, rank))
                       : run_layer(norm, joined_values({4}, {5}, 99),
-                                  torch::zeros({4, kChannels, 5}, torch::kDouble));
+                                  on_device::zeros({4, kChannels, 5}, torch::kDouble));
   if (!counts) {
     EXPECT_EQ(largest(mine.tensors.at("dx")), 0);
     const Tensor variance =
@@ -183,7 +185,7 @@ TEST(ConvertSyncBatchNorm, RowsThatDoNotCountChangeNothingForOthers) {
             variance.sqrt().view({1, 3, 1}) * norm->weight.view({1, 3, 1}) +
         norm->bias.view({1, 3, 1});
     EXPECT_LE(largest(mine.tensors.at("y") - wanted_y), 1e-9);
-    const auto no_rows = torch::zeros({0, kChannels, 5}, torch::kDouble);
+    const auto no_rows = on_device::zeros({0, kChannels, 5}, torch::kDouble);
     mine.tensors["y"] = mine.tensors["dx"] = no_rows;
   }
   expect_joined(*communicator, mine, wanted, counted, 1e-12);
@@ -204,7 +206,7 @@ TEST(ConvertSyncBatchNorm, RefusesAnotherModelOnAnotherRankEverywhere) {
   torch::nn::Sequential two(torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4));
   const std::string more = refusal(last ? two.ptr() : one.ptr());
   EXPECT_NE(more.find("batch norm \"1\""), more.npos) << more;
-  two->to(torch::kDouble);
+  two->to(testing_support::run_device(), torch::kDouble);
   const std::string typed = refusal(
       last ? two.ptr()
            : torch::nn::Sequential(torch::nn::BatchNorm1d(4), torch::nn::BatchNorm1d(4)).ptr());

@@ -14,6 +14,7 @@
 #include "hasten/base/error.h"
 #include "hasten/parallel/sync_batch_norm.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/watched_communicator.h"
 #include "support/world.h"
 
@@ -49,7 +50,7 @@ inline Tensor joined_values(const Split& split, std::vector<int64_t> tail, uint6
   auto generator = torch::make_generator<at::CPUGeneratorImpl>(seed);
   std::vector<int64_t> shape{joined_rows(split), kChannels};
   shape.insert(shape.end(), tail.begin(), tail.end());
-  return torch::randn(shape, generator, torch::kDouble) * 2 + 20;
+  return on_device::randn(shape, generator, torch::kDouble) * 2 + 20;
 }
 
 inline Tensor rows_of(const Tensor& joined, const Split& split, int rank) {
@@ -90,9 +91,9 @@ Norms run_layer(Layer& layer, const Tensor& x, const Tensor& dy) {
 template <typename Layer>
 void give_values(Layer& layer, at::ScalarType type) {
   const at::NoGradGuard no_grad;
-  layer->to(type);
-  layer->weight.copy_(torch::tensor(channel_values(1)));
-  layer->bias.copy_(torch::tensor(channel_values(-0.5)));
+  layer->to(testing_support::run_device(), type);
+  layer->weight.copy_(on_device::tensor(channel_values(1)));
+  layer->bias.copy_(on_device::tensor(channel_values(-0.5)));
 }
 
 /// The results of one process on the joined batch, by torch's kernels.
@@ -141,8 +142,8 @@ inline void expect_joined(Communicator& communicator, const Norms& mine, const N
     } else if (name.find("gradient") != std::string::npos) {
       communicator.all_reduce(found, ReduceOp::SUM, name);
     } else { // parameters and statistics have the same bits on every rank
-      Tensor all = torch::empty({communicator.world_size(), std::max<int64_t>(found.numel(), 1)},
-                                torch::kDouble);
+      Tensor all = on_device::empty(
+          {communicator.world_size(), std::max<int64_t>(found.numel(), 1)}, torch::kDouble);
       communicator.all_gather_async(all, found.reshape({-1}), name).wait();
       for (int rank = 0; rank < communicator.world_size(); ++rank) {
         EXPECT_TRUE(torch::equal(all[rank], all[0])) << name;

@@ -1,6 +1,7 @@
 // SyncBatchNorm compared with torch's layers on the joined batch. Worlds 1 to 4. Ranks have
 // different numbers of samples, or none.
 #include "parallel/sync_batch_norm_rig.h"
+#include "support/on_device.h"
 
 namespace hasten::sync_norm_test {
 
@@ -105,8 +106,9 @@ TEST(SyncBatchNorm, SendsTwiceALayerAndNothingInEvaluation) {
   CountedCommunicator counted(fresh_communicator());
   const int world = counted.watched->world_size();
   SyncBatchNorm norm(BatchNormOptions(kChannels), counted.watched);
+  on_device::moved(norm);
   counted.reset();
-  const Tensor x = torch::randn({4, kChannels}) + counted.watched->rank();
+  const Tensor x = on_device::randn({4, kChannels}) + counted.watched->rank();
   norm->forward(x.clone().requires_grad_()).sum().backward();
   EXPECT_EQ(counted.forwards, world > 1 ? 1 : 0);
   EXPECT_EQ(counted.backwards, world > 1 ? 1 : 0);
@@ -137,7 +139,9 @@ TEST(SyncBatchNorm, AloneIsTorchsToTheBit) {
   auto communicator = Communicator::create(World{}, {.name = "alone"});
   SyncBatchNorm norm(BatchNormOptions(kChannels), communicator);
   torch::nn::BatchNorm2d plain{BatchNormOptions(kChannels)};
-  const Tensor x = torch::randn({4, kChannels, 2, 2});
+  on_device::moved(norm);
+  on_device::moved(plain);
+  const Tensor x = on_device::randn({4, kChannels, 2, 2});
   const Norms mine = run_layer(norm, x, x);
   const Norms theirs = run_layer(plain, x, x);
   for (const auto& [name, tensor] : theirs.tensors) {
@@ -173,17 +177,18 @@ TEST(SyncBatchNorm, RefusesWhatItCannotNormalise) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();
   SyncBatchNorm norm(BatchNormOptions(kChannels), communicator);
-  for (const Tensor& wrong : {torch::ones({4}), torch::ones({4, 2}),
-                              torch::ones({2, 3, 1, 1, 1, 1}), torch::ones({2, 3}, torch::kLong)}) {
+  for (const Tensor& wrong :
+       {on_device::ones({4}), on_device::ones({4, 2}), on_device::ones({2, 3, 1, 1, 1, 1}),
+        on_device::ones({2, 3}, torch::kLong)}) {
     EXPECT_NE(error_of([&] { norm->forward(wrong); }).find("[N, 3, ...]"), std::string::npos);
   }
   if (world > 1) { // one row in the joined batch
     const int64_t rows = communicator->rank() == 0 ? 1 : 0;
     EXPECT_NE(error_of([&] {
-                norm->forward(torch::ones({rows, kChannels}));
+                norm->forward(on_device::ones({rows, kChannels}));
               }).find("one value per channel"),
               std::string::npos);
-    const Tensor x = torch::randn({2, kChannels}).requires_grad_();
+    const Tensor x = on_device::randn({2, kChannels}).requires_grad_();
     const Tensor y = norm->forward(x).square().sum();
     EXPECT_NE(error_of([&] {
                 torch::autograd::grad({y}, {x}, {}, std::nullopt, true);
@@ -193,7 +198,7 @@ TEST(SyncBatchNorm, RefusesWhatItCannotNormalise) {
   // All ranks have no samples; nothing may hang.
   if (world > 1) {
     const Tensor before = norm->running_mean.clone();
-    const Tensor none = torch::ones({0, kChannels}).requires_grad_();
+    const Tensor none = on_device::ones({0, kChannels}).requires_grad_();
     norm->forward(none).sum().backward();
     EXPECT_EQ(none.grad().sizes(), none.sizes());
     EXPECT_TRUE(torch::equal(before, norm->running_mean));

@@ -1,8 +1,26 @@
 #include "support/communicator.h"
 
+#include <gtest/gtest.h>
+
+#include "hasten/comm/backend.h"
+#include "support/device_communicator.h"
+#include "support/run_device.h"
 #include "support/world.h"
 
 namespace hasten::testing_support {
+
+/// On the test device, groups run its collectives on streams, as NCCL does.
+class DeviceBackend : public testing::Environment {
+  void SetUp() override {
+    if (!run_device().is_cpu()) {
+      register_backend("gloo", [gloo = backend_factory("gloo")](const BackendContext& context) {
+        return device_communicator(gloo(context));
+      });
+    }
+  }
+};
+[[maybe_unused]] static testing::Environment* const device_backend =
+    testing::AddGlobalTestEnvironment(new DeviceBackend); // owned by gtest
 
 std::shared_ptr<Communicator> fresh_communicator() {
   CommunicatorOptions options;

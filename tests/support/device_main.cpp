@@ -2,21 +2,9 @@
 #include <gtest/gtest.h>
 
 #include "support/rank_process.h"
+#include "support/run_device.h"
 #include "support/spawn.h"
 #include "support/test_device.h"
-
-namespace hasten::testing_support {
-
-class DeviceListener : public testing::EmptyTestEventListener {
-  void OnTestEnd(const testing::TestInfo&) override {
-    set_device_memory_limit(0);
-    for (const std::string& error : take_device_errors()) {
-      ADD_FAILURE() << error;
-    }
-  }
-};
-
-} // namespace hasten::testing_support
 
 int main(int argc, char** argv) {
   using namespace hasten::testing_support;
@@ -25,6 +13,6 @@ int main(int argc, char** argv) {
   if (is_rank_process()) {
     return run_rank_function();
   }
-  testing::UnitTest::GetInstance()->listeners().Append(new DeviceListener); // owned by gtest
+  check_device_after_each_case();
   return RUN_ALL_TESTS();
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "support/rank_process.h"
+#include "support/run_device.h"
 #include "support/world_run.h"
 
 int main(int argc, char** argv) {
@@ -15,6 +16,7 @@ int main(int argc, char** argv) {
   const std::vector<std::string> all(argv, argv + argc);
   testing::InitGoogleTest(&argc, argv);
   if (is_rank_process()) {
+    choose_run_device();
     return run_as_rank();
   }
   if (GTEST_FLAG_GET(list_tests)) {

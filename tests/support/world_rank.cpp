@@ -23,6 +23,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "support/rank_process.h"
+#include "support/run_device.h"
 #include "support/world.h"
 #include "support/world_run.h"
 
@@ -305,6 +306,7 @@ int run_as_rank() {
   auto& listeners = testing::UnitTest::GetInstance()->listeners();
   delete listeners.Release(listeners.default_result_printer());
   listeners.Append(new RankListener); // owned by gtest
+  check_device_after_each_case(); // before RankListener's OnTestEnd
   const int code = RUN_ALL_TESTS();
   this_rank->leave();
   return code;

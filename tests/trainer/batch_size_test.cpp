@@ -11,6 +11,7 @@
 #include "hasten/core/memory.h"
 #include "hasten/trainer/trainer.h"
 #include "support/communicator.h"
+#include "support/on_device.h"
 #include "support/temporary_folder.h"
 #include "support/world.h"
 #include "trainer/toy_text.h"
@@ -39,7 +40,7 @@ struct SizedRun {
         [this, hungry](const Batch& batch) {
           calls.push_back(batch.rows());
           const at::Tensor scratch =
-              torch::empty({hungry ? kRowBytes * batch.rows() : 0}, torch::kByte);
+              on_device::empty({hungry ? kRowBytes * batch.rows() : 0}, torch::kByte);
           LossOutput output = toy::loss_function(model)(batch);
           output.loss_sum = output.loss_sum + torch::dropout(model->head->bias, 0.5, true).sum();
           return output;
@@ -64,7 +65,7 @@ TrainingArguments of_size(int64_t rows, int64_t accumulation) {
 
 std::string bytes_beside_what_lives(int64_t bytes) {
   install_memory_meter();
-  return std::to_string(memory_stats().live_bytes + bytes);
+  return std::to_string(memory_stats(testing_support::run_device()).live_bytes + bytes);
 }
 
 TEST(AutoFindBatchSize, TheRunIsThatOfTheSizeFound) {
@@ -75,7 +76,7 @@ TEST(AutoFindBatchSize, TheRunIsThatOfTheSizeFound) {
   // Memory for the model (some kilobytes) and three rows.
   a.memory_limit = bytes_beside_what_lives(3 * kRowBytes + kRowBytes / 2);
   SizedRun run(a);
-  const int64_t before = memory_stats().live_bytes;
+  const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
   run.trainer->train();
   EXPECT_EQ(run.trainer->arguments().per_device_train_batch_size, 2);
   EXPECT_EQ(run.trainer->arguments().gradient_accumulation_steps, 4);
@@ -121,9 +122,9 @@ TEST(AutoFindBatchSize, WhereNotOneRowFitsTheModelIsAsItWas) {
   SizedRun run(a);
   const toy::Classifier fresh;
   const detail::GeneratorState random;
-  const int64_t before = memory_stats().live_bytes;
+  const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
   EXPECT_THROW(run.trainer->train(), InputError);
-  EXPECT_EQ(memory_stats().live_bytes, before);
+  EXPECT_EQ(memory_stats(testing_support::run_device()).live_bytes, before);
   EXPECT_TRUE(random.again().same_as(random));
   EXPECT_EQ(toy::largest_difference(*run.model, fresh), 0);
   for (const at::Tensor& parameter : run.model->parameters()) {

@@ -54,7 +54,8 @@ TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
     std::iota(first.begin(), first.end(), 0);
     const double plain = [&] {
       const at::NoGradGuard no_grad;
-      return LossFunction(loss_of)(texts->collate(first)).loss_sum.item<double>() /
+      return LossFunction(loss_of)(toy::on_run_device(texts->collate(first)))
+                 .loss_sum.item<double>() /
              static_cast<double>(first.size());
     }();
     trainer.train();
@@ -88,7 +89,7 @@ TEST(TrainerEvaluation, AnyMetricOfAnEvaluationIsThatOfAllRows) {
       accelerator_of(1));
   std::vector<int64_t> all(29);
   std::iota(all.begin(), all.end(), 0);
-  const Batch joined = texts.collate(all);
+  const Batch joined = toy::on_run_device(texts.collate(all));
   const at::NoGradGuard no_grad;
   model->eval();
   const auto value_of = [&](auto metric) {

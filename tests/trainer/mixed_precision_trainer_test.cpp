@@ -11,6 +11,7 @@
 #include "hasten/base/files.h"
 #include "hasten/comm/communicator.h"
 #include "hasten/trainer/resume.h"
+#include "support/run_device.h"
 #include "support/temporary_folder.h"
 #include "trainer/toy_text.h"
 
@@ -19,7 +20,8 @@ namespace hasten::precision_trainer_test {
 struct PrecisionRun {
   std::shared_ptr<toy::Classifier> model = std::make_shared<toy::Classifier>(at::kFloat);
   std::shared_ptr<Accelerator> accelerator = std::make_shared<Accelerator>(
-      AcceleratorOptions{.device = "cpu"}, Communicator::create(World{}));
+      AcceleratorOptions{.device = testing_support::run_device().str()},
+      Communicator::create(World{}));
   std::vector<at::ScalarType> types{}; // dtypes of the logits
   int64_t calls = 0;
   int64_t overflow_at = 0; // index of a training call of the loss function

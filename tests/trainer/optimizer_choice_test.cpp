@@ -68,8 +68,8 @@ TEST(TrainerOptimizer, EachNameTrainsAsAPlainLoopOverItDoes) {
     const auto ours = run.model->parameters(), plain = model->parameters();
     const auto start = toy::Classifier().parameters();
     for (size_t i = 0; i < ours.size(); ++i) {
-      EXPECT_LE((ours[i] - plain[i]).abs().max().item<double>(), 1e-9) << name;
-      EXPECT_GT((ours[i] - start[i]).abs().max().item<double>(), 1e-4) << name;
+      EXPECT_LE((ours[i].cpu() - plain[i]).abs().max().item<double>(), 1e-9) << name;
+      EXPECT_GT((ours[i].cpu() - start[i]).abs().max().item<double>(), 1e-4) << name;
     }
   }
 }

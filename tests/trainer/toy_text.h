@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "hasten/data/dataset.h"
+#include "hasten/loader/batch.h"
 #include "hasten/trainer/trainer.h"
+#include "support/run_device.h"
 
 namespace hasten::toy {
 
@@ -58,6 +60,10 @@ class Texts : public Dataset {
  private:
   std::vector<std::vector<int64_t>> ids_{}; // [row][token]
 };
+
+inline Batch on_run_device(const Batch& batch) {
+  return detail::batch_to_device(batch, testing_support::run_device());
+}
 
 /// A linear layer on the normalised mean of the embeddings of a row's tokens.
 struct Classifier : torch::nn::Module {
@@ -180,7 +186,8 @@ inline double largest_difference(const torch::nn::Module& a, const torch::nn::Mo
   double largest = 0;
   for (const auto& entry : a.named_parameters()) {
     const at::Tensor other = b.named_parameters()[entry.key()];
-    largest = std::max(largest, (entry.value() - other).abs().max().to(at::kDouble).item<double>());
+    largest = std::max(
+        largest, (entry.value().cpu() - other.cpu()).abs().max().to(at::kDouble).item<double>());
   }
   return largest;
 }

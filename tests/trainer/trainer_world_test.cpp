@@ -201,14 +201,14 @@ TEST(TrainerWorld, EvaluationCountsEveryRowOnceAndPredictionKeepsTheOrder) {
 
     std::vector<int64_t> all(rows);
     std::iota(all.begin(), all.end(), 0);
-    const Batch joined = texts.collate(all);
+    const Batch joined = toy::on_run_device(texts.collate(all));
     model->eval();
     const LossOutput expected = toy::loss_function(model)(joined);
     EXPECT_NEAR(record.at("eval_loss").get<double>(),
                 expected.loss_sum.item<double>() / static_cast<double>(rows), 1e-12);
     const PredictionOutput predicted = trainer.predict(texts);
     ASSERT_EQ(predicted.outputs.sizes(), expected.outputs.sizes());
-    EXPECT_LE((predicted.outputs - expected.outputs).abs().max().item<double>(), 1e-12);
+    EXPECT_LE((predicted.outputs.cpu() - expected.outputs.cpu()).abs().max().item<double>(), 1e-12);
     EXPECT_EQ(predicted.metrics.at("test_loss"), record.at("eval_loss"));
   }
 }
@@ -321,8 +321,8 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
     const SafetensorsReader reader(path / "model.safetensors");
     double largest = 0;
     for (const auto& entry : model->named_parameters()) {
-      largest = std::max(largest,
-                         (reader.tensor(entry.key()) - entry.value()).abs().max().item<double>());
+      largest = std::max(
+          largest, (reader.tensor(entry.key()) - entry.value().cpu()).abs().max().item<double>());
     }
     return largest;
   };

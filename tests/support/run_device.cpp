@@ -1,0 +1,57 @@
+#include "support/run_device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "support/test_device.h"
+
+namespace hasten::testing_support {
+
+static at::Device chosen = at::kCPU; // choose_run_device() sets it once
+
+at::Device run_device() { return chosen; }
+
+void choose_run_device() {
+  const char* wanted = std::getenv("HASTEN_TEST_DEVICE");
+  if (wanted != nullptr && std::string(wanted) == "1") {
+    install_test_device();
+    const char* rank = std::getenv("LOCAL_RANK");
+    chosen = test_device(rank != nullptr ? std::atoi(rank) : 0);
+    c10::impl::VirtualGuardImpl(chosen.type()).setDevice(chosen);
+  }
+}
+
+class DeviceListener : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo&) override { before_ = device_counters(); }
+  void OnTestEnd(const testing::TestInfo& info) override {
+    set_device_memory_limit(0);
+    for (const std::string& error : take_device_errors()) {
+      ADD_FAILURE() << error;
+    }
+    if ((device_counters() - before_).operators == 0) {
+      unused_ += std::string(" ") + info.test_suite_name() + "." + info.name();
+    } else {
+      ++used_;
+    }
+  }
+  void OnTestProgramEnd(const testing::UnitTest&) override {
+    if (!run_device().is_cpu() && run_device().index() == 0) {
+      std::printf("[  DEVICE  ] %d cases ran operators on the device. Without:%s\n", used_,
+                  unused_.c_str());
+    }
+  }
+
+  DeviceCounters before_;
+  int used_ = 0; // cases
+  std::string unused_; // the names of the others
+};
+
+void check_device_after_each_case() {
+  testing::UnitTest::GetInstance()->listeners().Append(new DeviceListener); // owned by gtest
+}
+
+} // namespace hasten::testing_support
