@@ -1,0 +1,39 @@
+// A number that a device computes: a loss, a norm. Keeping, copying and passing it does not wait for
+// the device. Only reading it does.
+// Threading: the thread that made the number reads it, on the stream on which it was made.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+
+namespace hasten {
+
+class DeviceScalar {
+ public:
+  DeviceScalar(double value = 0) : value_(value) {}
+  /// The one floating-point element of `tensor`, which must not change until it is read. A tensor
+  /// of the CPU is read here.
+  explicit DeviceScalar(const at::Tensor& tensor);
+
+  /// The number. The first call waits for the device, and also reads all other numbers of this
+  /// thread on that device: reading several numbers waits once.
+  double item() const;
+  operator double() const { return item(); }
+  /// True if item() waits.
+  bool pending() const;
+  /// function(number), computed when it is read, at once if that does not wait.
+  DeviceScalar then(std::function<double(double)> function) const;
+  /// The number on the device before any then(), [1]; undefined for a number of the CPU.
+  at::Tensor tensor() const;
+
+ private:
+  struct Source;
+
+  double value_ = 0;
+  std::shared_ptr<Source> source_{}; // null: value_
+  std::function<double(double)> function_{}; // of the source; empty: the number itself
+};
+
+} // namespace hasten
