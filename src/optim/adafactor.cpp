@@ -68,13 +68,15 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
+    std::vector<at::Tensor> directions;
     for (size_t i = 0; i < t.parameters.size(); ++i) {
-      run_one(t, i, k);
+      directions.push_back(direction_of(t, i, k));
     }
+    t.descend(directions, 1);
   }
 
  private:
-  static void run_one(StepTensors& t, size_t i, const StepNumbers& k) {
+  static at::Tensor direction_of(StepTensors& t, size_t i, const StepNumbers& k) {
     const at::Tensor& parameter = t.parameters[i];
     const at::Tensor& gradient = t.gradients[i];
     const auto rms = [](const at::Tensor& x) {
@@ -102,7 +104,7 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
       mean.mul_(k.beta1).add_(update, 1 - k.beta1);
       update = mean;
     }
-    parameter.sub_(parameter * (rate * k.weight_decay)).sub_(update);
+    return update + parameter * (rate * k.weight_decay);
   }
 };
 

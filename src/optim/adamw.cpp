@@ -58,7 +58,8 @@ class AdamRules : public RulesOf<OwnOptions> {
     const auto fused = [&](auto operation) {
       operation(t.parameters, t.gradients, t.moments[0], t.moments[1],
                 k.amsgrad ? at::TensorList(t.moments[2]) : at::TensorList(), steps, k.lr, k.beta1,
-                k.beta2, k.weight_decay, k.eps, k.amsgrad, /*maximize=*/false);
+                k.beta2, k.weight_decay, k.eps, k.amsgrad, /*maximize=*/false,
+                /*grad_scale=*/std::nullopt, t.found_inf);
     };
     if constexpr (kDecoupled<OwnOptions>) {
       fused([](auto... arguments) { at::_fused_adamw_(arguments...); });

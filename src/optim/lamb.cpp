@@ -44,7 +44,7 @@ class Rules<LambOptions> final : public RulesOf<LambOptions> {
     const at::Tensor lengths = at::stack(at::_foreach_norm(directions));
     const at::Tensor ratios = at::where((sizes > 0).logical_and(lengths > 0), sizes / lengths, 1.0);
     at::_foreach_mul_(directions, ratios.unbind());
-    at::_foreach_sub_(t.parameters, directions, k.lr);
+    t.descend(directions, k.lr);
   }
 };
 

@@ -20,6 +20,7 @@ class Rules<LionOptions> final : public RulesOf<LionOptions> {
     const LionOptions& o = own(options);
     StepNumbers numbers;
     numbers.lr = o.lr();
+    numbers.weight_decay = o.weight_decay();
     numbers.keep = 1 - o.lr() * o.weight_decay();
     std::tie(numbers.beta1, numbers.beta2) = o.betas();
     return numbers;
@@ -29,8 +30,8 @@ class Rules<LionOptions> final : public RulesOf<LionOptions> {
     const auto mixed = at::_foreach_lerp(means, t.gradients, 1 - k.beta1);
     auto signs = at::_foreach_sign(mixed);
     at::_foreach_maximum_(signs, at::_foreach_minimum(mixed, signs)); // NaN stays NaN
-    at::_foreach_mul_(t.parameters, k.keep);
-    at::_foreach_sub_(t.parameters, signs, k.lr);
+    at::_foreach_add_(signs, t.parameters, k.weight_decay);
+    t.descend(signs, k.lr);
     at::_foreach_lerp_(means, t.gradients, 1 - k.beta2);
   }
 };

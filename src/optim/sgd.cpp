@@ -57,7 +57,7 @@ class Rules<torch::optim::SGDOptions> final : public RulesOf<torch::optim::SGDOp
       at::_foreach_add_(buffers, direction, k.share);
       direction = k.nesterov ? at::_foreach_add(direction, buffers, k.beta1) : buffers;
     }
-    at::_foreach_sub_(t.parameters, direction, k.lr);
+    t.descend(direction, k.lr);
   }
 };
 

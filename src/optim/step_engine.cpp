@@ -28,6 +28,10 @@ void FusedOptimizer::step_and_zero(double factor) {
   engine_->update(optimizer_of(*this), {factor, detail::GradientAfter::zero});
 }
 
+void FusedOptimizer::set_found_inf(at::Tensor found_inf) {
+  engine_->set_found_inf(std::move(found_inf));
+}
+
 std::string FusedOptimizer::name() const {
   const std::string where = engine_->rules().where();
   return where.substr(where.rfind(':') + 1);
@@ -324,12 +328,25 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
   }
 }
 
+void StepTensors::descend(const std::vector<at::Tensor>& directions, double lr) {
+  if (!found_inf) {
+    at::_foreach_sub_(parameters, directions, lr);
+    return;
+  }
+  at::_fused_sgd_(parameters, directions, /*momentum_buffer_list=*/{}, /*weight_decay=*/0,
+                  /*momentum=*/0, lr, /*dampening=*/0, /*nesterov=*/false, /*maximize=*/false,
+                  /*is_first_step=*/false, /*grad_scale=*/{}, found_inf);
+}
+
 /// Lists, because on a device each call costs a launch.
 void StepEngine::run_list(const std::vector<const StepItem*>& items, const StepPass& pass) const {
   const auto dtype = items[0]->arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
   const bool masters = is_16_bit(items[0]->arrays.parameter_type) && options_.master_weights;
   StepTensors tensors;
   tensors.step = *items[0]->parts.step;
+  if (found_inf_.defined() && found_inf_.device() == items[0]->parameter.device()) {
+    tensors.found_inf = found_inf_;
+  }
   std::vector<at::Tensor> changed; // the pairs to copy back
   std::vector<at::Tensor> results;
   const auto in_dtype = [&](const at::Tensor& tensor) {

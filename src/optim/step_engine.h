@@ -39,6 +39,10 @@ struct StepTensors {
   std::vector<at::Tensor> gradients{}; // already multiplied by the factor
   std::array<std::vector<at::Tensor>, 3> moments{}; // empty: none
   int64_t step = 0;
+  std::optional<at::Tensor> found_inf{}; // see FusedOptimizer::set_found_inf
+
+  /// parameters -= lr * directions, unless found_inf.
+  void descend(const std::vector<at::Tensor>& directions, double lr);
 };
 
 /// What an optimizer's kernel is and needs.
@@ -93,6 +97,7 @@ class StepEngine {
 
   const StepRules& rules() const { return *rules_; }
   FusedOptions& options() { return options_; }
+  void set_found_inf(at::Tensor found_inf) { found_inf_ = std::move(found_inf); }
   /// Uses ATen's operations on the CPU, too.
   void force_tensor_operations() {
     only_tensors_ = true;
@@ -135,6 +140,7 @@ class StepEngine {
   const std::unique_ptr<StepRules> rules_;
   FusedOptions options_;
   bool only_tensors_ = false;
+  at::Tensor found_inf_{};
   std::vector<Known> known_{}; // [parameter over all groups], at the last check
 };
 

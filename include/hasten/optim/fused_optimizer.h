@@ -46,6 +46,10 @@ class FusedOptimizer {
   /// step_scaled() that fills each used grad() with zeros. It keeps their memory, for gradients
   /// that are views of buffers.
   void step_and_zero(double factor = 1);
+  /// torch's found_inf: while this fp32 element on the parameters' device is 1, steps leave the
+  /// parameters as they are, which takes no wait for the device; moments may become NaN. Undefined:
+  /// none. Kernels of the CPU ignore it.
+  void set_found_inf(at::Tensor found_inf);
   /// For example "AdamW".
   std::string name() const;
   /// Whether each element is updated independently of the others, so that a shard of a tensor can
