@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -96,7 +97,21 @@ bool FlatGradients::installed(int64_t slot) const {
          grad.sizes() == views_[i].sizes();
 }
 
-void FlatGradients::install_slot(int64_t slot) {
+void FlatGradients::install_slots(const std::vector<int64_t>& slots) {
+  Moves moves;
+  for (const int64_t slot : slots) {
+    install_slot(slot, &moves);
+  }
+  const at::NoGradGuard no_grad;
+  if (!moves.to.empty()) {
+    at::_foreach_copy_(moves.to, moves.from);
+  }
+  if (!moves.zero.empty()) {
+    at::_foreach_zero_(moves.zero);
+  }
+}
+
+void FlatGradients::install_slot(int64_t slot, Moves* later) {
   if (installed(slot)) {
     return;
   }
@@ -107,6 +122,7 @@ void FlatGradients::install_slot(int64_t slot) {
     views_[i] = make_view(slot); // other code has replaced the view's data
   }
   at::Tensor& grad = layout_.slots()[i].parameter.mutable_grad();
+  const bool listed = later != nullptr && !views_[i].is_cpu();
   if (grad.defined()) {
     if (grad.sizes() != views_[i].sizes()) {
       throw InputError("flat::FlatGradients",
@@ -115,11 +131,18 @@ void FlatGradients::install_slot(int64_t slot) {
                        c10::str("its parameter's shape, ", views_[i].sizes()));
     }
     known_zero_ = false;
-    if (!detail::flat_copy_bytes(views_[i], grad)) {
+    if (listed && !grad.is_sparse()) {
+      later->to.push_back(views_[i]);
+      later->from.push_back(grad);
+    } else if (!detail::flat_copy_bytes(views_[i], grad)) {
       views_[i].copy_(grad.is_sparse() ? grad.to_dense() : grad);
     }
   } else if (!known_zero()) {
-    views_[i].zero_();
+    if (listed) {
+      later->zero.push_back(views_[i]);
+    } else {
+      views_[i].zero_();
+    }
   }
   grad = views_[i];
 }
@@ -131,9 +154,9 @@ void FlatGradients::install() {
       })) {
     zero_(); // one pass per buffer instead of one per parameter
   }
-  for (int64_t slot = 0; slot < std::ssize(slots); ++slot) {
-    install_slot(slot);
-  }
+  std::vector<int64_t> all(slots.size());
+  std::iota(all.begin(), all.end(), 0);
+  install_slots(all);
 }
 
 void FlatGradients::reset() {
@@ -218,6 +241,9 @@ bool FlatGradients::all_zero() {
     return true;
   }
   for (const at::Tensor& buffer : buffers_) {
+    if (!buffer.is_cpu()) {
+      return false;
+    }
     // The largest magnitude. NaN if an element is NaN, which is not zero either.
     if (buffer.numel() > 0 &&
         at::linalg_vector_norm(buffer, std::numeric_limits<double>::infinity()).item<double>() !=
@@ -229,16 +255,19 @@ bool FlatGradients::all_zero() {
   return true;
 }
 
-bool FlatGradients::cleared() {
+bool FlatGradients::cleared(bool wait) {
   bool all_in_place = true;
   for (size_t i = 0; i < layout_.slots().size(); ++i) {
     all_in_place = all_in_place && installed(static_cast<int64_t>(i));
   }
-  if (all_in_place) {
+  if (all_in_place && (known_zero() || !wait || buffers_[0].is_cpu())) {
     return all_zero();
   }
   for (const FlatSlot& slot : layout_.slots()) {
     const at::Tensor& grad = slot.parameter.grad();
+    if (grad.defined() && !grad.is_cpu() && !wait) {
+      return false;
+    }
     if (grad.defined() &&
         (grad.is_sparse() ? grad._values() : grad).count_nonzero().item<int64_t>() != 0) {
       return false;

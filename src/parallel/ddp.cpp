@@ -162,7 +162,7 @@ void Ddp::begin(bool in_place) {
   if (gradients_.release()) {
     foreign_ = false;
     defined_.assign(hooks_.size(), 0);
-  } else if (alone_ && (in_place || gradients_.cleared())) { // Note [A rank alone]
+  } else if (alone_ && (in_place || gradients_.cleared(false))) { // Note [A rank alone]
     foreign_ = foreign_ && in_place && !gradients_.cleared();
   } else {
     gradients_.install();

@@ -119,7 +119,8 @@ void Ddp::gradient_ready(int64_t slot) {
                            "a part of the graph that is built during backward",
                      options_.static_graph ? "leave static_graph off" : "");
   }
-  if (!alone_ || entry.parameter.grad().is_sparse()) {
+  const at::Tensor& gradient = entry.parameter.grad();
+  if (gradient.is_sparse() || (!alone_ && gradient.is_cpu())) { // else with the bucket's others
     gradients_.install_slot(slot);
   }
   used_[i] = 1;
@@ -137,6 +138,9 @@ void Ddp::gradient_ready(int64_t slot) {
 
 void Ddp::launch(size_t index) {
   Bucket& bucket = buckets_[index];
+  if (!bucket.range.is_cpu()) { // one copy for all
+    gradients_.install_slots(bucket.slots);
+  }
   Operation operation;
   if (hook_) {
     at::NoGradGuard no_grad;

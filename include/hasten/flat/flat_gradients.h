@@ -40,7 +40,9 @@ class FlatGradients {
   bool installed(int64_t slot) const;
   /// Like install() for one slot. Throws InputError that names the parameter if the gradient
   /// has another shape.
-  void install_slot(int64_t slot);
+  void install_slot(int64_t slot) { install_slot(slot, nullptr); }
+  /// The same for several slots. On a device other than the CPU one operator copies all of them.
+  void install_slots(const std::vector<int64_t>& slots);
 
   /// Makes every grad() undefined without touching the buffers. The next backward then brings its
   /// own tensors, which install_slot() copies in. That is one pass over memory instead of two
@@ -61,13 +63,20 @@ class FlatGradients {
   bool known_zero() const;
   /// Call this after writing into the buffers in another way (for example by a collective).
   void mark_written() { known_zero_ = false; }
-  /// Checks the values: one pass over the buffers unless they are known to be zero.
+  /// Checks the values: one pass over the buffers unless they are known to be zero. On a device other
+  /// than the CPU, which it does not wait for, only what is known counts.
   bool all_zero();
   /// True if every grad() is undefined or zero, wherever it is: zero_grad was called. At most
-  /// one pass over memory, which stops at the first gradient that is not zero.
-  bool cleared();
+  /// one pass over memory, which stops at the first gradient that is not zero. With `wait` false it
+  /// does not wait for a device, whose values then count as not zero unless they are known.
+  bool cleared(bool wait = true);
 
  private:
+  /// Copies to make, as lists.
+  struct Moves {
+    std::vector<at::Tensor> to, from, zero;
+  };
+  void install_slot(int64_t slot, Moves* later);
   void allocate() const; // once
   at::Tensor make_view(int64_t slot) const;
   void note_zero();
