@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <mutex>
 #include <set>
 
 #include "hasten/base/error.h"
@@ -145,19 +146,27 @@ void TrainingState::plan_objects(StateLoad& load) {
 }
 
 void TrainingState::plan_random(StateLoad& load) {
+  const nlohmann::json& seed = load.shared.at("seed");
+  const uint64_t fresh =
+      stream_seed("dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
+                  static_cast<uint64_t>(run_.world().rank),
+                  load.shared.at("windows_completed").get<uint64_t>());
   if (!load.same_world) {
-    const nlohmann::json& seed = load.shared.at("seed");
-    const uint64_t fresh =
-        stream_seed("dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
-                    static_cast<uint64_t>(run_.world().rank),
-                    load.shared.at("windows_completed").get<uint64_t>());
     load.apply.push_back([fresh] { at::manual_seed(fresh); });
     return;
   }
   for (const GeneratorState& now : generator_states({run_.device()})) {
     const std::string name = "random." + now.device_name();
     const auto found = load.own_tensors.find(name);
-    if (found == load.own_tensors.end()) {
+    const bool missing = found == load.own_tensors.end();
+    if (missing && !now.generator().device().is_cpu()) { // the state of another device
+      load.apply.push_back([generator = now.generator(), fresh]() mutable {
+        const std::lock_guard<std::mutex> lock(generator.mutex());
+        generator.set_current_seed(fresh);
+      });
+      continue;
+    }
+    if (missing) {
       refuse_state(load.rank_file, name + " is missing");
     }
     try {
