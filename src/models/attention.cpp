@@ -299,12 +299,13 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
     return x.view({rows, x.size(1), heads, width}).transpose(1, 2);
   };
   at::Tensor context;
-  if (dropout <= 0) {
+  if (dropout <= 0 || !q.is_cpu()) {
     std::optional<at::Tensor> bias;
     if (mask.defined()) {
       bias = mask.expand({rows, heads, queries, k.size(1)});
     }
-    context = at::scaled_dot_product_attention(split(q), split(k), split(v), bias);
+    context = at::scaled_dot_product_attention(split(q), split(k), split(v), bias,
+                                               std::max(dropout, 0.0));
   } else {
     const double scale = 1.0 / std::sqrt(static_cast<double>(width));
     at::Tensor scores = at::matmul(split(q) * scale, split(k).transpose(2, 3));
