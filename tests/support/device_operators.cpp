@@ -340,6 +340,17 @@ void install_operators() {
     // torch's own kernels of these throw
     aten.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   }
+  // GPUs have kernels for these. Elsewhere torch makes them of several operators: those of lists of
+  // one for each tensor.
+  const auto composed = [](const c10::OperatorName& op) {
+    return op.name.starts_with("aten::_foreach_") || op.name == "aten::native_layer_norm";
+  };
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (composed(op)) {
+      aten.impl(c10::toString(op).c_str(),
+                torch::CppFunction::makeFromBoxedFunction<&run_operator>());
+    }
+  }
   static auto autograd = MAKE_TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1);
   autograd.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   static auto others = MAKE_TORCH_LIBRARY_IMPL(_, PrivateUse1);
