@@ -7,14 +7,14 @@
 namespace hasten::detail {
 
 Announcer::Announcer(RunContext& run, ModelSet& models, WindowSet& windows)
-    : run_(run), models_(models), windows_(windows), control_(run.communicator(), run.device()) {}
+    : run_(run), models_(models), windows_(windows), control_(run.communicator()) {}
 
 WindowControl& Announcer::control_of(uint64_t models) {
   if (!windows_.has_local(models) || !models_.has_replicas(models)) {
     return control_;
   }
   if (!replica_control_) {
-    replica_control_.emplace(models_.shard_group(), run_.device());
+    replica_control_.emplace(models_.shard_group());
   }
   return *replica_control_;
 }
@@ -43,7 +43,7 @@ void Announcer::even_out_buffers(uint64_t models, bool forward) {
 
 bool Announcer::announce_models(uint64_t models) {
   WindowControl& control = control_of(models);
-  control.start({.buffers = true, .models = models, .steps = windows_.shared()->steps}, {});
+  control.start({.buffers = true, .models = models, .steps = windows_.shared()->steps});
   return control.wait().finished > 0;
 }
 
@@ -82,15 +82,14 @@ void Announcer::announce_round(size_t model, uint64_t number, int64_t kind) {
   control_.start({.models = uint64_t{1} << model,
                   .number = number,
                   .round = kind,
-                  .steps = windows_.shared()->steps},
-                 {});
+                  .steps = windows_.shared()->steps});
   if (control_.wait().stale > 0) {
     share_state(); // of a window before the scope became local
   }
 }
 
 bool Announcer::announce_save() {
-  control_.start({}, {});
+  control_.start({});
   const WindowTotals totals = control_.wait();
   if (totals.stale > 0) {
     share_state();

@@ -4,26 +4,46 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "hasten/base/log.h"
 #include "hasten/optim/gradient_norm.h"
 
 namespace hasten::detail {
 
+// Values of a device are read only if steps depend on them.
+void GradientChecks::note(Facts& facts, const DeviceScalar& value) {
+  if (!value.pending()) {
+    facts.non_finite = facts.non_finite || !std::isfinite(value);
+  } else if (run_.options().skip_non_finite_steps) {
+    facts.unread.push_back(value);
+  }
+}
+
+bool GradientChecks::non_finite(size_t model) {
+  Facts& facts = facts_of(model);
+  for (const DeviceScalar& value : std::exchange(facts.unread, {})) {
+    facts.non_finite = facts.non_finite || !std::isfinite(value);
+  }
+  return facts.non_finite;
+}
+
 void GradientChecks::completed(const GradientWindow& window) {
-  const bool bad_loss = window.report().non_finite > 0;
+  const DeviceScalar& bad = window.report().non_finite;
   for (size_t i = 0; i < models_.size(); ++i) {
     if (windows_.of(i) == &window) {
       Facts& facts = facts_of(i);
-      facts.bad_loss = bad_loss;
+      facts.bad_losses = bad;
       facts.looked = false;
-      facts.non_finite = facts.non_finite || bad_loss;
+      facts.norm.reset();
+      note(facts, bad.then([](double count) { return count > 0 ? NAN : 0; }));
     }
   }
 }
 
 void GradientChecks::begins(size_t model) {
-  if (facts_of(model).non_finite && !windows_.in_window(model) &&
+  const Facts& facts = facts_of(model);
+  if ((facts.non_finite || !facts.unread.empty()) && !windows_.in_window(model) &&
       models_[model].parallel->gradients().cleared()) {
     zeroed(model);
   }
@@ -37,6 +57,10 @@ void GradientChecks::begins(size_t model) {
 // pass only reads the gradients.
 bool GradientChecks::overflowed(size_t model) {
   Facts& facts = facts_of(model);
+  if (facts.norm && std::isfinite(*facts.norm)) {
+    facts.looked = true;
+    facts.overflow = false;
+  }
   if (!facts.looked) {
     const DataParallel& parallel = *models_[model].parallel;
     std::vector<at::Tensor> gradients;
@@ -54,14 +78,13 @@ bool GradientChecks::overflowed(size_t model) {
   return facts.overflow;
 }
 
-void GradientChecks::note_norm(const std::vector<SlotList>& lists, double norm) {
+void GradientChecks::note_norm(const std::vector<SlotList>& lists, const DeviceScalar& norm) {
   for (const SlotList& list : lists) {
     Facts& facts = facts_of(list.model);
-    if (list.all && std::isfinite(norm) && !facts.looked) {
-      facts.looked = true;
-      facts.overflow = false;
+    if (list.all && !facts.looked && !facts.norm && (norm.pending() || std::isfinite(norm))) {
+      facts.norm = norm;
     }
-    facts.non_finite = facts.non_finite || !std::isfinite(norm);
+    note(facts, norm);
   }
 }
 
@@ -75,8 +98,8 @@ bool GradientChecks::leaves_out_step(const std::vector<SlotList>& lists, uint64_
     bool found = false;
     for (size_t i = 0; i < models_.size(); ++i) {
       if (windows_.completed(i) == complete) {
-        bad_loss = bad_loss || facts_of(i).bad_loss;
         found = overflowed(i) || found;
+        bad_loss = bad_loss || facts_of(i).bad_losses > 0;
       }
     }
     if (bad_loss) {
@@ -90,11 +113,11 @@ bool GradientChecks::leaves_out_step(const std::vector<SlotList>& lists, uint64_
     }
   }
   return std::ranges::any_of(lists, [&](const SlotList& list) {
-    return overflowed(list.model) || facts_of(list.model).bad_loss;
+    return overflowed(list.model) || facts_of(list.model).bad_losses > 0;
   });
 }
 
-bool GradientChecks::non_finite(const std::vector<SlotList>& lists) const {
+bool GradientChecks::non_finite(const std::vector<SlotList>& lists) {
   return std::ranges::any_of(lists,
                              [this](const SlotList& list) { return non_finite(list.model); });
 }

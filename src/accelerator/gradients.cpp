@@ -14,7 +14,17 @@ namespace hasten {
 
 namespace detail {
 
-double OptimizerSet::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
+// Multiplies by min(1, max_norm / norm) without waiting for the device.
+static void clip_on_device(const std::vector<at::Tensor>& gradients, const at::Tensor& norm,
+                           double max_norm, double pending) {
+  const at::Tensor whole = pending == 1 ? norm : norm * pending;
+  const at::Tensor factor = (whole + 1e-6).reciprocal_().mul_(max_norm).clamp_max_(1);
+  at::_foreach_mul_(gradients, (pending == 1 ? factor : factor * pending)
+                                   .to(at::promote_types(gradients[0].scalar_type(), at::kFloat))
+                                   .squeeze(0));
+}
+
+DeviceScalar OptimizerSet::clip(const std::vector<SlotList>& lists, const GradientClip& how) {
   const bool by_value = how.clip_value > 0;
   const char* where = by_value ? "accelerator::clip_grad_value_" : "accelerator::clip_grad_norm_";
   batch_.complete_open_window(lists);
@@ -37,18 +47,28 @@ double OptimizerSet::clip(const std::vector<SlotList>& lists, const GradientClip
     pending = common_factor(lists);
   }
   const Gathered found = gradients_of(lists);
-  const double norm = norm_of(lists, found, by_value ? INFINITY : how.norm_type) * pending;
+  const DeviceScalar norm =
+      norm_of(lists, found, by_value ? INFINITY : how.norm_type).then([pending](double own) {
+        return own * pending;
+      });
   if (how.error_if_nonfinite && !std::isfinite(norm)) {
     refuse_non_finite(lists, where, norm);
   }
-  const double factor = how.max_norm / (norm + 1e-6); // as torch.nn.utils does
-  if (by_value && !(norm <= how.clip_value)) {
-    clip_by_value_(found.pieces, how.clip_value);
-  } else if (!by_value && !(factor >= 1) && pending != 1) {
+  if (by_value) {
+    if (norm.pending() || !(norm <= how.clip_value)) {
+      clip_by_value_(found.pieces, how.clip_value);
+    }
+  } else if (norm.pending()) {
+    clip_on_device(found.pieces, norm.tensor(), how.max_norm, pending);
+    for (const SlotList& list : lists) {
+      models_[list.model].parallel->set_pending_factor(1);
+    }
+  } else if (const double factor = how.max_norm / (norm + 1e-6); // as torch.nn.utils does
+             !(factor >= 1) && pending != 1) {
     for (const SlotList& list : lists) {
       models_[list.model].parallel->set_pending_factor(pending * factor);
     }
-  } else if (!by_value && !(factor >= 1)) {
+  } else if (!(factor >= 1)) {
     for (const at::Tensor& piece : found.pieces) {
       piece.mul_(factor);
     }
@@ -89,18 +109,32 @@ OptimizerSet::Gathered OptimizerSet::gradients_of(const std::vector<SlotList>& l
   return found;
 }
 
-double OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
-                             double norm_type) {
+DeviceScalar OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gathered& all,
+                                   double norm_type) {
   const bool sharded = std::ranges::any_of(
       lists, [this](const SlotList& list) { return models_[list.model].parallel->sharded(); });
   if (!sharded) {
     return gradient_norm(all.gradients, norm_type);
   }
   std::vector<double> norms;
+  std::vector<at::Tensor> on_device; // also of a rank whose shards are empty
   for (const SlotList& list : lists) {
-    std::vector<double> own{gradient_norm(gradients_of({list}).gradients, norm_type)};
-    models_[list.model].parallel->reduce_norms(own, norm_type);
+    const DeviceScalar norm = gradient_norm(gradients_of({list}).gradients, norm_type);
+    const DataParallel& parallel = *models_[list.model].parallel;
+    if (!run_.device().is_cpu()) {
+      const auto options = at::TensorOptions(at::kDouble).device(run_.device());
+      on_device.push_back(parallel.reduce_norm(
+          norm.pending() ? norm.tensor() : at::full({1}, norm.item(), options), norm_type));
+      continue;
+    }
+    std::vector<double> own{norm};
+    parallel.reduce_norms(own, norm_type);
     norms.push_back(own[0]);
+  }
+  if (!on_device.empty()) {
+    return DeviceScalar(on_device.size() == 1
+                            ? on_device[0]
+                            : at::linalg_vector_norm(at::cat(on_device), norm_type));
   }
   return norm_of_norms(norms, norm_type);
 }
@@ -176,7 +210,7 @@ GradientNorms OptimizerSet::gradient_norms(size_t model, const GradientNormsOpti
     }
   }
   const double p = options.norm_type;
-  std::vector<double> own = tensor_norms(gradients, p);
+  std::vector<double> own = tensor_norms(gradients, p); // waits for a device
   spread.reduce_norms(own, p);
   for (size_t i = 0; i < own.size(); ++i) {
     own[i] *= spread.pending_factor();
@@ -222,28 +256,28 @@ GradientClip by_value(double clip_value, bool error) {
 
 } // namespace detail
 
-double Gradients::clip_grad_norm_(const detail::ModelRef& model, double max_norm, double norm_type,
-                                  bool error_if_nonfinite) {
+DeviceScalar Gradients::clip_grad_norm_(const detail::ModelRef& model, double max_norm,
+                                        double norm_type, bool error_if_nonfinite) {
   const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
   const size_t index = core_->models.index(model.get(), "accelerator::clip_grad_norm_");
   return core_->optimizers.clip({{.model = index, .all = true}}, how);
 }
 
-double Gradients::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
-                                  double norm_type, bool error_if_nonfinite) {
+DeviceScalar Gradients::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                                        double norm_type, bool error_if_nonfinite) {
   const auto how = detail::by_norm(max_norm, norm_type, error_if_nonfinite);
   return core_->optimizers.clip(core_->models.slots_of(parameters), how);
 }
 
-double Gradients::clip_grad_value_(const detail::ModelRef& model, double clip_value,
-                                   bool error_if_nonfinite) {
+DeviceScalar Gradients::clip_grad_value_(const detail::ModelRef& model, double clip_value,
+                                         bool error_if_nonfinite) {
   const auto how = detail::by_value(clip_value, error_if_nonfinite);
   const size_t index = core_->models.index(model.get(), "accelerator::clip_grad_value_");
   return core_->optimizers.clip({{.model = index, .all = true}}, how);
 }
 
-double Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
-                                   bool error_if_nonfinite) {
+DeviceScalar Gradients::clip_grad_value_(const std::vector<at::Tensor>& parameters,
+                                         double clip_value, bool error_if_nonfinite) {
   const auto how = detail::by_value(clip_value, error_if_nonfinite);
   return core_->optimizers.clip(core_->models.slots_of(parameters), how);
 }

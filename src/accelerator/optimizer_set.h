@@ -39,7 +39,7 @@ class OptimizerSet : private WindowParts {
   void forget_done() { done_.clear(); }
 
   // gradients.cpp
-  double clip(const std::vector<SlotList>& lists, const GradientClip& how);
+  DeviceScalar clip(const std::vector<SlotList>& lists, const GradientClip& how);
   GradientNorms gradient_norms(size_t model, const GradientNormsOptions& options);
 
   /// The optimizers that have parameters of the model.
@@ -84,7 +84,7 @@ class OptimizerSet : private WindowParts {
       const SchedulerState& scheduler) const;
 
   Gathered gradients_of(const std::vector<SlotList>& lists);
-  double norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
+  DeviceScalar norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
   [[noreturn]] void refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                       double norm) const;
 

@@ -58,6 +58,9 @@ class ShardedModel final : public DataParallel {
   void reduce_norms(std::vector<double>& norms, double norm_type) const override {
     sharded_.reduce_norms(norms, norm_type);
   }
+  at::Tensor reduce_norm(const at::Tensor& norm, double norm_type) const override {
+    return sharded_.reduce_norm(norm, norm_type);
+  }
   void register_comm_hook(std::shared_ptr<CommHook> hook) override {
     if (hook) {
       throw InputError("parallel::FullyShard", "communication hook=" + hook->description(),

@@ -81,7 +81,7 @@ void UnevenInputs::end_with_replica(const LoaderState* loader) {
   if (local_.scope() == nullptr || &of_copy == &announcer_.control()) {
     return;
   }
-  of_copy.start({.finished = 1, .data = end_of_data(loader, windows_.shared()->steps)}, {});
+  of_copy.start({.finished = 1, .data = end_of_data(loader, windows_.shared()->steps)});
   of_copy.wait();
 }
 
@@ -100,7 +100,7 @@ void UnevenInputs::serve_peers(const LoaderState* loader, bool joins, bool& surv
   WindowTotals totals;
   for (;;) {
     mine.stale = stale_ ? 1 : 0;
-    announcer_.control().start(mine, {});
+    announcer_.control().start(mine);
     totals = announcer_.control().wait();
     if (totals.finished == run_.communicator()->world_size()) {
       break;

@@ -145,7 +145,7 @@ GradientWindow::GradientWindow(std::shared_ptr<Communicator> communicator,
       models_mask_(models_mask),
       options_(options),
       shared_(std::move(shared)),
-      control_(communicator_, device),
+      control_(communicator_),
       device_(device),
       watch_(std::make_unique<detail::WindowWatch>()),
       next_scale_(detail::nearest_power_of_two(
@@ -351,7 +351,8 @@ void GradientWindow::run_backward(const at::Tensor& loss, double times, double s
       note_loss(loss, times);
     }
     if (reduce && !alone()) {
-      control_.start(own_totals(), loss_stats_);
+      control_.start(own_totals());
+      start_loss_sum();
     }
     for (auto& model : models_) {
       model->start_backward(reduce, {.loss = runs ? loss : at::Tensor(),
@@ -386,27 +387,33 @@ void GradientWindow::run_backward(const at::Tensor& loss, double times, double s
 
 void GradientWindow::forget_losses() {
   host_losses_ = host_non_finite_ = 0;
-  if (!device_.is_cpu()) {
-    loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
-  }
+  device_losses_.reset();
+  loss_sum_ = {};
 }
 
-// Losses on the CPU are read immediately: a dozen small tensor operations would cost a small
-// model's step more than all the rest. Losses on a GPU are not waited for.
+// Losses on the CPU are read immediately: a few small tensor operations would cost a small model's
+// step more than all the rest. Losses on another device are not waited for.
 void GradientWindow::note_loss(const at::Tensor& loss, double times) {
   at::NoGradGuard no_grad;
-  if (device_.is_cpu() && loss.is_cpu()) {
+  if (device_.is_cpu()) {
     const double value = loss.item<double>();
     host_losses_ += value * times;
     host_non_finite_ += std::isfinite(value) ? 0 : 1;
     return;
   }
-  if (!loss_stats_.defined()) {
-    loss_stats_ = at::zeros({2}, at::TensorOptions(at::kDouble).device(device_));
+  const at::Tensor value = loss.detach().reshape({1}).to(device_, at::kDouble);
+  device_losses_ = device_losses_.defined() ? device_losses_.add_(value, times) : value * times;
+}
+
+// The sum over ranks, on the device. It follows the control vector on every rank.
+void GradientWindow::start_loss_sum() {
+  if (device_.is_cpu()) {
+    return;
   }
-  const at::Tensor value = loss.detach().reshape({1}).to(at::kDouble);
-  loss_stats_.add_(
-      at::cat({value * times, value.isfinite().logical_not().to(at::kDouble)}).to(device_));
+  if (!device_losses_.defined()) {
+    device_losses_ = at::zeros({1}, at::TensorOptions(at::kDouble).device(device_));
+  }
+  loss_sum_ = communicator_->all_reduce_async(device_losses_, ReduceOp::SUM, "losses of a window");
 }
 
 // A backward that threw leaves partial gradients, so the window starts anew.
@@ -463,11 +470,6 @@ void GradientWindow::complete() {
     note_ranks(totals, !idle_);
   } else {
     totals = own_totals();
-    if (loss_stats_.defined()) {
-      const at::Tensor stats = loss_stats_.cpu();
-      totals.loss += stats.const_data_ptr<double>()[0];
-      totals.non_finite += stats.const_data_ptr<double>()[1];
-    }
   }
   settle(totals);
   if (shared_->check && !alone() && totals.finished == 0) {
@@ -485,9 +487,21 @@ void GradientWindow::note_ranks(const WindowTotals& totals, bool here) {
 }
 
 void GradientWindow::settle(const WindowTotals& totals) {
-  if (totals.extra) {
-    report_.loss += report_.weight > 0 ? totals.loss / report_.weight : 0;
-    report_.non_finite += std::llround(totals.non_finite);
+  if (loss_sum_) {
+    std::exchange(loss_sum_, {}).wait();
+  }
+  DeviceScalar loss = totals.loss;
+  DeviceScalar non_finite = totals.non_finite;
+  if (device_losses_.defined()) {
+    loss = DeviceScalar(device_losses_);
+    non_finite = loss.then([](double sum) { return std::isfinite(sum) ? 0 : 1; });
+  }
+  const auto mean_over = [&](double weight) {
+    return weight > 0 ? loss.then([weight](double sum) { return sum / weight; }) : DeviceScalar(0);
+  };
+  if (totals.extra) { // on another device this waits
+    report_.loss = report_.loss + mean_over(report_.weight);
+    report_.non_finite = report_.non_finite + non_finite;
   } else {
     factor_ = factor_of(totals);
     if (totals.weight > 0) {
@@ -496,8 +510,8 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.number += 1;
     report_.weight = totals.weight;
     report_.rows = std::llround(totals.rows);
-    report_.loss = totals.weight > 0 ? totals.loss / totals.weight : 0;
-    report_.non_finite = std::llround(totals.non_finite);
+    report_.loss = mean_over(totals.weight);
+    report_.non_finite = non_finite;
     report_.joined = totals.finished;
     report_.requests = totals.requests;
   }
@@ -532,6 +546,7 @@ void GradientWindow::join(const WindowTotals& totals) {
     scale_ = next_scale_;
     loss_scale_ = shared_->loss_scale;
   }
+  start_loss_sum();
   const double factor = factor_of(totals);
   for (auto& model : models_) {
     model->start_backward(true, {.joined = true, .factor = [factor] { return factor; }});

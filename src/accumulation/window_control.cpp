@@ -19,7 +19,7 @@ enum WindowField {
   kWindowWeight,
   kWindowRows,
   kWindowLoss,
-  kWindowNonFinite, // next to the loss: both come from the device
+  kWindowNonFinite,
   kWindowFinished,
   kWindowLeft, // finished ranks that do not join
   kWindowLeftBits, // 2^rank of each of them
@@ -91,10 +91,10 @@ constexpr int kNamedRanks = 52;
 
 } // namespace detail
 
-WindowControl::WindowControl(std::shared_ptr<Communicator> communicator, at::Device device)
-    : communicator_(std::move(communicator)), device_(device) {}
+WindowControl::WindowControl(std::shared_ptr<Communicator> communicator)
+    : communicator_(std::move(communicator)) {}
 
-void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats) {
+void WindowControl::start(const WindowTotals& mine) {
   using namespace detail;
   std::array<double, kWindowFields> host{};
   range_ = mine.range;
@@ -132,19 +132,14 @@ void WindowControl::start(const WindowTotals& mine, const at::Tensor& loss_stats
     host[kWindowData] = data;
     host[kWindowDataSquared] = data * data;
   }
-  values_ = at::tensor(at::ArrayRef<double>(host), at::kDouble).to(device_);
-  if (loss_stats.defined()) {
-    at::NoGradGuard no_grad;
-    values_.narrow(0, kWindowLoss, 2).add_(loss_stats);
-  }
+  values_ = at::tensor(at::ArrayRef<double>(host), at::kDouble);
   handle_ = communicator_->all_reduce_async(values_, ReduceOp::SUM, "window control");
 }
 
 WindowTotals WindowControl::wait() {
   using namespace detail;
   handle_.wait();
-  const at::Tensor host = values_.cpu();
-  const double* sum = host.const_data_ptr<double>();
+  const double* sum = values_.const_data_ptr<double>();
   WindowTotals totals;
   totals.weight = sum[kWindowWeight];
   totals.rows = sum[kWindowRows];

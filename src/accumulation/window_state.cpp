@@ -1,6 +1,7 @@
 // A window's part of a state. It is exact, so that the next batch continues as if without a save.
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "hasten/accumulation/gradient_window.h"
@@ -29,17 +30,19 @@ void GradientWindow::save_state(NamedTensors& tensors, nlohmann::json& values) c
   values["batches"] = batches_ + (open_ ? 1 : 0);
   values["number"] = report_.number;
   values["rows"] = report_.rows;
-  values["non_finite"] = report_.non_finite;
+  values["non_finite"] = std::llround(report_.non_finite);
   values["joined"] = report_.joined;
   // JSON has neither NaN nor infinity, which a loss may be.
-  tensors["numbers"] = at::tensor(
-      {scale_, next_scale_, factor_, weight_, rows_, report_.weight, report_.loss, loss_scale_},
-      at::kDouble);
-  at::Tensor stats = at::tensor({host_losses_, host_non_finite_}, at::kDouble);
-  if (loss_stats_.defined()) {
-    stats += loss_stats_.cpu();
+  tensors["numbers"] = at::tensor({scale_, next_scale_, factor_, weight_, rows_, report_.weight,
+                                   report_.loss.item(), loss_scale_},
+                                  at::kDouble);
+  double losses = host_losses_;
+  double non_finite = host_non_finite_;
+  if (device_losses_.defined()) {
+    losses = device_losses_.item<double>();
+    non_finite = std::isfinite(losses) ? 0 : 1;
   }
-  tensors["loss_stats"] = stats;
+  tensors["loss_stats"] = at::tensor({losses, non_finite}, at::kDouble);
 }
 
 void GradientWindow::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
@@ -69,7 +72,7 @@ void GradientWindow::load_state(const NamedTensors& tensors, const nlohmann::jso
   WindowReport report;
   values.at("number").get_to(report.number);
   values.at("rows").get_to(report.rows);
-  values.at("non_finite").get_to(report.non_finite);
+  report.non_finite = values.at("non_finite").get<double>();
   values.at("joined").get_to(report.joined);
 
   const at::Tensor host = numbers->second.cpu().contiguous();
@@ -86,8 +89,12 @@ void GradientWindow::load_state(const NamedTensors& tensors, const nlohmann::jso
   forget_losses();
   if (stats != tensors.end()) {
     const at::Tensor sums = stats->second.cpu().contiguous();
-    host_losses_ = sums.const_data_ptr<double>()[0];
-    host_non_finite_ = sums.const_data_ptr<double>()[1];
+    if (device_.is_cpu()) {
+      host_losses_ = sums.const_data_ptr<double>()[0];
+      host_non_finite_ = sums.const_data_ptr<double>()[1];
+    } else {
+      device_losses_ = sums.narrow(0, 0, 1).to(device_);
+    }
   }
   watch_->forget();
   begun_ = begun;

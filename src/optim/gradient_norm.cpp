@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <optional>
 
 #include "hasten/base/error.h"
@@ -33,13 +35,25 @@ double tensor_norm(const at::Tensor& tensor, double p) {
   return p == 2 ? std::sqrt(sum) : sum;
 }
 
+static void check_norm_type(double norm_type) {
+  if (!(norm_type > 0)) {
+    throw InputError(kNormWhere, "norm_type=" + c10::str(norm_type),
+                     "a number above 0, or infinity");
+  }
+}
+
+/// Norms of tensors of one device, on it: [tensor] fp64.
+static at::Tensor norms_on_device(std::vector<at::Tensor> tensors, double norm_type) {
+  for (at::Tensor& tensor : tensors) {
+    tensor = tensor.is_sparse() ? tensor.coalesce().values() : tensor;
+  }
+  return at::stack(at::_foreach_norm(tensors, norm_type, at::kDouble));
+}
+
 } // namespace detail
 
 std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double norm_type) {
-  if (!(norm_type > 0)) {
-    throw InputError(detail::kNormWhere, "norm_type=" + c10::str(norm_type),
-                     "a number above 0, or infinity");
-  }
+  detail::check_norm_type(norm_type);
   std::vector<double> norms(tensors.size(), 0.0);
   std::vector<at::Tensor> away; // on a device, which is waited for once
   std::vector<size_t> places;
@@ -48,13 +62,12 @@ std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double 
     if (tensor.is_cpu()) {
       norms[i] = detail::tensor_norm(tensor, norm_type);
     } else if (tensor.numel() > 0) {
-      away.push_back(tensor.is_sparse() ? tensor.coalesce().values() : tensor);
+      away.push_back(tensor);
       places.push_back(i);
     }
   }
   if (!away.empty()) {
-    const at::Tensor values =
-        at::stack(at::_foreach_norm(away, norm_type, at::kDouble)).cpu(); // of one device
+    const at::Tensor values = detail::norms_on_device(away, norm_type).cpu();
     for (size_t i = 0; i < places.size(); ++i) {
       norms[places[i]] = values[static_cast<int64_t>(i)].item<double>();
     }
@@ -76,7 +89,16 @@ double norm_of_norms(const std::vector<double>& norms, double norm_type) {
                                                    : std::pow(sum, 1 / norm_type);
 }
 
-double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
+DeviceScalar gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type) {
+  detail::check_norm_type(norm_type);
+  std::vector<at::Tensor> away;
+  std::ranges::copy_if(tensors, std::back_inserter(away), [&](const at::Tensor& tensor) {
+    return !tensor.is_cpu() && tensor.numel() > 0 && tensor.device() == tensors[0].device();
+  });
+  if (!away.empty() && away.size() == tensors.size()) {
+    return DeviceScalar(
+        at::linalg_vector_norm(detail::norms_on_device(away, norm_type), norm_type));
+  }
   return norm_of_norms(tensor_norms(tensors, norm_type), norm_type);
 }
 
@@ -86,6 +108,11 @@ void clip_by_value_(const std::vector<at::Tensor>& tensors, double clip_value) {
                      "a number above 0");
   }
   const at::NoGradGuard no_grad;
+  if (std::ranges::none_of(tensors, &at::Tensor::is_cpu) && !tensors.empty()) {
+    at::_foreach_clamp_min_(tensors, -clip_value); // a launch for the list
+    at::_foreach_clamp_max_(tensors, clip_value);
+    return;
+  }
   for (const at::Tensor& tensor : tensors) {
     tensor.clamp_(-clip_value, clip_value);
   }

@@ -47,6 +47,16 @@ void FullyShard::reduce_norms(std::vector<double>& norms, double norm_type) cons
   }
 }
 
+at::Tensor FullyShard::reduce_norm(const at::Tensor& norm, double norm_type) const {
+  const at::NoGradGuard no_grad;
+  const bool largest = std::isinf(norm_type);
+  const at::Tensor all = largest ? at::cat({norm.nan_to_num(0, norm_type), norm.isnan().to(norm)})
+                                 : norm.pow(norm_type);
+  communicator_->all_reduce(all, largest ? ReduceOp::MAX : ReduceOp::SUM, "norm of shards");
+  return largest ? at::where(all[1] > 0, std::nan(""), all.narrow(0, 0, 1))
+                 : all.pow(1 / norm_type);
+}
+
 static size_t find_parameter(const std::vector<ShardedParameter>& parameters,
                              const std::string& name) {
   for (size_t i = 0; i < parameters.size(); ++i) {

@@ -23,6 +23,7 @@
 namespace hasten::detail {
 
 void TrainingRun::collect_losses() {
+  take_losses();
   if (!is_local()) {
     return;
   }
@@ -101,7 +102,7 @@ void TrainingRun::log_training() {
     record["overflows"] = step_->overflows();
   }
   if (parts_.arguments.max_grad_norm > 0) {
-    record["grad_norm"] = is_local() ? mean_grad_norm_ : step_->grad_norm();
+    record["grad_norm"] = is_local() ? mean_grad_norm_ : step_->grad_norm().item();
   }
   describe_gradient_norms(record);
   if (is_local()) {

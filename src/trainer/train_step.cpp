@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/optim/fused_optimizer.h"
 #include "train_step.h"
 
 namespace hasten::detail {
@@ -44,12 +45,13 @@ double norm_type_of(GradNormType type) {
 
 TrainStep::TrainStep(TrainerParts& parts, const TrainingPlan& plan, RunControl& control,
                      Handles handles)
-    : parts_(parts),
-      plan_(plan),
-      control_(control),
-      handles_(std::move(handles)),
-      window_loss_(
-          at::zeros({}, at::TensorOptions(parts.accelerator->device()).dtype(at::kDouble))) {}
+    : parts_(parts), plan_(plan), control_(control), handles_(std::move(handles)) {
+  auto* fused = dynamic_cast<FusedOptimizer*>(&*handles_.optimizer);
+  if (!reads_at_once() && fused != nullptr) {
+    found_inf_ = at::zeros({1}, at::TensorOptions(parts.accelerator->device()).dtype(at::kFloat));
+    fused->set_found_inf(found_inf_);
+  }
+}
 
 bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   // A remembered Ctrl-C stops this rank here and, by the failure it posts, the
@@ -63,7 +65,8 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   try {
     const LossOutput loss = parts_.loss_function(batch);
     require_loss(loss);
-    window_loss_.add_(loss.loss_sum.detach());
+    const at::Tensor own_loss = loss.loss_sum.detach();
+    window_loss_ = window_loss_.defined() ? window_loss_ + own_loss : own_loss;
     accelerator.backward(loss.loss_sum, loss.weight);
     if (!accelerator.sync_gradients()) {
       control_.notify([&](TrainerCallback& c) { c.on_substep_end(before); }, false);
@@ -71,15 +74,19 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
     }
 
     // From here on all ranks hold the same gradients.
-    const WindowReport& report = accelerator.last_window();
-    if (report.non_finite > 0 || !std::isfinite(report.loss)) {
-      stop_at_loss();
+    const bool on_cpu = accelerator.device().is_cpu();
+    if (on_cpu) {
+      check_loss();
     }
     note_gradient_norms();
     clip_gradients();
+    leave_out_if_not_finite();
     control_.notify([&](TrainerCallback& c) { c.on_pre_optimizer_step(before); }, false);
     if (handles_.optimizer.step().was_skipped()) { // then the schedule does not step, either
       note_overflow();
+    }
+    if (!on_cpu && scales_losses()) { // the optimizer has read it
+      check_loss();
     }
     control_.notify([&](TrainerCallback& c) { c.on_optimizer_step(before); }, false);
     handles_.scheduler.step();
@@ -87,7 +94,6 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
     if (local_sgd_) {
       local_sgd_->step();
     }
-    window_loss_.zero_();
     return true;
   } catch (const std::exception& error) {
     // Before the guard aborts, because the reason is known here.
@@ -96,16 +102,57 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   }
 }
 
-void TrainStep::counted(bool stepped) {
+void TrainStep::counted(int64_t step, bool stepped, const WindowReport* window) {
   window_open_ = false;
+  if (window != nullptr) {
+    untaken_.push_back({step, *window, stepped ? DeviceScalar(window_loss_) : DeviceScalar(0),
+                        std::exchange(unchecked_norm_, {})});
+  }
+  window_loss_.reset();
   if (!stepped) {
     grad_norm_ = std::numeric_limits<double>::quiet_NaN();
     gradient_norms_ = {};
   }
 }
 
-void TrainStep::stop_at_loss() {
-  const double mine = window_loss_.item<double>();
+std::vector<WindowReport> TrainStep::take_windows() {
+  std::vector<WindowReport> windows;
+  for (const Untaken& next : std::exchange(untaken_, {})) {
+    check_loss(next);
+    if (!std::isfinite(next.grad_norm)) {
+      stop_at_gradient(next.step, next.grad_norm);
+    }
+    windows.push_back(next.window);
+  }
+  return windows;
+}
+
+void TrainStep::check_loss(const Untaken& of) {
+  if (of.window.non_finite > 0 || !std::isfinite(of.window.loss)) {
+    stop_at_loss(of.step, of.own_loss);
+  }
+}
+
+void TrainStep::check_loss() {
+  check_loss({parts_.state.global_step + 1, parts_.accelerator->last_window(),
+              DeviceScalar(window_loss_), 0});
+}
+
+// A value minus itself is 0, or NaN if it is not finite. NaN is not 0.
+void TrainStep::leave_out_if_not_finite() {
+  if (!found_inf_.defined()) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor loss = parts_.accelerator->last_window().loss.tensor();
+  const at::Tensor norm = unchecked_norm_.tensor();
+  if (loss.defined() || norm.defined()) {
+    const at::Tensor value = !norm.defined() ? loss : !loss.defined() ? norm : loss + norm;
+    found_inf_.logical_or_((value - value).ne_(0));
+  }
+}
+
+void TrainStep::stop_at_loss(int64_t step, double mine) {
   std::string who;
   const auto blame = [&](size_t rank, const std::string& loss) {
     who += (who.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (loss=" + loss + ")";
@@ -134,8 +181,7 @@ void TrainStep::stop_at_loss() {
     }
   }
   throw TrainingError("trainer::train",
-                      "the loss is not finite in step " +
-                          std::to_string(parts_.state.global_step + 1) + " of " +
+                      "the loss is not finite in step " + std::to_string(step) + " of " +
                           std::to_string(plan_.max_steps) + ", on " +
                           (who.empty() ? "another rank, or only in the sum" : who),
                       "a finite loss",
@@ -161,18 +207,20 @@ void TrainStep::note_gradient_norms() {
 void TrainStep::clip_gradients() {
   const TrainingArguments& a = parts_.arguments;
   Accelerator& accelerator = *parts_.accelerator;
+  const bool refuse = accelerator.device().is_cpu() && !scales_losses();
   try {
     if (a.max_grad_norm > 0) {
-      grad_norm_ =
-          accelerator.clip_grad_norm_(parts_.model, a.max_grad_norm, norm_type_of(a.grad_norm_type),
-                                      /*error_if_nonfinite=*/!scales_losses());
+      unchecked_norm_ = grad_norm_ = accelerator.clip_grad_norm_(
+          parts_.model, a.max_grad_norm, norm_type_of(a.grad_norm_type), refuse);
     }
-    if (a.max_grad_value > 0) {
-      accelerator.clip_grad_value_(parts_.model, a.max_grad_value,
-                                   /*error_if_nonfinite=*/!scales_losses());
+    if (a.max_grad_value > 0) { // NaN after a norm that was not finite
+      unchecked_norm_ = accelerator.clip_grad_value_(parts_.model, a.max_grad_value, refuse);
+    }
+    if (scales_losses()) { // an overflow is no error
+      unchecked_norm_ = 0;
     }
   } catch (const TrainingError&) {
-    stop_at_gradient();
+    stop_at_gradient(parts_.state.global_step + 1);
   }
 }
 
@@ -185,26 +233,31 @@ bool TrainStep::scales_losses() const {
 void TrainStep::note_overflow() {
   ++overflows_;
   if (parts_.accelerator->loss_scale().value() < 1.0 / 16) {
-    stop_at_gradient();
+    stop_at_gradient(parts_.state.global_step + 1);
   }
 }
 
-void TrainStep::stop_at_gradient() const {
-  const GradientNorms norms = parts_.accelerator->gradient_norms(
-      parts_.model,
-      {.norm_type = norm_type_of(parts_.arguments.grad_norm_type), .of = NormsOf::parameter});
+// A gradient of an earlier step is gone.
+void TrainStep::stop_at_gradient(int64_t step, std::optional<double> earlier) const {
+  GradientNorms norms{.total = earlier.value_or(0)};
+  if (!earlier) {
+    norms = parts_.accelerator->gradient_norms(
+        parts_.model,
+        {.norm_type = norm_type_of(parts_.arguments.grad_norm_type), .of = NormsOf::parameter});
+  }
   throw TrainingError(
       "trainer::train",
-      "the gradient is not finite in step " + std::to_string(parts_.state.global_step + 1) +
-          " of " + std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
+      "the gradient is not finite in step " + std::to_string(step) + " of " +
+          std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
           (scales_losses()
                ? " with loss_scale=" + std::to_string(parts_.accelerator->loss_scale().value())
                : "") +
           (is_local() ? " on this rank" : " on every rank") +
-          (norms.non_finite == 0 ? std::string(", although each parameter's norm is finite")
-                                 : ", first in " + norms.first_non_finite + ", in " +
-                                       std::to_string(norms.non_finite) + " of " +
-                                       std::to_string(norms.names.size()) + " parameters"),
+          (earlier                 ? std::string()
+           : norms.non_finite == 0 ? ", although each parameter's norm is finite"
+                                   : ", first in " + norms.first_non_finite + ", in " +
+                                         std::to_string(norms.non_finite) + " of " +
+                                         std::to_string(norms.names.size()) + " parameters"),
       "a finite gradient",
       "lower learning_rate, or look for operations whose derivative overflows");
 }

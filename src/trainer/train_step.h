@@ -1,6 +1,11 @@
 // One micro-batch of the training loop, and the checks of an optimizer step's gradients.
 #pragma once
 
+#include <iterator>
+#include <optional>
+#include <vector>
+
+#include "hasten/core/device_scalar.h"
 #include "hasten/data/loader.h"
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/schedule.h"
@@ -31,15 +36,21 @@ class TrainStep {
   /// Forward and backward, and the optimizer's step at the end of a window; true if it
   /// was made. `before`: progress before the optimizer step.
   bool run(const Batch& batch, const StepProgress& before);
-  /// An optimizer step was counted that this rank had no batch for, or had (`stepped`).
-  void counted(bool stepped);
+  /// An optimizer step was counted, numbered `step`, that this rank had no batch for, or had
+  /// (`stepped`). `window`: its report, unless the step has none.
+  void counted(int64_t step, bool stepped, const WindowReport* window);
+  /// The windows counted since the last call. Waits for the device, once. Throws TrainingError for
+  /// the first step whose loss or gradient is not finite. Collective unless windows are local.
+  std::vector<WindowReport> take_windows();
+  /// Number of windows that take_windows() will return.
+  int64_t untaken() const { return std::ssize(untaken_); }
 
   /// Losses are multiplied by a loss scale: fp16.
   bool scales_losses() const;
   /// Optimizer steps left out since the start of this process.
   int64_t overflows() const { return overflows_; }
   /// Before clipping; NaN if this rank had no batch.
-  double grad_norm() const { return grad_norm_; }
+  const DeviceScalar& grad_norm() const { return grad_norm_; }
   /// Of an optimizer step with a record, if the arguments ask for them.
   const GradientNorms& gradient_norms() const { return gradient_norms_; }
   bool record_due(int64_t global_step) const {
@@ -47,8 +58,19 @@ class TrainStep {
   }
 
  private:
-  [[noreturn]] void stop_at_loss();
-  [[noreturn]] void stop_at_gradient() const;
+  /// A step whose values may be on the device still.
+  struct Untaken {
+    int64_t step;
+    WindowReport window;
+    DeviceScalar own_loss; // this rank's sum
+    DeviceScalar grad_norm; // 0: none, or checked
+  };
+  bool reads_at_once() const { return parts_.accelerator->device().is_cpu() || scales_losses(); }
+  void check_loss(); // of the window that is complete
+  void check_loss(const Untaken& of);
+  void leave_out_if_not_finite();
+  [[noreturn]] void stop_at_loss(int64_t step, double own_loss);
+  [[noreturn]] void stop_at_gradient(int64_t step, std::optional<double> earlier = {}) const;
   void clip_gradients();
   void note_gradient_norms();
   void note_overflow();
@@ -59,10 +81,15 @@ class TrainStep {
   RunControl& control_;
   Handles handles_;
   LocalSGD* local_sgd_ = nullptr;
-  at::Tensor window_loss_; // this rank's, on the device; read only on failure
+  at::Tensor window_loss_{}; // this rank's sum, on the device; read only on failure
+  // fp32 [1] on a device: 1 as soon as a loss or norm was not finite. The optimizer then leaves the
+  // parameters as they are, until take_windows() throws.
+  at::Tensor found_inf_{};
+  std::vector<Untaken> untaken_{};
   bool window_open_ = false; // between on_step_begin and on_step_end
   int64_t overflows_ = 0;
-  double grad_norm_ = 0;
+  DeviceScalar grad_norm_{};
+  DeviceScalar unchecked_norm_{}; // take_windows() checks it
   GradientNorms gradient_norms_{};
 };
 

@@ -279,8 +279,8 @@ void TrainingRun::run_epoch() {
 void TrainingRun::terminate() {
   if (local_sgd_) {
     local_sgd_->synchronize();
-    collect_losses();
   }
+  collect_losses();
   save_checkpoint();
   terminated_ = true;
   if (local_sgd_) {
@@ -299,23 +299,37 @@ void TrainingRun::terminate() {
   }
 }
 
+// Steps whose losses stay on the device at most, for runs that seldom write a record.
+constexpr int64_t kMostUntaken = 1000;
+
+void TrainingRun::take_losses() {
+  for (const WindowReport& window : step_->take_windows()) {
+    if (is_local()) {
+      uncollected_losses_.add(window);
+      continue;
+    }
+    for (LossTotal* total : {&progress_.since_record, &progress_.of_epoch, &progress_.of_run}) {
+      total->add(window);
+    }
+  }
+}
+
 void TrainingRun::count_step(bool stepped) {
   const WindowReport& window = parts_.accelerator->last_window();
   const bool has_rows = std::exchange(progress_.windows_counted, window.number) < window.number;
   learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
   if (!is_local()) {
-    progress_.since_record.add(window);
-    progress_.of_epoch.add(window);
-    progress_.of_run.add(window);
     progress_.samples += window.rows;
   } else if (has_rows) {
-    uncollected_losses_.add(window);
     uncollected_rows_ += window.rows;
   }
   if (!is_local() && has_rows) { // after a window with all ranks
     control_.hear(window.requests);
   }
-  step_->counted(stepped);
+  step_->counted(state_.global_step + 1, stepped, !is_local() || has_rows ? &window : nullptr);
+  if (parts_.accelerator->device().is_cpu() || step_->untaken() == kMostUntaken) {
+    take_losses();
+  }
   ++state_.global_step;
   ++step_seconds_.steps;
   if (parts_.checkpointing && !std::exchange(blocks_looked_for_, true) && parts_.is_main() &&
@@ -362,6 +376,8 @@ void TrainingRun::after_step(bool epoch_ended) {
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
     local_sgd_->synchronize(); // so that ranks evaluate and save the same model
+  }
+  if (save || evaluate) {
     collect_losses();
   }
   if (evaluate) {
@@ -462,8 +478,8 @@ void TrainingRun::end_epoch() {
 }
 
 TrainOutput TrainingRun::finish() {
+  collect_losses();
   if (local_sgd_) {
-    collect_losses();
     local_sgd_->finish();
   }
   const double seconds = run_seconds();

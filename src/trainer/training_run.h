@@ -128,6 +128,9 @@ class TrainingRun {
   void run_epoch();
   /// `stepped`: this rank had a batch for it.
   void count_step(bool stepped);
+  /// Adds the losses of the steps since the last call. Waits for the device, and throws for a step
+  /// whose loss or gradient is not finite.
+  void take_losses();
   /// Training record, evaluation and save, as they are due.
   void after_step(bool epoch_ended);
   void end_epoch();
@@ -155,7 +158,7 @@ class TrainingRun {
   void append_record(const char* type, const nlohmann::json& record);
   /// Sums tokens over ranks. Collective.
   void collect_tokens();
-  /// With Local SGD: sums losses and samples over ranks. Collective.
+  /// take_losses(). With Local SGD: sums losses and samples over ranks. Collective.
   void collect_losses();
   /// Adds the norms by name to a training record. With Local SGD collective.
   void describe_gradient_norms(nlohmann::json& record);

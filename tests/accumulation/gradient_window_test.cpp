@@ -223,14 +223,14 @@ TEST(GradientWindow, WeighsAShortWindowByWhatItHolds) {
 TEST(GradientWindow, AnEmptyRankJoinsWithoutWeight) {
   Rig rig;
   const int busy = std::max(1, rig.world - 1);
-  WindowControl control(rig.communicator, at::kCPU);
+  WindowControl control(rig.communicator);
   for (int64_t number = 0; number < 3; ++number) {
     if (rig.rank < busy) {
       rig.micro(number, 0);
       rig.micro(number, 1);
       rig.expect(joined_gradient(rig.joined(number, 2, busy)));
     } else {
-      control.start({.finished = 1, .joins = true}, Tensor());
+      control.start({.finished = 1, .joins = true});
       const WindowTotals totals = control.wait();
       EXPECT_EQ(totals.models, 1u);
       rig.window.join(totals);

@@ -68,7 +68,7 @@ struct AcceleratorOptions {
   /// every prepared optimizer is a FusedOptimizer over unsharded models.
   bool scale_in_step = false;
   /// Skips the optimizer step on all ranks if a rank's loss was not finite or the norm from
-  /// clipping was not finite. Costs nothing.
+  /// clipping was not finite. Costs nothing on the CPU, and a wait for another device in each step.
   bool skip_non_finite_steps = false;
   /// Seeds torch's generators: equally on all ranks at construction (initial weights), and
   /// differently in the first prepare() of a model (dropout). Seed and epoch also decide the order

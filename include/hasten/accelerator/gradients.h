@@ -4,6 +4,7 @@
 // inside a LocalSGD scope gradients, and so these values, are the rank's own.
 // While the window is incomplete, the functions do nothing and return 0 (no norms). Tied parameters
 // count once. Frozen parameters, and parameters without a gradient in this window, do not count.
+// Clipping does not wait for a device: only reading the norm does, or `error_if_nonfinite`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,7 @@
 
 #include "hasten/accelerator/collect.h"
 #include "hasten/accelerator/prepare.h"
+#include "hasten/core/device_scalar.h"
 
 namespace hasten {
 
@@ -53,21 +55,21 @@ class Gradients : public Collect {
   /// pass over the gradients, and another if they are scaled.
   /// Throws TrainingError if `error_if_nonfinite` is set and the norm is not finite, naming the
   /// first such parameter; the gradients are then unchanged.
-  double clip_grad_norm_(const detail::ModelRef& model, double max_norm, double norm_type = 2.0,
-                         bool error_if_nonfinite = false);
+  DeviceScalar clip_grad_norm_(const detail::ModelRef& model, double max_norm,
+                               double norm_type = 2.0, bool error_if_nonfinite = false);
   /// The same over some parameters of prepared models.
-  double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
-                         double norm_type = 2.0, bool error_if_nonfinite = false);
+  DeviceScalar clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                               double norm_type = 2.0, bool error_if_nonfinite = false);
 
   /// Clamps every element to [-clip_value, clip_value], like torch.nn.utils.clip_grad_value_.
   /// Returns the largest |element| before, or NaN if there is one. NaN stays and infinity becomes
   /// clip_value, so check the returned value or set `error_if_nonfinite` as above. clip_value > 0.
   /// Cost: two passes over the gradients, and another one before if
   /// AcceleratorOptions::scale_in_step has deferred their multiplication.
-  double clip_grad_value_(const detail::ModelRef& model, double clip_value,
-                          bool error_if_nonfinite = false);
-  double clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
-                          bool error_if_nonfinite = false);
+  DeviceScalar clip_grad_value_(const detail::ModelRef& model, double clip_value,
+                                bool error_if_nonfinite = false);
+  DeviceScalar clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value,
+                                bool error_if_nonfinite = false);
 
   /// Returns norms by parameter, module or layer; call it before clipping. One pass over the
   /// gradients, which stay unchanged.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "hasten/accumulation/window_control.h"
+#include "hasten/core/device_scalar.h"
 #include "hasten/core/stateful.h"
 #include "hasten/parallel/data_parallel.h"
 
@@ -49,9 +50,10 @@ struct WindowReport {
   double weight = 0;
   int64_t rows = 0;
   /// Sum of losses divided by the weight: the joined batch's mean loss.
-  double loss = 0;
-  /// Number of losses that were not finite, over all ranks.
-  int64_t non_finite = 0;
+  DeviceScalar loss = 0;
+  /// Number of losses that were not finite, over all ranks; on a device other than the CPU 1 if
+  /// there are any.
+  DeviceScalar non_finite = 0;
   /// Ranks in Accelerator::join_uneven_inputs(), which took part with weight 0.
   int joined = 0;
   /// Bits that any rank set (WindowShared::requests).
@@ -210,6 +212,7 @@ class GradientWindow : public Stateful {
   void forget_losses();
   WindowTotals own_totals();
   double factor_of(const WindowTotals& totals) const;
+  void start_loss_sum();
   void complete();
   void settle(const WindowTotals& totals);
   void fail(const char* what, ErrorKind kind);
@@ -241,9 +244,10 @@ class GradientWindow : public Stateful {
   DdpRanks ranks_{}; // the ranks with batches
   double weight_ = 0; // this rank's, so far
   double rows_ = 0;
-  double host_losses_ = 0; // sum of losses on the CPU
-  double host_non_finite_ = 0; // number of non-finite losses on the CPU
-  at::Tensor loss_stats_{}; // [2] fp64: the same two for losses on a GPU; undefined: none
+  double host_losses_ = 0; // sum of losses
+  double host_non_finite_ = 0; // number of non-finite losses
+  at::Tensor device_losses_{}; // [1] fp64, instead of both on another device; undefined: none
+  Work loss_sum_{}; // of device_losses_, over ranks
 
   // The batch.
   bool open_ = false;

@@ -21,7 +21,8 @@ struct WindowTotals {
   /// Sums of the batches' weights and of their samples.
   double weight = 0;
   double rows = 0;
-  /// Sum of losses, and the number of those that were not finite.
+  /// Sum of losses, and the number of those that were not finite. 0 for losses on a device, which
+  /// are summed there.
   double loss = 0;
   double non_finite = 0;
   /// Number of ranks whose loop has ended; input: 1 for such a rank.
@@ -67,12 +68,11 @@ namespace detail {
 
 class WindowControl {
  public:
-  WindowControl(std::shared_ptr<Communicator> communicator, at::Device device);
+  explicit WindowControl(std::shared_ptr<Communicator> communicator);
 
-  /// Starts the sum. `loss_stats`, [2] fp64 on the device or undefined, is added to `mine`'s loss
-  /// and non_finite, so that this call does not wait for the device. A finished rank's other values
-  /// are 0. Collective.
-  void start(const WindowTotals& mine, const at::Tensor& loss_stats);
+  /// Starts the sum, of host memory on every device. A finished rank's other values are 0.
+  /// Collective.
+  void start(const WindowTotals& mine);
   /// Waits for the sum. Collective.
   /// Throws CommunicationError on every rank if some ranks are finished and do not join while
   /// others are not finished; if ranks with batches are not in the same window of the same models;
@@ -81,7 +81,6 @@ class WindowControl {
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  at::Device device_;
   std::string range_{};
   at::Tensor values_{};
   Work handle_{};

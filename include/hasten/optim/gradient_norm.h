@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "hasten/core/device_scalar.h"
+
 namespace hasten {
 
 /// p-norm of each tensor. p = 1, 2 and infinity run at memory speed on the CPU; 1 and 2 sum 1024
@@ -17,8 +19,8 @@ std::vector<double> tensor_norms(const std::vector<at::Tensor>& tensors, double 
 double norm_of_norms(const std::vector<double>& norms, double norm_type);
 
 /// p-norm over all elements of all tensors; 0 without tensors. The last bits depend on the order of
-/// the tensors, never on their addresses.
-double gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type);
+/// the tensors, never on their addresses. Does not wait for a device that has all of them.
+DeviceScalar gradient_norm(const std::vector<at::Tensor>& tensors, double norm_type);
 
 /// Clamps every element to [-clip_value, clip_value], in place; NaN stays NaN. Throws InputError
 /// unless clip_value > 0.

@@ -141,6 +141,8 @@ class DataParallel : public Stateful {
   /// passes the same number of norms. Does nothing if each rank holds all gradients. Otherwise
   /// collective, one small sum.
   virtual void reduce_norms(std::vector<double>& norms, double norm_type) const = 0;
+  /// The same for one norm, [1] fp64, on the device of the gradients. Does not wait for the device.
+  virtual at::Tensor reduce_norm(const at::Tensor& norm, double) const { return norm; }
 
   /// Uses this hook from the next sum on; null: a plain all-reduce. No effect with one rank.
   /// Collective.

@@ -244,6 +244,8 @@ class FullyShard : public Stateful {
   /// Replaces p-norms of this rank's gradients (tensor_norms) by those of the unsharded ones, in
   /// place. Every rank passes the same number of norms. One small collective.
   void reduce_norms(std::vector<double>& norms, double norm_type) const;
+  /// The same for one norm, [1] fp64, on any device, which it does not wait for.
+  at::Tensor reduce_norm(const at::Tensor& norm, double norm_type) const;
 
   /// In order of registration, one entry per tensor.
   const std::vector<ShardedParameter>& parameters() const { return parameters_; }
