@@ -7,6 +7,7 @@
 
 #include "hasten/accelerator/collect.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 
 namespace hasten {
@@ -37,18 +38,28 @@ void require_find_options(const FindBatchSizeOptions& options) {
 
 /// A description of the shortage, if memory ran out.
 std::string run_attempt(const std::function<void(int64_t)>& attempt, int64_t batch_size,
-                        int64_t memory_limit_bytes) {
+                        const FindBatchSizeOptions& options) {
   std::optional<MemoryLimit> limit;
-  if (memory_limit_bytes > 0) {
-    limit.emplace(memory_limit_bytes);
+  if (options.memory_limit_bytes > 0 && options.device.is_cpu()) {
+    limit.emplace(options.memory_limit_bytes);
   }
+  const bool compares = options.memory_limit_bytes > 0 && !limit;
   try {
+    if (compares) {
+      reset_peak_memory(options.device);
+    }
     attempt(batch_size);
+    const int64_t peak = compares ? memory_stats(options.device).peak_bytes : 0;
+    if (peak > options.memory_limit_bytes) {
+      return "out of memory: a peak of " + format_bytes(peak) + " on " + options.device.str() +
+             " exceeds the limit of " + format_bytes(options.memory_limit_bytes);
+    }
     return {};
   } catch (const std::exception& error) {
     if (!is_out_of_memory(error)) {
       throw;
     }
+    empty_cache(options.device);
     const std::string what = error.what();
     return what.substr(0, what.find('\n')); // no stack trace
   }
@@ -66,7 +77,7 @@ int64_t find_executable_batch_size(const std::function<void(int64_t)>& attempt,
   while (size > 0) {
     std::string shortage;
     try {
-      shortage = detail::run_attempt(attempt, size, options.memory_limit_bytes);
+      shortage = detail::run_attempt(attempt, size, options);
     } catch (const std::exception& error) {
       if (communicator != nullptr) {
         communicator->abort(error);

@@ -4,6 +4,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/core/memory.h"
 
 namespace hasten::detail {
 
@@ -80,7 +81,17 @@ void OpenBatch::backward(const at::Tensor& loss, std::optional<double> sum_weigh
   BackwardOptions inside = options;
   inside.last = inside.last && reduces(window_->models_mask());
   const bool was_complete = window_->is_complete();
-  window_->backward(loss, sum_weight, inside);
+  try {
+    window_->backward(loss, sum_weight, inside);
+  } catch (const std::exception& error) {
+    try {
+      name_shortage(error, "accelerator::backward", "backward", run_.device());
+    } catch (const Error& named) {
+      run_.fail_peers(named); // before the guard does, because the reason is known here
+      throw;
+    }
+    throw;
+  }
   if (window_->is_complete()) {
     windows_.complete(*window_, false, was_complete);
   }

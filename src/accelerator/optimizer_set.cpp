@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
+#include "hasten/core/memory.h"
 #include "hasten/core/random.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
@@ -128,7 +129,12 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
   if (nothing) {
     return StepResult::skipped;
   }
-  step_scaled(optimizer, lists);
+  try {
+    step_scaled(optimizer, lists);
+  } catch (const std::exception& error) {
+    name_shortage(error, "accelerator::step", "the optimizer", run_.device());
+    throw;
+  }
   if (!local) { // local ranks may have different numbers
     auto& steps = windows_.shared()->steps;
     steps = mix(steps, static_cast<uint64_t>(optimizer.index) + 1);

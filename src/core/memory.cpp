@@ -11,14 +11,15 @@
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <set>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/host_memory.h"
 #include "hasten/base/process.h"
+#include "hasten/base/text.h"
 #include "hasten/core/memory_rehearsal.h"
 
 namespace hasten {
@@ -162,10 +163,11 @@ void install_memory_meter() {
   });
 }
 
+static constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+
 MemoryStats memory_stats(const at::Device& device) {
   if (!device.is_cpu()) {
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
-    constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak,
             stats.allocation[kAll].allocated};
   }
@@ -192,9 +194,52 @@ MemoryLimit::MemoryLimit(int64_t bytes) : bytes_(bytes) {
 
 MemoryLimit::~MemoryLimit() { detail::change_limits(bytes_, false); }
 
+int64_t memory_left(const at::Device& device) {
+  if (device.is_cpu()) {
+    return available_memory_bytes();
+  }
+  auto* const allocator = c10::getDeviceAllocator(device.type());
+  const auto stats = allocator->getDeviceStats(device.index());
+  try {
+    return static_cast<int64_t>(allocator->getMemoryInfo(device.index()).first) +
+           stats.reserved_bytes[kAll].current - stats.allocated_bytes[kAll].current;
+  } catch (const c10::Error&) {
+    return 0; // not every allocator knows
+  }
+}
+
+void empty_cache(const at::Device& device) {
+  if (!device.is_cpu()) {
+    c10::getDeviceAllocator(device.type())->emptyCache();
+  }
+}
+
+static std::atomic<int64_t> planned_bytes{0};
+
+void detail::plan_memory(int64_t bytes) { planned_bytes = bytes; }
+
+void detail::name_shortage(const std::exception& error, std::string_view where,
+                           std::string_view running, const at::Device& device) {
+  if (!is_out_of_memory(error) || dynamic_cast<const Error*>(&error) != nullptr) {
+    return;
+  }
+  const std::string text = error.what();
+  const int64_t planned = planned_bytes;
+  throw Error(where,
+              "memory of " + device.str() + " ran out in " + std::string(running) + ": " +
+                  text.substr(0, text.find('\n')) +
+                  " In use: " + format_bytes(memory_stats(device).live_bytes) +
+                  ", left: " + format_bytes(memory_left(device)) +
+                  ", planned: " + (planned > 0 ? format_bytes(planned) : std::string("nothing")),
+              {},
+              "use smaller batches (auto_find_batch_size), checkpoint activations, or shard the "
+              "model",
+              ErrorKind::out_of_memory);
+}
+
 bool is_out_of_memory(const std::exception& error) {
   return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-         dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         kind_of(error) == ErrorKind::out_of_memory || // std::bad_alloc, too
          (dynamic_cast<const c10::Error*>(&error) != nullptr &&
           std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") !=
               std::string_view::npos);

@@ -1,6 +1,8 @@
 #include "shard_buffers.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <utility>
 
@@ -24,6 +26,10 @@ at::Tensor ShardBuffers::find(int64_t bytes, at::Device device) {
 }
 
 c10::DataPtr ShardBuffers::take_memory(size_t bytes, at::Device device) {
+  if (!device.is_cpu()) {
+    const c10::DeviceGuard guard(device);
+    return c10::getDeviceAllocator(device.type())->allocate(bytes);
+  }
   struct Lent {
     std::shared_ptr<ShardBuffers> owner;
     at::Tensor buffer;
@@ -41,6 +47,9 @@ c10::DataPtr ShardBuffers::take_memory(size_t bytes, at::Device device) {
 }
 
 at::Tensor ShardBuffers::take(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  if (!options.device().is_cpu()) {
+    return at::empty(sizes, options);
+  }
   const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) *
                        c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
   auto memory = std::make_shared<c10::DataPtr>(take_memory(bytes, options.device()));

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "hasten/core/memory.h"
 #include "hasten/core/recompute.h"
 #include "verify.h"
 
@@ -182,7 +183,18 @@ void ShardUnit::unshard(Communicator& communicator) {
 void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
   const auto bytes = static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
   c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(buffers_->take_memory(bytes, flat.shard.device()));
+  try {
+    storage->set_data_ptr_noswap(buffers_->take_memory(bytes, flat.shard.device()));
+  } catch (const std::exception& shortage) {
+    try {
+      name_shortage(shortage, "parallel::FullyShard",
+                    "a collective, the gather of unit \"" + name_ + "\"", flat.shard.device());
+    } catch (const Error& error) {
+      communicator.abort(error); // the peers have started it
+      throw;
+    }
+    throw;
+  }
   storage->set_nbytes(bytes);
   if (ranks_ == 1) {
     flat.whole.copy_(flat.shard);
@@ -201,6 +213,10 @@ void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
     // Gloo's broadcast works in place; its all-gather copies everything.
     const at::Tensor chunks = whole_chunks(flat, flat.tensors[piece.tensors[0]]);
     chunks[rank_].copy_(own);
+    if (!chunks.is_cpu()) {
+      gather.handles.push_back(communicator.all_gather_async(chunks, chunks[rank_], what));
+      continue;
+    }
     for (int rank = 0; rank < ranks_; ++rank) {
       gather.handles.push_back(communicator.broadcast_async(chunks[rank], rank, what));
     }

@@ -7,7 +7,6 @@
 
 #include "activation_checkpoint/block_regions.h"
 #include "hasten/accelerator/find_batch_size.h"
-#include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
@@ -36,14 +35,14 @@ int64_t kept_bytes(const TrainerParts& parts) {
          (averages ? 2 * weights : 0); // snapshot; buffers of gradients
 }
 
-/// The limit for all CPU tensors of this process, in bytes.
-int64_t memory_limit_of(const TrainingArguments& a) {
+/// The limit for all tensors of this process on the device, in bytes.
+int64_t memory_limit_of(const TrainingArguments& a, const at::Device& device) {
   if (!a.memory_limit.empty()) {
     return parse_bytes(a.memory_limit);
   }
-  const int64_t left = available_memory_bytes();
-  const int ranks = world_from_environment().local_world_size;
-  return left == 0 ? 0 : memory_stats().live_bytes + left / 10 * 9 / ranks;
+  const int64_t left = memory_left(device);
+  const int ranks = device.is_cpu() ? world_from_environment().local_world_size : 1;
+  return left == 0 ? 0 : memory_stats(device).live_bytes + left / 10 * 9 / ranks;
 }
 
 void find_batch_size(TrainerParts& parts, int64_t first) {
@@ -59,8 +58,9 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
   FindBatchSizeOptions options;
   options.starting_batch_size = first;
   options.effective_batch_size = rows;
-  const int64_t limit = memory_limit_of(a);
-  options.memory_limit_bytes = device.is_cpu() ? limit : 0;
+  options.device = device;
+  options.memory_limit_bytes = memory_limit_of(a, device);
+  plan_memory(options.memory_limit_bytes);
   const int64_t kept = kept_bytes(parts);
   const int64_t size = find_executable_batch_size(
       [&](int64_t batch_size) {
@@ -89,8 +89,9 @@ void find_batch_size(TrainerParts& parts, int64_t first) {
              std::to_string(rows / size) + " accumulation instead of " +
              std::to_string(a.per_device_train_batch_size) + " x " +
              std::to_string(a.gradient_accumulation_steps) +
-             (options.memory_limit_bytes > 0 ? ", within " + format_bytes(limit) + " per process"
-                                             : std::string()));
+             (options.memory_limit_bytes > 0
+                  ? ", within " + format_bytes(options.memory_limit_bytes) + " per process"
+                  : std::string()));
   }
   a.per_device_train_batch_size = size;
   a.gradient_accumulation_steps = rows / size;

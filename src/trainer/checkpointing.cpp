@@ -9,6 +9,7 @@
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
+#include "hasten/core/memory.h"
 #include "training_run.h"
 
 namespace hasten::detail {
@@ -52,6 +53,7 @@ void enable_checkpointing(TrainerParts& parts) {
     gradient_checkpointing_enable(parts.model, {.plan = plan});
   }
   parts.checkpointing = {.plan = plan};
+  plan_memory(memory_stats(parts.accelerator->device()).live_bytes + plan->predicted_peak_bytes);
   if (parts.is_main()) {
     log_info("gradient_checkpointing=" + how.text() + ": " + std::to_string(plan->regions.size()) +
              " regions over " + std::to_string(plan->blocks.size()) +

@@ -15,6 +15,7 @@
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
+#include "hasten/core/memory.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/trainer/early_stopping.h"
@@ -143,6 +144,18 @@ void refuse_metric(const std::string& metric, const nlohmann::json& record) {
       "one of " + joined(mapped(record.items(), [](const auto& e) { return e.key(); })));
 }
 
+/// Names a shortage of memory in the loss function.
+LossFunction with_named_shortage(LossFunction loss, at::Device device) {
+  return [loss = std::move(loss), device](const Batch& batch) {
+    try {
+      return loss(batch);
+    } catch (const std::exception& error) {
+      name_shortage(error, "trainer::train", "forward", device);
+      throw;
+    }
+  };
+}
+
 /// Applies label smoothing and class weights of the arguments to the loss function.
 void set_objective(TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
@@ -226,6 +239,8 @@ Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_fun
                           ? std::move(accelerator)
                           : std::make_shared<Accelerator>(accelerator_options(parts.arguments));
   detail::require_same_options(parts);
+  parts.loss_function =
+      detail::with_named_shortage(std::move(parts.loss_function), parts.accelerator->device());
   parts.files = default_model_files(parts.model);
   detail::move_model(*parts.model, parts.accelerator->device());
   if (!parts.arguments.disable_tqdm) {

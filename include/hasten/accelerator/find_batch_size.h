@@ -12,6 +12,8 @@
 // the process later. Therefore set a limit there; core/memory.h enforces it for tensors.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <functional>
 
@@ -25,9 +27,11 @@ struct FindBatchSizeOptions {
   /// If > 0, only divisors of it are tried, so that accumulation over effective_batch_size / size
   /// batches gives the same optimizer steps. Samples per rank.
   int64_t effective_batch_size = 0;
-  /// Limit for all CPU tensors of this process during an attempt, existing tensors included. Bytes;
-  /// 0: no limit.
+  /// Limit for all tensors of this process on `device` during an attempt, existing tensors included.
+  /// Bytes; 0: no limit. On the CPU the allocation that exceeds it fails. On another device the
+  /// attempt runs to its end, and then its peak is compared.
   int64_t memory_limit_bytes = 0;
+  c10::Device device = c10::kCPU;
 };
 
 /// Calls attempt(size). After each attempt that ran out of memory on any rank (core/memory.h:

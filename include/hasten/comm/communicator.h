@@ -95,7 +95,10 @@ struct Collective {
 class Work {
  public:
   Work() = default;
-  /// Blocks until the operation has ended. Its tensors then have the result.
+  /// Blocks until the operation has ended. Its tensors then have the result. A back end that moves
+  /// a device's memory itself (not gloo) does not block: the calling thread's current stream waits
+  /// instead, and its later work finds the result. Free or write the tensors only after wait(), from
+  /// that stream.
   /// Throws CommunicationError that names the operation and the rank.
   void wait();
   /// True if wait() would not block. Never throws.

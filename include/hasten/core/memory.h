@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <string_view>
 
 #include "hasten/base/error.h"
 
@@ -46,8 +47,14 @@ class MemoryLimit {
   int64_t bytes_ = 0;
 };
 
+/// Bytes that tensors could still take. Of a device: what is free, and what its allocator keeps for
+/// reuse. Of the CPU: available_memory_bytes(). 0: unknown.
+int64_t memory_left(const c10::Device& device = c10::kCPU);
+/// Gives the memory that a device's allocator keeps for reuse back to the device.
+void empty_cache(const c10::Device& device);
+
 /// Whether the exception reports that memory ran out: c10::OutOfMemoryError (from a MemoryLimit
-/// or a GPU), std::bad_alloc, or the error of torch's CPU allocator.
+/// or a GPU), std::bad_alloc, the error of torch's CPU allocator, or an Error of that kind.
 bool is_out_of_memory(const std::exception& error);
 /// out_of_memory if is_out_of_memory(), else kind_of() (base/error.h).
 ErrorKind error_kind(const std::exception& error);
@@ -56,5 +63,18 @@ ErrorKind error_kind(const std::exception& error);
 int64_t peak_resident_bytes();
 /// Resident memory now, in bytes.
 int64_t resident_bytes();
+
+namespace detail {
+
+/// What this process's tensors are expected to take at most. Errors name it. Bytes; 0: nothing is
+/// planned.
+void plan_memory(int64_t bytes);
+/// If LibTorch reports that memory ran out, throws an Error of kind out_of_memory. It says what was
+/// running ("backward"), and the bytes wanted, in use, left and planned. Returns for
+/// other exceptions.
+void name_shortage(const std::exception& error, std::string_view where, std::string_view running,
+                   const c10::Device& device);
+
+} // namespace detail
 
 } // namespace hasten
