@@ -66,7 +66,7 @@ void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync)
     accelerator.backward(torch::nn::functional::cross_entropy(model->forward(x), y));
     optimizer.step();
     optimizer.zero_grad();
-    loss_sum += ++step > kSteps - 10 ? accelerator.last_window().loss : 0;
+    loss_sum += ++step > kSteps - 10 ? accelerator.last_window().loss.item() : 0;
   }
   char text[120];
   std::snprintf(text, sizeof text, "%-17s loss %.4f, running mean %.4f, running variance %.4f",

@@ -36,4 +36,10 @@ class DeviceScalar {
   std::function<double(double)> function_{}; // of the source; empty: the number itself
 };
 
+/// For nlohmann::json. Waits for the device.
+template <typename Json>
+void to_json(Json& json, const DeviceScalar& number) {
+  json = number.item();
+}
+
 } // namespace hasten
