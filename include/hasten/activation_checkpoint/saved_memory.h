@@ -32,6 +32,7 @@ struct SavedTensorOffloadOptions {
 ///     waits for no copy. The device's stream waits for the third-last one, so that at most two
 ///     storages that forward no longer uses are on the device. Backward fetches each storage and, in
 ///     advance, the one that was offloaded before it. Cost: two copies between host and device.
+///     As without offload, nothing may write into a saved tensor before its backward.
 /// Threading: affects only its thread.
 /// Throws InputError if no file can be made in the folder, and Error if the disk is full or another
 /// autograd engine is installed.
