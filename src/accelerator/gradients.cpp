@@ -17,6 +17,9 @@ namespace detail {
 // Multiplies by min(1, max_norm / norm) without waiting for the device.
 static void clip_on_device(const std::vector<at::Tensor>& gradients, const at::Tensor& norm,
                            double max_norm, double pending) {
+  if (gradients.empty()) {
+    return;
+  }
   const at::Tensor whole = pending == 1 ? norm : norm * pending;
   const at::Tensor factor = (whole + 1e-6).reciprocal_().mul_(max_norm).clamp_max_(1);
   at::_foreach_mul_(gradients, (pending == 1 ? factor : factor * pending)

@@ -147,7 +147,7 @@ class StorageOnHost final : public OffloadedStorage {
   }
   ~StorageOnHost() override { *used_ -= static_cast<int64_t>(host_.nbytes()); }
 
-  at::Tensor read(const at::TensorOptions&) override {
+  at::Tensor read(const at::TensorOptions& options) override {
     const at::NoGradGuard no_grad;
     const UnseenOps unseen;
     at::Tensor device;
@@ -161,7 +161,7 @@ class StorageOnHost final : public OffloadedStorage {
       const std::lock_guard<std::mutex> lock(before->mutex_);
       before->fetch();
     }
-    return device;
+    return device.view(c10::typeMetaToScalarType(options.dtype())); // it may be of another dtype
   }
 
  private:

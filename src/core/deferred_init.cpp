@@ -414,8 +414,8 @@ void materialize(const torch::nn::Module& module) { materialize(detail::tensors_
 
 void materialize(const torch::nn::Module& module, const at::Device& device) {
   for (at::Tensor& tensor : detail::tensors_of(module)) {
+    materialize({tensor});
     if (tensor.device() != device) {
-      materialize({tensor});
       tensor.set_data(tensor.to(device)); // as Module::to() does
     }
   }

@@ -220,7 +220,8 @@ void detail::plan_memory(int64_t bytes) { planned_bytes = bytes; }
 
 void detail::name_shortage(const std::exception& error, std::string_view where,
                            std::string_view running, const at::Device& device) {
-  if (!is_out_of_memory(error) || dynamic_cast<const Error*>(&error) != nullptr) {
+  if (device.is_cpu() || !is_out_of_memory(error) ||
+      dynamic_cast<const Error*>(&error) != nullptr) {
     return;
   }
   const std::string text = error.what();
@@ -239,7 +240,8 @@ void detail::name_shortage(const std::exception& error, std::string_view where,
 
 bool is_out_of_memory(const std::exception& error) {
   return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-         kind_of(error) == ErrorKind::out_of_memory || // std::bad_alloc, too
+         (kind_of(error) == ErrorKind::out_of_memory && // std::bad_alloc, too
+          dynamic_cast<const CommunicationError*>(&error) == nullptr) || // a peer's
          (dynamic_cast<const c10::Error*>(&error) != nullptr &&
           std::string_view(error.what()).find("DefaultCPUAllocator: can't allocate memory") !=
               std::string_view::npos);

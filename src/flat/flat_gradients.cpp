@@ -260,7 +260,7 @@ bool FlatGradients::cleared(bool wait) {
   for (size_t i = 0; i < layout_.slots().size(); ++i) {
     all_in_place = all_in_place && installed(static_cast<int64_t>(i));
   }
-  if (all_in_place && (known_zero() || !wait || buffers_[0].is_cpu())) {
+  if (all_in_place && (known_zero() || !wait || buffers_.empty() || buffers_[0].is_cpu())) {
     return all_zero();
   }
   for (const FlatSlot& slot : layout_.slots()) {

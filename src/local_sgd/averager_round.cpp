@@ -23,7 +23,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 void Averager::Impl::stage_in() {
   std::unordered_set<at::Device> sources;
   for (Entry& entry : entries) {
-    if (entry.staging.defined()) {
+    if (entry.staging.defined() && takes_part(entry.fragment)) {
       entry.staging.copy_(entry.tensor, /*non_blocking=*/true);
       sources.insert(entry.tensor.device());
     }

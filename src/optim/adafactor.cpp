@@ -70,13 +70,23 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
   void run(StepTensors& t, const StepNumbers& k) const override {
     std::vector<at::Tensor> directions;
     for (size_t i = 0; i < t.parameters.size(); ++i) {
-      directions.push_back(direction_of(t, i, k));
+      const Direction direction = direction_of(t, i, k);
+      if (t.found_inf) {
+        directions.push_back(direction.update + direction.decay);
+      } else {
+        t.parameters[i].sub_(direction.decay).sub_(direction.update);
+      }
     }
-    t.descend(directions, 1);
+    if (t.found_inf) {
+      t.descend(directions, 1);
+    }
   }
 
  private:
-  static at::Tensor direction_of(StepTensors& t, size_t i, const StepNumbers& k) {
+  struct Direction {
+    at::Tensor update, decay;
+  };
+  static Direction direction_of(StepTensors& t, size_t i, const StepNumbers& k) {
     const at::Tensor& parameter = t.parameters[i];
     const at::Tensor& gradient = t.gradients[i];
     const auto rms = [](const at::Tensor& x) {
@@ -104,7 +114,7 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
       mean.mul_(k.beta1).add_(update, 1 - k.beta1);
       update = mean;
     }
-    return update + parameter * (rate * k.weight_decay);
+    return {update, parameter * (rate * k.weight_decay)};
   }
 };
 

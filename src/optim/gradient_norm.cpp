@@ -95,7 +95,8 @@ DeviceScalar gradient_norm(const std::vector<at::Tensor>& tensors, double norm_t
   std::ranges::copy_if(tensors, std::back_inserter(away), [&](const at::Tensor& tensor) {
     return !tensor.is_cpu() && tensor.numel() > 0 && tensor.device() == tensors[0].device();
   });
-  if (!away.empty() && away.size() == tensors.size()) {
+  const auto held = std::ranges::count_if(tensors, [](const auto& t) { return t.numel() > 0; });
+  if (!away.empty() && std::ssize(away) == held) {
     return DeviceScalar(
         at::linalg_vector_norm(detail::norms_on_device(away, norm_type), norm_type));
   }

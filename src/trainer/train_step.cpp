@@ -65,7 +65,8 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   try {
     const LossOutput loss = parts_.loss_function(batch);
     require_loss(loss);
-    const at::Tensor own_loss = loss.loss_sum.detach();
+    const at::Tensor own_loss = loss.loss_sum.detach().to(
+        loss.loss_sum.is_cpu() ? at::kDouble : at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     window_loss_ = window_loss_.defined() ? window_loss_ + own_loss : own_loss;
     accelerator.backward(loss.loss_sum, loss.weight);
     if (!accelerator.sync_gradients()) {

@@ -127,9 +127,9 @@ struct TrainingArguments {
   /// size, before training. Excludes gradient_checkpointing=budget, which fits activations to the
   /// batch instead.
   bool auto_find_batch_size = false;
-  /// With auto_find_batch_size: limit for CPU tensors of one process, "2GB" or "512MiB", including
-  /// the model and the optimizer's state. Empty: 90 % of the host's free memory at the start,
-  /// divided by its ranks. A GPU has its own limit.
+  /// With auto_find_batch_size: limit for the tensors of one process on its device, "2GB" or
+  /// "512MiB", including the model and the optimizer's state. Empty: 90 % of the device's free
+  /// memory at the start. On the CPU that is the host's, divided by its ranks.
   std::string memory_limit{};
   /// Saves memory by recomputing activations of blocks in backward; gradients stay equal bit for
   /// bit. true (every block), or "every:2", "ops", "budget:50%", … (checkpoint_spec.h). A budget is

@@ -25,7 +25,8 @@ class DeviceScalar {
   bool pending() const;
   /// function(number), computed when it is read, at once if that does not wait.
   DeviceScalar then(std::function<double(double)> function) const;
-  /// The number on the device before any then(), [1]; undefined for a number of the CPU.
+  /// The number on the device before any then(), [1]; undefined for a number of the CPU, and for the
+  /// then() of a number that was read.
   at::Tensor tensor() const;
 
  private:

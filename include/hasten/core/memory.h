@@ -69,9 +69,9 @@ namespace detail {
 /// What this process's tensors are expected to take at most. Errors name it. Bytes; 0: nothing is
 /// planned.
 void plan_memory(int64_t bytes);
-/// If LibTorch reports that memory ran out, throws an Error of kind out_of_memory. It says what was
+/// If LibTorch reports that memory of `device` ran out, throws an Error of kind out_of_memory. It says what was
 /// running ("backward"), and the bytes wanted, in use, left and planned. Returns for
-/// other exceptions.
+/// other exceptions, and on the CPU, whose exceptions stay LibTorch's.
 void name_shortage(const std::exception& error, std::string_view where, std::string_view running,
                    const c10::Device& device);
 

@@ -64,7 +64,7 @@ class FlatGradients {
   /// Call this after writing into the buffers in another way (for example by a collective).
   void mark_written() { known_zero_ = false; }
   /// Checks the values: one pass over the buffers unless they are known to be zero. On a device other
-  /// than the CPU, which it does not wait for, only what is known counts.
+  /// than the CPU it reads no values: false unless the buffers are known to be zero.
   bool all_zero();
   /// True if every grad() is undefined or zero, wherever it is: zero_grad was called. At most
   /// one pass over memory, which stops at the first gradient that is not zero. With `wait` false it
