@@ -1,6 +1,7 @@
 #include "classifier.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -1,6 +1,7 @@
 #include "hasten/comm/communicator.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Synchronized.h>
 
 #include <array>

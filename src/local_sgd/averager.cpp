@@ -1,5 +1,6 @@
 // The parts of an Averager: the list of tensors, its layout in flat buffers, slices.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,6 @@
 // A round: snapshot, reduce, vote, commit.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cmath>
 #include <cstring>

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/serialize/archive.h>

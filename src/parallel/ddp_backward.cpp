@@ -1,5 +1,6 @@
 // The backward: starts buckets while it runs, and exchanges the agreement after it.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

@@ -1,5 +1,6 @@
 // A Ddp's part of a state: gradients of an unfinished sum.
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <map>

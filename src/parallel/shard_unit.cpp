@@ -1,6 +1,7 @@
 #include "shard_unit.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>

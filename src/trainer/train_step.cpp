@@ -14,6 +14,7 @@
 // add to g and communicate nothing.
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cmath>
 #include <exception>

@@ -1,6 +1,7 @@
 #include "hasten/trainer/trainer.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
