@@ -21,10 +21,11 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 } // namespace detail
 
+// Tensors of the open round, or all.
 void Averager::Impl::stage_in() {
   std::unordered_set<at::Device> sources;
   for (Entry& entry : entries) {
-    if (entry.staging.defined() && takes_part(entry.fragment)) {
+    if (entry.staging.defined() && (!round.open || takes_part(entry.fragment))) {
       entry.staging.copy_(entry.tensor, /*non_blocking=*/true);
       sources.insert(entry.tensor.device());
     }

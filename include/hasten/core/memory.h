@@ -47,8 +47,8 @@ class MemoryLimit {
   int64_t bytes_ = 0;
 };
 
-/// Bytes that tensors could still take. Of a device: what is free, and what its allocator keeps for
-/// reuse. Of the CPU: available_memory_bytes(). 0: unknown.
+/// Bytes that tensors can still take; 0 if that is unknown. For a device this is its free memory and
+/// the memory that its allocator keeps for reuse. For the CPU it is available_memory_bytes().
 int64_t memory_left(const c10::Device& device = c10::kCPU);
 /// Gives the memory that a device's allocator keeps for reuse back to the device.
 void empty_cache(const c10::Device& device);
@@ -69,9 +69,9 @@ namespace detail {
 /// What this process's tensors are expected to take at most. Errors name it. Bytes; 0: nothing is
 /// planned.
 void plan_memory(int64_t bytes);
-/// If LibTorch reports that memory of `device` ran out, throws an Error of kind out_of_memory. It says what was
-/// running ("backward"), and the bytes wanted, in use, left and planned. Returns for
-/// other exceptions, and on the CPU, whose exceptions stay LibTorch's.
+/// If LibTorch reports that memory of `device` ran out, throws an Error of kind out_of_memory. The
+/// Error has LibTorch's text, what was running ("backward"), and the bytes in use, left and planned.
+/// Returns for other exceptions, and on the CPU, whose exceptions stay LibTorch's.
 void name_shortage(const std::exception& error, std::string_view where, std::string_view running,
                    const c10::Device& device);
 
