@@ -290,10 +290,14 @@ std::string shell_quoted(const std::string& word) {
 
 std::string command_line() {
   std::ifstream file("/proc/self/cmdline");
-  std::string line;
-  for (std::string word; std::getline(file, word, '\0');) {
-    line +=
-        line.empty() ? std::filesystem::path(word).filename().string() : " " + shell_quoted(word);
+  std::string word;
+  std::getline(file, word, '\0');
+  std::string line = std::filesystem::path(word).filename().string();
+  if (line == "hasten-worker") {
+    line = "hasten"; // which started it with its own arguments
+  }
+  while (std::getline(file, word, '\0')) {
+    line += " " + shell_quoted(word);
   }
   return line;
 }

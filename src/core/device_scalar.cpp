@@ -3,16 +3,20 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "hasten/core/side_stream.h"
+
 namespace hasten {
 
 struct DeviceScalar::Source {
   at::Tensor tensor; // [1]
+  c10::Stream stream;
   std::optional<double> value{};
   using List = std::vector<std::weak_ptr<Source>>;
 
@@ -28,7 +32,8 @@ DeviceScalar::DeviceScalar(const at::Tensor& tensor) {
     value_ = tensor.item<double>();
     return;
   }
-  source_ = std::make_shared<Source>(tensor.detach().reshape({1}));
+  source_ = std::make_shared<Source>(tensor.detach().reshape({1}),
+                                     detail::current_stream(tensor.device()));
   Source::List& unread = Source::unread();
   std::erase_if(unread, [](const auto& source) { return source.expired(); });
   unread.push_back(source_);
@@ -43,7 +48,7 @@ double DeviceScalar::item() const {
     std::vector<at::Tensor> tensors{source_->tensor};
     std::erase_if(Source::unread(), [&](const auto& weak) {
       const auto source = weak.lock();
-      if (source && source->tensor.device() != source_->tensor.device()) {
+      if (source && source->stream != source_->stream) {
         return false;
       }
       if (source && source != source_ && !source->value) {
@@ -53,6 +58,7 @@ double DeviceScalar::item() const {
       return true;
     });
     const at::NoGradGuard no_grad;
+    const c10::StreamGuard here(source_->stream);
     const c10::impl::ExcludeDispatchKeyGuard no_casts(c10::autocast_dispatch_keyset);
     const at::Tensor values = at::cat(tensors).cpu().to(at::kDouble);
     for (size_t i = 0; i < sources.size(); ++i) {

@@ -122,6 +122,7 @@ TEST_F(TrainedPrograms, MetricsFileHoldsEveryRecordAndEveryEpoch) {
                                     [](const auto& line) { return line.at("type") == "epoch"; });
   EXPECT_EQ(epochs, 2);
   EXPECT_EQ(lines.front().at("type"), "start");
+  EXPECT_TRUE(lines.front().at("command").get<std::string>().starts_with("hasten train --"));
   EXPECT_EQ(lines.size() - 3, state.at("log_history").size());
 }
 

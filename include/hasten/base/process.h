@@ -78,8 +78,8 @@ std::string host_name();
 /// `word` as a shell reads it back: in single quotes where it needs them.
 std::string shell_quoted(const std::string& word);
 
-/// This process's command line as a shell reads it; the program without its folder. Empty without
-/// /proc.
+/// This process's command line as a shell reads it; the program without its folder, and `hasten`
+/// for its hasten-worker. Empty without /proc.
 std::string command_line();
 
 /// The value of the first "key: value" in a file of /proc; empty if there is none.

@@ -1,6 +1,6 @@
 // A number that a device computes: a loss, a norm. Keeping, copying and passing it does not wait for
 // the device. Only reading it does.
-// Threading: the thread that made the number reads it, on the stream on which it was made.
+// Threading: the thread that made the number reads it, on any stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ class DeviceScalar {
   explicit DeviceScalar(const at::Tensor& tensor);
 
   /// The number. The first call waits for the device, and also reads all other numbers of this
-  /// thread on that device: reading several numbers waits once.
+  /// thread that were made on the same stream: reading several numbers waits once.
   double item() const;
   operator double() const { return item(); }
   /// True if item() waits.
