@@ -101,6 +101,7 @@ def main():
         hasten = options.programs / "hasten"
         options.folders = options.folders or train_two(hasten, work)
         pictures = (options.pictures or work).resolve()
+        pictures.mkdir(parents=True, exist_ok=True)
         page = work / "report.html"
         # The pictures of docs/pictures end below a row of charts.
         for name, folders, height in (("run", options.folders[:1], 872), ("runs", options.folders, 954)):
