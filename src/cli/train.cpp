@@ -361,8 +361,8 @@ int run_command(const TrainCommand& command) {
   }
   if (accelerator->is_main_process()) {
     const std::string& folder = command.arguments.output_dir;
-    log_info(result + "Model in " + folder + ". Try: hasten predict --model " + folder +
-             " \"some text\"");
+    log_info(result + "Model in " + folder + ".");
+    log_info("Try: hasten predict --model " + folder + " \"some text\"");
   }
   accelerator->end_training();
   return kExitOk;
