@@ -254,6 +254,23 @@ TEST(Averager, FragmentsLeaveTheOthersAlone) {
   expect_mean(list, std::vector<double>(static_cast<size_t>(world), 1));
 }
 
+TEST(Averager, ANewAnchorHasTheValuesOfAllFragments) {
+  List list{{"a", numbers({40}, 0)}, {"b", numbers({40}, 1)}};
+  Averager averager(fresh_communicator(), list,
+                    {.comm_hook = std::make_shared<Bf16CompressHook>(), .fragments = 2});
+  ASSERT_EQ(averager.fragments(), 2);
+  averager.average(1, 0, 0);
+  for (auto& [name, tensor] : list) {
+    tensor.add_(1);
+  }
+  averager.reset_anchor();
+  NamedTensors tensors;
+  nlohmann::json values;
+  averager.save_state(tensors, values);
+  EXPECT_TRUE(
+      torch::equal(tensors.at("anchor.0"), torch::cat({list[0].second, list[1].second}).cpu()));
+}
+
 TEST(Averager, WhatWasDoneBetweenStartAndFinishIsKept) {
   const auto communicator = fresh_communicator();
   const int world = communicator->world_size();
