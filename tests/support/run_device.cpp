@@ -1,5 +1,6 @@
 #include "support/run_device.h"
 
+#include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
@@ -22,6 +23,10 @@ void choose_run_device() {
     const char* rank = std::getenv("LOCAL_RANK");
     chosen = test_device(rank != nullptr ? std::atoi(rank) : 0);
     c10::impl::VirtualGuardImpl(chosen.type()).setDevice(chosen);
+    // Operators run kernels of the CPU, whose sums depend on the number of threads. Autograd's thread
+    // of the device, which recomputes, may have another number than the thread of a forward.
+    ::setenv("OMP_NUM_THREADS", "1", 1); // an Accelerator reads it
+    at::set_num_threads(1);
   }
 }
 

@@ -14,7 +14,7 @@ namespace hasten::testing_support {
 /// The device of this process. The test device of a rank has the rank's number.
 c10::Device run_device();
 
-/// For main(): installs the test device if the environment says so.
+/// For main(): installs the test device if the environment says so. Operators then use one thread.
 void choose_run_device();
 
 /// For main(), when its other listeners are there. A case fails if it leaves an error between
