@@ -20,7 +20,12 @@
 
 namespace hasten {
 
+/// Made by a back end. Either it or the back end's library keeps the tensors until the operation
+/// has ended.
 struct Work::State {
+  /// If the operation runs on a stream and nobody has waited, makes the stream that was current at
+  /// its start wait for it. So an exception frees no tensor that is still in use. Never blocks: an
+  /// operation that cannot end ends with its back end.
   virtual ~State() = default;
   virtual void wait() = 0;
   virtual bool done() const noexcept = 0;

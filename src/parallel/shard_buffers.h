@@ -2,7 +2,7 @@
 // access to fresh memory costs six times a pass over warm memory. On other devices than the CPU their
 // allocator does this. It knows the stream that uses the memory, and gives the memory to later work
 // of that stream only. Work::wait() orders that stream after a collective. So memory may be returned
-// as soon as each collective on it was waited for.
+// as soon as each collective on it was waited for, or the last handle of it is gone.
 // Threading: a buffer may be returned on any thread (for example Gloo's, at the end of its work).
 #pragma once
 

@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -59,13 +60,16 @@ static Roles roles_of(const Collective& what, int rank) {
 class DeviceWork final : public Work::State {
  public:
   DeviceWork(const Collective& what, int rank, const c10::Stream& stream)
-      : what_(what), label_(what.kind_name()), roles_(roles_of(what, rank)), stream_(stream) {
+      : what_(what),
+        label_(what.kind_name()),
+        roles_(roles_of(what, rank)),
+        stream_(stream),
+        caller_(current_stream(stream.device())) {
     label_.append(" \"").append(what.name).append("\"");
-    const c10::Stream caller = current_stream(stream.device());
-    order(caller, stream);
+    order(caller_, stream);
     // Other ranks than the root may change their tensor of a reduce after start() has returned.
     const bool at_once = what.kind == Collective::Kind::reduce && !roles_.writes_output;
-    const c10::StreamGuard guard(at_once ? caller : stream);
+    const c10::StreamGuard guard(at_once ? caller_ : stream);
     machine::Kernel kernel(label_, stream.device_index());
     host_.output = copy(kernel, what.output, roles_.reads_output);
     host_.input = copy(kernel, what.input, roles_.reads_input);
@@ -74,16 +78,22 @@ class DeviceWork final : public Work::State {
     }
   }
 
+  ~DeviceWork() override {
+    if (work_ && roles_.writes_output && !copied_) { // it ends when nobody waits any more
+      const c10::StreamGuard guard(stream_);
+      machine::Kernel kernel(label_, stream_.device_index());
+      kernel.touch(what_.output, true);
+      std::memset(machine::host_view(what_.output.detach()).data_ptr(), 0xff,
+                  what_.output.nbytes());
+    }
+    order(stream_, caller_);
+  }
+
   void start(Communicator& inner) {
     Collective host = what_;
     host.output = host_.output;
     host.input = host_.input;
-    try {
-      work_ = inner.start(host);
-    } catch (...) { // nothing runs that the caller could wait for
-      order(stream_, current_stream(stream_.device()));
-      throw;
-    }
+    work_ = inner.start(host);
     what_.name = {}; // the caller's text
   }
 
@@ -130,6 +140,7 @@ class DeviceWork final : public Work::State {
   std::string label_;
   const Roles roles_;
   const c10::Stream stream_;
+  const c10::Stream caller_; // the stream that was current at the start
   HostTensors host_;
   Work work_;
 

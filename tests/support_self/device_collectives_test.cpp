@@ -1,8 +1,10 @@
 // Collectives on tensors of the test device.
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "hasten/comm/communicator.h"
 #include "support/device_communicator.h"
@@ -57,10 +59,26 @@ TEST(DeviceCollectives, AForgottenWaitIsReported) {
   communicator->close();
 }
 
-TEST(DeviceCollectives, AFreeBeforeTheWaitIsReported) {
+// What an exception leaves: nobody waits, and the tensors are freed or written next.
+TEST(DeviceCollectives, AHandleThatGoesWithoutAWaitOrdersTheStreamOnWhichItStarted) {
   const auto communicator = one_rank();
-  communicator->all_reduce_async(at::ones({4}, test_device()), ReduceOp::SUM, "gradients");
-  EXPECT_PRED_FORMAT2(IsSubstring, "is freed while all_reduce", first_error());
+  const at::Tensor x = at::ones({4}, test_device());
+  Work work = communicator->all_reduce_async(at::ones({4}, test_device()), ReduceOp::SUM, "freed");
+  Work kept = communicator->all_reduce_async(x, ReduceOp::SUM, "kept");
+  std::thread([gone = std::move(work), too = std::move(kept)] {}).join();
+  EXPECT_EQ(first_error(), "");
+  EXPECT_TRUE(x.isnan().all().item<bool>()) << "nobody may use the result";
+  x.zero_();
+  EXPECT_EQ(first_error(), "");
+  communicator->all_reduce_async(x, ReduceOp::SUM, "gradients");
+  const c10::Stream other =
+      c10::impl::VirtualGuardImpl(x.device().type()).getStreamFromGlobalPool(x.device());
+  {
+    const c10::StreamGuard guard(other);
+    x.mul(2);
+  }
+  other.synchronize(); // before x is freed
+  EXPECT_PRED_FORMAT2(IsSubstring, "memory that all_reduce \"gradients\" writes", first_error());
   communicator->close();
 }
 

@@ -98,7 +98,7 @@ class Work {
   /// Blocks until the operation has ended. Its tensors then have the result. A back end that moves
   /// a device's memory itself (not gloo) does not block: the calling thread's current stream waits
   /// instead, and its later work finds the result. Free or write the tensors only after wait(), from
-  /// that stream.
+  /// that stream; or, if the last handle goes without wait(), from the stream of the start, then.
   /// Throws CommunicationError that names the operation and the rank.
   void wait();
   /// True if wait() would not block. Never throws.
