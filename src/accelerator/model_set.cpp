@@ -150,9 +150,10 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   };
   const auto parameters = module->named_parameters();
   const auto buffers = module->named_buffers();
-  if (std::ranges::any_of(parameters, elsewhere) || std::ranges::any_of(buffers, elsewhere)) {
+  const bool moves =
+      std::ranges::any_of(parameters, elsewhere) || std::ranges::any_of(buffers, elsewhere);
+  if (moves && run_.strategy() == Strategy::ddp) {
     materialize(*module, run_.device()); // same tensors, new storage: flatten only after it
-    module->to(run_.device()); // what a module's own to() moves, too
   }
   PreparedModel state;
   BroadcastBuffers policy = run_.options().broadcast_buffers;
@@ -162,6 +163,9 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   } else {
     prepare_sharded(state, module, policy, precision);
     state.synced = true;
+  }
+  if (moves) {
+    module->to(run_.device()); // what a module's own to() moves, too
   }
   for (const auto& [name, parameter] : state.parallel->parameters()) {
     parameter_owner_[parameter.unsafeGetTensorImpl()] = {models_.size(), name};

@@ -195,6 +195,7 @@ void ModelSet::prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::
   open_shard_groups();
   how.replicas = replicas_;
   how.everyone = replicas_ ? run_.communicator() : nullptr;
+  how.device = run_.device();
   const auto units = run_.options().shard_units.empty()
                          ? repeated_blocks(*module)
                          : named_units(*module, run_.options().shard_units);

@@ -223,18 +223,18 @@ static void verify_shards(Communicator& communicator, Communicator* replicas,
 }
 
 // Rank 0's values everywhere. Deferred ones are made there alone.
-static void broadcast_start(Communicator* communicator, Communicator* replicas,
+static void broadcast_start(Communicator* communicator, const FullyShardOptions& options,
                             const FlatLayout::NamedParameters& tensors) {
   const at::NoGradGuard no_grad;
   std::vector<Communicator*> groups;
   bool first = true;
-  for (Communicator* group : {replicas, communicator}) {
+  for (Communicator* group : {options.replicas.get(), communicator}) {
     if (group != nullptr && group->world_size() > 1) {
       groups.push_back(group);
       first = first && group->rank() == 0;
     }
   }
-  detail::materialize_start(tensors, first);
+  detail::materialize_start(tensors, first, options.device);
   for (Communicator* group : groups) {
     detail::broadcast_tensors(*group, tensors, "initial values");
   }
@@ -327,11 +327,10 @@ void FullyShard::shard_units(Units units) {
     units[entry.unit]->add(entry);
   }
   places_.resize(parameters_.size());
-  broadcast_start(communicator_.get(), options_.replicas.get(), module_buffers_);
+  broadcast_start(communicator_.get(), options_, module_buffers_);
   buffer_versions_ = detail::versions_of(module_buffers_);
   for (size_t u = 0; u < units.size(); ++u) {
-    broadcast_start(communicator_.get(), options_.replicas.get(),
-                    parameters[u]); // unsharded until the next line
+    broadcast_start(communicator_.get(), options_, parameters[u]); // unsharded until then
     units[u]->shard();
     for (detail::ShardFlat& flat : units[u]->flats()) {
       for (detail::ShardTensor& tensor : flat.tensors) {

@@ -49,12 +49,9 @@ void FullyShard::reduce_norms(std::vector<double>& norms, double norm_type) cons
 
 at::Tensor FullyShard::reduce_norm(const at::Tensor& norm, double norm_type) const {
   const at::NoGradGuard no_grad;
-  const bool largest = std::isinf(norm_type);
-  const at::Tensor all = largest ? at::cat({norm.nan_to_num(0, norm_type), norm.isnan().to(norm)})
-                                 : norm.pow(norm_type);
-  communicator_->all_reduce(all, largest ? ReduceOp::MAX : ReduceOp::SUM, "norm of shards");
-  return largest ? at::where(all[1] > 0, std::nan(""), all.narrow(0, 0, 1))
-                 : all.pow(1 / norm_type);
+  const at::Tensor all = at::empty({communicator_->world_size(), 1}, norm.options());
+  communicator_->all_gather_async(all, norm, "norm of shards").wait();
+  return at::linalg_vector_norm(all, norm_type, {0});
 }
 
 static size_t find_parameter(const std::vector<ShardedParameter>& parameters,

@@ -62,6 +62,30 @@ static void put_chunks(const at::Tensor& chunks, const at::Tensor& gradient,
   }
 }
 
+// The same for all gradients of a message: one launch of a GPU.
+static at::Tensor chunk_cat(at::Tensor rows, const ShardFlat& flat, const ShardPiece& piece,
+                            const std::vector<at::Tensor>& gradients) {
+  const int64_t ranks = rows.size(0);
+  const bool plain = std::ranges::all_of(gradients, [&](const at::Tensor& gradient) {
+    return !gradient.defined() || gradient.scalar_type() == flat.compute;
+  });
+  const at::ScalarType dtype = plain ? flat.compute : flat.summed;
+  const auto options = flat.shard.options().dtype(dtype);
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const ShardTensor& of = flat.tensors[piece.tensors[i]];
+    if (of.chunk() > 0) {
+      parts.push_back(gradients[i].defined()
+                          ? gradients[i].to(options).reshape({of.dim0, of.inner}).contiguous()
+                          : at::zeros({of.dim0, of.inner}, options));
+    }
+    if (const int64_t padding = piece.widths[2 * i + 1]; padding > 0) {
+      parts.push_back(flat.zeros.view(dtype).narrow(0, 0, ranks * padding).view({ranks, padding}));
+    }
+  }
+  return parts.empty() ? rows : at::_chunk_cat_out(rows, parts, 0, ranks);
+}
+
 // [ranks, piece] in the dtype of the message. It is the gradient itself if that has this form.
 at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
   std::vector<at::Tensor> gradients;
@@ -82,13 +106,14 @@ at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
     return gradients[0].view({ranks_, piece.numel});
   }
   at::Tensor rows = buffers_->take({ranks_, piece.numel}, flat.shard.options().dtype(flat.wire));
+  if (!rows.is_cpu()) {
+    return chunk_cat(rows, flat, piece, gradients);
+  }
   for (size_t i = 0; i < gradients.size(); ++i) {
     const ShardTensor& tensor = flat.tensors[piece.tensors[i]];
     const int64_t begin = tensor.offset - piece.begin;
-    const int64_t end = i + 1 < gradients.size() ? flat.tensors[piece.tensors[i + 1]].offset
-                                                 : piece.begin + piece.numel;
     put_chunks(rows.narrow(1, begin, tensor.chunk()), gradients[i], tensor);
-    rows.narrow(1, begin + tensor.chunk(), end - tensor.offset - tensor.chunk()).zero_();
+    rows.narrow(1, begin + tensor.chunk(), piece.widths[2 * i + 1]).zero_();
   }
   return rows;
 }

@@ -66,9 +66,10 @@ void ShardUnit::add(ShardedParameter& entry) {
 // Orders trainable parameters before frozen ones, and within each puts small ones next to each
 // other, so that they share a message.
 void ShardUnit::lay_out(ShardFlat& flat) const {
-  const auto is_direct = [&](const ShardTensor& tensor) {
-    return tensor.chunk() * static_cast<int64_t>(c10::elementSize(flat.dtype)) >= kTravelsAlone;
-  };
+  const auto size = static_cast<int64_t>(c10::elementSize(flat.dtype));
+  const bool cpu = flat.tensors.front().entry->parameter.is_cpu();
+  const int64_t alone = cpu ? kTravelsAlone / size : INT64_MAX;
+  const auto is_direct = [&](const ShardTensor& tensor) { return tensor.chunk() >= alone; };
   std::ranges::stable_sort(flat.tensors, [&](const ShardTensor& a, const ShardTensor& b) {
     return a.trainable != b.trainable ? a.trainable : is_direct(a) < is_direct(b);
   });
@@ -87,13 +88,9 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
     ShardPiece& piece = flat.pieces.back();
     piece.tensors.push_back(i);
     piece.numel = direct ? tensor.chunk() : flat.numel - piece.begin;
+    piece.widths.push_back(tensor.chunk());
+    piece.widths.push_back(piece.begin + piece.numel - tensor.offset - tensor.chunk());
   }
-}
-
-// The unsharded parameter as the ranks' chunks: [ranks, chunk].
-at::Tensor ShardUnit::whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const {
-  return flat.whole.narrow(0, ranks_ * tensor.offset, ranks_ * tensor.chunk())
-      .view({ranks_, tensor.chunk()});
 }
 
 void ShardUnit::shard() {
@@ -117,6 +114,7 @@ void ShardUnit::make_shards(ShardFlat& flat) {
       flat.tensors.front().entry->parameter.options().requires_grad(false);
   if (!flat.in_place) {
     flat.shard = at::zeros({flat.numel}, options);
+    flat.zeros = at::zeros({ranks_ * 256}, options.dtype(at::kByte)); // less than 32 elements each
     flat.whole = without_memory(ranks_ * flat.numel, options.dtype(flat.compute));
   }
   for (ShardTensor& tensor : flat.tensors) {
@@ -137,10 +135,18 @@ void ShardUnit::make_shards(ShardFlat& flat) {
                                       .reshape({-1}));
     put_data(tensor.entry->parameter, tensor.shard);
   }
-  if (!flat.in_place) {
-    state_ = State::unsharded;
-    reshard();
+  if (flat.in_place) {
+    return;
   }
+  for (ShardPiece& piece : flat.pieces) {
+    int64_t begin = ranks_ * piece.begin;
+    for (const int64_t width : piece.widths) {
+      piece.places.push_back(flat.whole.narrow(0, begin, ranks_ * width).view({ranks_, width}));
+      begin += ranks_ * width;
+    }
+  }
+  state_ = State::unsharded;
+  reshard();
 }
 
 std::string ShardUnit::changed_parameter() const {
@@ -203,7 +209,7 @@ void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
   }
   for (const ShardPiece& piece : flat.pieces) {
     const at::Tensor own = flat.shard.narrow(0, piece.begin, piece.numel);
-    Gather& gather = gathers_.emplace_back(Gather{&flat, &piece, {}, {}});
+    Gather& gather = gathers_.emplace_back(Gather{&piece, {}, {}});
     const std::string what = "parameters of " + name_;
     if (!piece.direct) {
       gather.rows = buffers_->take({ranks_, piece.numel}, flat.whole.options());
@@ -212,12 +218,8 @@ void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
       continue;
     }
     // Gloo's broadcast works in place; its all-gather copies everything.
-    const at::Tensor chunks = whole_chunks(flat, flat.tensors[piece.tensors[0]]);
+    const at::Tensor& chunks = piece.places[0];
     chunks[rank_].copy_(own);
-    if (!chunks.is_cpu()) {
-      gather.handles.push_back(communicator.all_gather_async(chunks, chunks[rank_], what));
-      continue;
-    }
     for (int rank = 0; rank < ranks_; ++rank) {
       gather.handles.push_back(communicator.broadcast_async(chunks[rank], rank, what));
     }
@@ -235,13 +237,8 @@ void ShardUnit::wait_for_unshard() {
     for (Work& handle : gather.handles) {
       wait(handle);
     }
-    if (!gather.rows.defined()) {
-      continue;
-    }
-    for (const size_t i : gather.piece->tensors) {
-      const ShardTensor& tensor = gather.flat->tensors[i];
-      whole_chunks(*gather.flat, tensor)
-          .copy_(gather.rows.narrow(1, tensor.offset - gather.piece->begin, tensor.chunk()));
+    if (gather.rows.numel() > 0) { // one launch of a GPU
+      at::split_with_sizes_copy_out(gather.piece->places, gather.rows, gather.piece->widths, 1);
     }
   }
   gathers_.clear();

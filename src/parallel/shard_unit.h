@@ -56,9 +56,11 @@ struct ShardTensor {
 struct ShardPiece {
   int64_t begin = 0; // elements
   int64_t numel = 0;
-  bool direct = false; // one tensor, sent from its place
+  bool direct = false; // one tensor, sent from its place; only on the CPU
   bool trainable = true;
   std::vector<size_t> tensors{};
+  std::vector<int64_t> widths{}; // of each tensor's chunk and of what pads it, elements
+  std::vector<at::Tensor> places{}; // of these in the unsharded parameters, [ranks, width]
 };
 
 // Parameters of one dtype.
@@ -75,6 +77,7 @@ struct ShardFlat {
   at::Tensor shard{}; // [numel]
   at::Tensor whole{}; // [ranks * numel]
   at::Tensor gradient{}; // [trainable]; undefined until a reduction
+  at::Tensor zeros{}; // bytes that pad gradients
 };
 
 class ShardUnit {
@@ -135,7 +138,6 @@ class ShardUnit {
   using Clock = std::chrono::steady_clock;
   // A message in flight.
   struct Gather {
-    ShardFlat* flat = nullptr;
     const ShardPiece* piece = nullptr;
     std::vector<Work> handles{};
     at::Tensor rows{}; // undefined: in place
@@ -148,7 +150,6 @@ class ShardUnit {
 
   void lay_out(ShardFlat& flat) const;
   void make_shards(ShardFlat& flat);
-  at::Tensor whole_chunks(const ShardFlat& flat, const ShardTensor& tensor) const;
   void all_gather(ShardFlat& flat, Communicator& communicator);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
   void wait(Work& handle);

@@ -79,9 +79,14 @@ void require_equal_lists(Communicator& communicator, const nlohmann::json& mine,
   }
 }
 
-void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values) {
+void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values,
+                       const std::optional<at::Device>& device) {
   std::vector<at::Tensor> deferred;
   for (const auto& [name, tensor] : tensors) {
+    if (device && tensor.device() != *device) { // one by one, for the host's memory
+      materialize_start({{name, tensor}}, with_values);
+      tensor.set_data(tensor.to(*device));
+    }
     deferred.push_back(tensor);
   }
   with_values ? materialize(deferred) : allocate_deferred(deferred);

@@ -28,8 +28,9 @@ std::string describe_strides(const at::Tensor& tensor);
 void require_equal_lists(Communicator& communicator, const nlohmann::json& mine, const char* where,
                          const std::string& subject, const char* expected, const char* fix);
 
-// Allocates deferred tensors; `with_values` (on rank 0) also computes their values.
-void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values);
+// Allocates deferred tensors; `with_values` (on rank 0) also computes their values. Moves them.
+void materialize_start(const FlatLayout::NamedParameters& tensors, bool with_values,
+                       const std::optional<at::Device>& device = {});
 
 // Broadcasts rank 0's values, blocking. Shapes and dtypes must be equal on all ranks; any dtype,
 // contiguous or not. Small tensors are sent together; memory: a copy of those. `what` names all

@@ -243,7 +243,10 @@ Trainer::Trainer(std::shared_ptr<torch::nn::Module> model, LossFunction loss_fun
   parts.loss_function =
       detail::with_named_shortage(std::move(parts.loss_function), parts.accelerator->device());
   parts.files = default_model_files(parts.model);
-  detail::move_model(*parts.model, parts.accelerator->device());
+  // prepare() makes a deferred model of shards unit by unit.
+  if (parts.arguments.strategy == Strategy::ddp || !is_deferred(*parts.model)) {
+    detail::move_model(*parts.model, parts.accelerator->device());
+  }
   if (!parts.arguments.disable_tqdm) {
     add_callback(std::make_shared<ProgressCallback>());
   }

@@ -55,7 +55,8 @@ TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
   };
   reset_peak_memory(testing_support::run_device());
   auto net = deferred_init(make, {.resident_bytes = 0});
-  FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net));
+  FullyShard sharded(communicator, net.ptr(), repeated_blocks(*net),
+                     {.device = testing_support::run_device()});
   const int64_t peak = memory_stats(testing_support::run_device()).peak_bytes - before;
   // The thread that sends a message may keep its block for a moment.
   const int64_t rows = 8 * ((256 + world - 1) / world) * 1024;

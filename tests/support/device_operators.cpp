@@ -343,7 +343,8 @@ void install_operators() {
   // GPUs have kernels for these. Elsewhere torch makes them of several operators: those of lists of
   // one for each tensor.
   const auto composed = [](const c10::OperatorName& op) {
-    return op.name.starts_with("aten::_foreach_") || op.name == "aten::native_layer_norm";
+    return op.name.starts_with("aten::_foreach_") || op.name == "aten::native_layer_norm" ||
+           op.name == "aten::_chunk_cat" || op.name == "aten::split_with_sizes_copy";
   };
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (composed(op)) {

@@ -115,6 +115,9 @@ struct FullyShardOptions {
   /// With replicas: all ranks of all replicas. They synchronise running statistics together, and
   /// DdpRanks counts them. Null: the shard group synchronises first, then the replicas.
   std::shared_ptr<Communicator> everyone{};
+  /// Where the shards will be. Parameters and buffers elsewhere move there, unit by unit. Empty: all
+  /// are there.
+  std::optional<at::Device> device{};
 };
 
 /// One parameter and this rank's shard of it.
@@ -176,13 +179,12 @@ std::vector<std::shared_ptr<torch::nn::Module>> repeated_blocks(const torch::nn:
 class FullyShard : public Stateful {
  public:
   /// Verifies that every rank has the same parameters and blocks, broadcasts rank 0's values unit
-  /// by unit, and shards each parameter. Parameters and buffers must be on their device. Optimizers
-  /// that exist already keep working, but their state is not sharded. `blocks` are modules of
-  /// `module`. They are called through call_block or are children of a Sequential, whose entries
-  /// are wrapped during this object's lifetime (call gradient_checkpointing_enable afterwards). For
-  /// a model of deferred_init, rank 0 computes the values here, when their unit is sharded.
-  /// Collective, blocking. Memory: the shards and the model as passed; for a deferred model, one
-  /// unsharded unit at a time.
+  /// by unit, and shards each parameter. Optimizers that exist already keep working, but their
+  /// state is not sharded. `blocks` are modules of `module`. They are called through call_block or
+  /// are children of a Sequential, whose entries are wrapped during this object's lifetime (call
+  /// gradient_checkpointing_enable afterwards). For a model of deferred_init, rank 0 computes the
+  /// values here, when their unit is sharded. Collective, blocking. Memory: the shards and the
+  /// model as passed. Where that has no memory, one unsharded unit at a time.
   /// Throws InputError, on every rank, naming the first difference between ranks; for a block that
   /// is not in the module, for a (tied) parameter of two units, and for options out of range.
   FullyShard(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::Module> module,
