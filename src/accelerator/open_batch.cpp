@@ -36,6 +36,7 @@ void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> 
   next.open(batch);
   windows_.enter(next, false, loader.get());
   window_ = &next;
+  shortages_ = memory_stats(run_.device()).shortages;
   stands_in_ = batch.stand_in;
   for (const size_t model : models) {
     if (models_[model].sharded) {
@@ -52,9 +53,13 @@ void OpenBatch::close(bool unwinding) noexcept {
   precision_.end_batch(true);
   forwards_.clear();
   const bool broken = !window_->failure().empty();
-  if (unwinding || broken) {
-    run_.fail_peers(broken ? window_->failure() : "an exception left the window of accumulate()",
-                    broken ? window_->failure_kind() : ErrorKind::other);
+  if (broken) {
+    run_.fail_peers(window_->failure(), window_->failure_kind());
+  } else if (unwinding && memory_stats(run_.device()).shortages > shortages_) {
+    run_.fail_peers("memory of " + run_.device().str() + " ran out in the window of accumulate()",
+                    ErrorKind::out_of_memory);
+  } else if (unwinding) {
+    run_.fail_peers("an exception left the window of accumulate()", ErrorKind::other);
   }
   closed_without_backward_ = window_->had_backward() || unwinding ? 0 : window_->models_mask();
   last_batch_completed_ = window_->is_complete();

@@ -64,6 +64,7 @@ class OpenBatch : private WindowParts {
   Announcer& announcer_;
   GradientWindow* window_ = nullptr; // the open batch's
   bool stands_in_ = false; // that batch
+  int64_t shortages_ = 0; // of the device, when it opened
   std::vector<std::unique_ptr<ForwardScope>> forwards_; // of the open batch
   std::vector<SyncScope> sync_scopes_; // innermost last
   std::vector<uint64_t> opened_; // batches. [model]

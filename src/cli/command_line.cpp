@@ -334,7 +334,7 @@ Command parse_compare(const CommandEntry& entry, std::vector<std::string> argume
                   {.usage = "--model MODEL [flags]",
                    .examples = {"hasten compare --model bert-mini --nproc 2 \\\n"
                                 "    --strategies ddp,zero2,fsdp --memory-limit 2G"},
-                   .notes = "Trains a classifier on synthetic samples on the CPU, with each "
+                   .notes = "Trains a classifier on synthetic samples, with each "
                             "strategy in a separate world under the memory limit. Finds the "
                             "largest batch that fits, times it, and recommends a strategy."});
   flags.group("Model and batches");
@@ -355,8 +355,8 @@ Command parse_compare(const CommandEntry& entry, std::vector<std::string> argume
   declare_backend(flags, training);
   flags.group("Training");
   flags.value("--memory-limit", memory_limit, "BYTES",
-              "limit of tensor memory per process, e.g. 2G (default: 90 % of the free "
-              "memory, divided by the processes)");
+              "limit of tensor memory per process, e.g. 2G (default: 90 % of the device's "
+              "free memory, divided by the processes that share it)");
   declare_precision(flags, training);
   declare_checkpointing(flags, training);
   flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");

@@ -159,8 +159,8 @@ struct CompareCommand {
   bool oversubscribe = false;
   /// In the order given, without repetitions.
   std::vector<Strategy> strategies{};
-  /// Limit of tensor memory per process in bytes; 0: 90 % of the host's free memory, divided by
-  /// the processes.
+  /// Limit of tensor memory per process in bytes; 0: 90 % of the device's free memory, divided by
+  /// the processes that share it.
   int64_t memory_limit_bytes = 0;
   /// Largest micro-batch of one process to try, in samples.
   int64_t max_batch_size = 1024;

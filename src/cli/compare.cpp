@@ -13,6 +13,8 @@
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/process.h"
+#include "hasten/base/text.h"
+#include "hasten/core/device.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/param_groups.h"
@@ -30,10 +32,20 @@ double median_of(std::vector<double> values) {
 AcceleratorOptions compared_options(const CompareCommand& command, Strategy strategy) {
   AcceleratorOptions options = accelerator_options(command.arguments);
   options.mixed_precision = command.arguments.effective_precision();
-  options.device = "cpu"; // the memory meter counts only CPU tensors
   options.strategy = strategy;
   options.shard_size = strategy == Strategy::hsdp ? options.shard_size : 0;
   return options;
+}
+
+/// The least of the ranks' shares of memory. Collective.
+int64_t least_share(const CompareCommand& command, Accelerator& accelerator) {
+  at::Tensor share = at::tensor(memory_share(accelerator.device(), command.arguments.device));
+  accelerator.communicator()->all_reduce(share, ReduceOp::MIN, "compare: a process's memory");
+  if (const auto bytes = share.item<int64_t>(); bytes > 0) {
+    return bytes;
+  }
+  throw InputError("cli::compare", "cannot find out how much memory is free",
+                   "--memory-limit BYTES");
 }
 
 class CompareRun {
@@ -85,11 +97,18 @@ class CompareRun {
   /// Two steps, because the first one allocates the optimizer's state. More than two
   /// micro-batches take no more memory.
   void attempt(int64_t rows) {
-    reset_peak_memory();
+    reset_peak_memory(device_);
     const Batch batch = begin(rows, std::min<int64_t>(2, arguments_.gradient_accumulation_steps));
     update(batch);
     update(batch);
-    state_.search.trials.push_back({rows, static_cast<int64_t>(*meet().data_ptr<double>())});
+    const auto peak = static_cast<int64_t>(*meet().data_ptr<double>());
+    if (const int64_t limit = state_.search.limit_bytes; peak > limit) { // on devices only
+      throw Error("cli::compare",
+                  "a peak of " + format_bytes(peak) + " on " + device_.str() +
+                      " exceeds the limit of " + format_bytes(limit),
+                  {}, {}, ErrorKind::out_of_memory);
+    }
+    state_.search.trials.push_back({rows, peak});
   }
 
   void time(int64_t rows) {
@@ -104,6 +123,7 @@ class CompareRun {
       accelerator_.wait_for_everyone();
       const auto start = std::chrono::steady_clock::now();
       update(batch);
+      synchronize(device_);
       const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
       seconds.push_back(time.count());
       shares.push_back(accelerator_.last_window().exposed_seconds / time.count());
@@ -121,12 +141,12 @@ class CompareRun {
   Batch begin(int64_t rows, int64_t accumulation) {
     trying_ = rows;
     accelerator_.set_gradient_accumulation_steps(accumulation);
-    return made_up_batch(bert_.config, rows, arguments_.max_length);
+    return made_up_batch(bert_.config, rows, arguments_.max_length).to(device_);
   }
 
   /// The maximum over ranks of each: peak since its reset, seconds, share.
   at::Tensor meet(double seconds = 0, double share = 0) {
-    const auto peak = static_cast<double>(memory_stats().peak_bytes);
+    const auto peak = static_cast<double>(memory_stats(device_).peak_bytes);
     at::Tensor numbers = at::tensor({peak, seconds, share}, at::kDouble);
     accelerator_.communicator()->all_reduce(numbers, ReduceOp::MAX, "compare: a batch that fits");
     peak_bytes_ = std::max(peak_bytes_, static_cast<int64_t>(*numbers.data_ptr<double>()));
@@ -153,6 +173,7 @@ class CompareRun {
   const TrainingArguments& arguments_;
   const CompareCommand& command_;
   Accelerator& accelerator_;
+  const at::Device device_ = accelerator_.device();
   CompareState& state_;
   int64_t& trying_;
   LoadedBert bert_{};
@@ -175,11 +196,18 @@ int run_command(const CompareCommand& command) {
   const int64_t next = state.search.next_rows();
   int64_t trying = next > 0 ? next : state.search.largest_rows();
   install_interrupt_handlers();
-  const MemoryLimit limit(state.search.limit_bytes);
   const auto communicator =
       Communicator::create(world_from_environment(), {.backend = command.arguments.ddp_backend});
   try {
     Accelerator accelerator(detail::compared_options(command, state.strategy), communicator);
+    int64_t& limit_bytes = state.search.limit_bytes;
+    if (limit_bytes == 0) {
+      limit_bytes = detail::least_share(command, accelerator);
+    }
+    std::optional<MemoryLimit> limit;
+    if (accelerator.device().is_cpu()) {
+      limit.emplace(limit_bytes);
+    }
     detail::CompareRun(command, accelerator, state, trying).run();
     if (accelerator.is_main_process()) {
       write_compare_state(file, state);

@@ -31,6 +31,7 @@ struct BatchTrial {
 /// Finds the largest batch that fits: doubling, then bisection. The line through the last two
 /// peaks shortens both. The result was tried, and so was a batch with one more sample.
 struct BatchSearch {
+  /// 0: the ranks set it to the share of the device's memory that each of them may use.
   int64_t limit_bytes = 0;
   /// Largest batch to try, >= 1.
   int64_t most_rows = 1;
@@ -86,7 +87,7 @@ struct StrategyReport {
   Strategy strategy = Strategy::ddp;
   /// Timing of the largest batch; 0 samples if none fits.
   BatchTiming timing{};
-  /// If none fits: the memory of one sample; 0: more than the host has.
+  /// If none fits: the memory of one sample; 0: more than the device has.
   int64_t least_bytes = 0;
 
   bool fits() const { return timing.rows > 0; }

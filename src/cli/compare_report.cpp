@@ -9,7 +9,6 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/base/host_memory.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
@@ -31,7 +30,7 @@ std::string names_in_words(const std::vector<std::string>& names) {
 Recommendation recommend_none(const std::vector<StrategyReport>& reports) {
   const auto least = mapped(reports, [](const StrategyReport& report) {
     return spelling(report.strategy) + " " +
-           (report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than the host has");
+           (report.least_bytes > 0 ? format_bytes(report.least_bytes) : "more than there is");
   });
   return {{}, "No strategy fits with even one sample, which needs: " + joined(least)};
 }
@@ -168,8 +167,8 @@ std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
 namespace detail {
 
 /// A world that ends without a result has lowered the search's upper limit.
-BatchTiming measure_strategy(Strategy strategy, BatchSearch search,
-                             const std::function<void(const std::string&)>& run_world) {
+CompareState measure_strategy(Strategy strategy, BatchSearch search,
+                              const std::function<void(const std::string&)>& run_world) {
   LaunchFolder folder;
   folder.create();
   if (folder.path.empty()) {
@@ -185,7 +184,7 @@ BatchTiming measure_strategy(Strategy strategy, BatchSearch search,
     run_world(file);
     state = read_compare_state(file);
   } while (state.search.next_rows() > 0 || state.timing.rows != state.search.largest_rows());
-  return state.timing;
+  return state;
 }
 
 /// One line for the log.
@@ -252,20 +251,17 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
 
 void compare_strategies(const CompareCommand& command,
                         const std::function<void(const std::string&)>& run_world) {
-  const auto host_share = [&] { return available_memory_bytes() / 10 * 9 / command.nproc; };
-  const int64_t limit = command.memory_limit_bytes > 0 ? command.memory_limit_bytes : host_share();
-  if (limit <= 0) {
-    throw InputError("cli::compare", "cannot find out how much memory is free",
-                     "--memory-limit BYTES");
-  }
+  int64_t limit = command.memory_limit_bytes; // 0: the first world finds it
   std::vector<StrategyReport> reports;
   for (const Strategy strategy : command.strategies) {
     StrategyReport report{strategy};
-    report.timing =
+    const CompareState found =
         detail::measure_strategy(strategy, BatchSearch(limit, command.max_batch_size), run_world);
-    if (const int64_t most = report.fits() ? 0 : host_share(); most > 0) {
+    report.timing = found.timing;
+    limit = found.search.limit_bytes;
+    if (!report.fits()) {
       report.least_bytes =
-          detail::measure_strategy(strategy, BatchSearch(most, 1), run_world).peak_bytes;
+          detail::measure_strategy(strategy, BatchSearch(0, 1), run_world).timing.peak_bytes;
     }
     log_info(detail::found_line(report));
     reports.push_back(report);

@@ -69,6 +69,14 @@ DeviceChoice choose_device(const std::string& name, const World& world, bool sha
               : at::Device(device.type(), static_cast<c10::DeviceIndex>(world.local_rank % count))};
 }
 
+int ranks_on(const at::Device& device, const std::string& name, const World& world) {
+  if (device.is_cpu() || name.find(':') != std::string::npos) {
+    return world.local_world_size;
+  }
+  const int count = devices_of(device.type());
+  return (world.local_world_size - device.index() + count - 1) / count;
+}
+
 void synchronize(const at::Device& device) {
   if (!device.is_cpu()) {
     c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());

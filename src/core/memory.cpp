@@ -20,6 +20,8 @@
 #include "hasten/base/host_memory.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
+#include "hasten/base/world.h"
+#include "hasten/core/device.h"
 #include "hasten/core/memory_rehearsal.h"
 
 namespace hasten {
@@ -169,7 +171,7 @@ MemoryStats memory_stats(const at::Device& device) {
   if (!device.is_cpu()) {
     const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
     return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak,
-            stats.allocation[kAll].allocated};
+            stats.allocation[kAll].allocated, stats.num_ooms};
   }
   const detail::MemoryCounters& counters = detail::current_counters();
   return {counters.live, counters.peak, counters.allocations};
@@ -206,6 +208,12 @@ int64_t memory_left(const at::Device& device) {
   } catch (const c10::Error&) {
     return 0; // not every allocator knows
   }
+}
+
+int64_t memory_share(const at::Device& device, const std::string& name) {
+  const int64_t left = memory_left(device);
+  const int ranks = detail::ranks_on(device, name, world_from_environment());
+  return left == 0 ? 0 : memory_stats(device).live_bytes + left / 10 * 9 / ranks;
 }
 
 void empty_cache(const at::Device& device) {

@@ -68,53 +68,50 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
     return numbers;
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
-    std::vector<at::Tensor> directions;
-    for (size_t i = 0; i < t.parameters.size(); ++i) {
-      const Direction direction = direction_of(t, i, k);
-      if (t.found_inf) {
-        directions.push_back(direction.update + direction.decay);
-      } else {
-        t.parameters[i].sub_(direction.decay).sub_(direction.update);
-      }
+    const at::Tensor parameters = stacked(t.parameters); // [tensor, ...], as all below
+    const at::Tensor gradients = stacked(t.gradients);
+    const auto rms = [](const at::Tensor& x) {
+      return x.square().reshape({x.size(0), -1}).mean(1).sqrt_().view(per_tensor(x));
+    };
+    at::Tensor rate = at::full({}, k.lr, parameters.options());
+    if (k.scale_parameter) {
+      rate = rms(parameters).clamp_min_(k.eps_scale).mul_(rate);
     }
-    if (t.found_inf) {
-      t.descend(directions, 1);
+    at::Tensor update = gradients.square().add_(k.eps);
+    if (parameters.dim() > 2) {
+      const at::Tensor row = decay(t.moments[0], update.mean(-1), k.beta2);
+      const at::Tensor column = decay(t.moments[1], update.mean(-2), k.beta2);
+      update = (row / row.mean(-1, true)).rsqrt_().unsqueeze(-1) * column.unsqueeze(-2).rsqrt();
+      update.mul_(gradients);
+    } else {
+      update = decay(t.moments[0], update, k.beta2).rsqrt().mul_(gradients);
     }
+    update.div_((rms(update).div_(k.clip_threshold)).clamp_min_(1)).mul_(rate);
+    if (!t.moments[2].empty()) {
+      update = decay(t.moments[2], update, k.beta1);
+    }
+    if (k.weight_decay != 0) {
+      update = update + parameters * (rate * k.weight_decay);
+    }
+    t.descend(update.unbind(), 1);
   }
 
  private:
-  struct Direction {
-    at::Tensor update, decay;
-  };
-  static Direction direction_of(StepTensors& t, size_t i, const StepNumbers& k) {
-    const at::Tensor& parameter = t.parameters[i];
-    const at::Tensor& gradient = t.gradients[i];
-    const auto rms = [](const at::Tensor& x) {
-      return x.norm() / std::sqrt(static_cast<double>(x.numel()));
-    };
-    at::Tensor rate = at::full({}, k.lr, parameter.options());
-    if (k.scale_parameter) {
-      rate = rate * rms(parameter).clamp_min(k.eps_scale);
-    }
-    at::Tensor update = gradient.square().add_(k.eps);
-    const at::Tensor& row = t.moments[0][i];
-    if (parameter.dim() >= 2) {
-      const at::Tensor& column = t.moments[1][i];
-      row.mul_(k.beta2).add_(update.mean(-1), 1 - k.beta2);
-      column.mul_(k.beta2).add_(update.mean(-2), 1 - k.beta2);
-      update = (row / row.mean(-1, true)).rsqrt_().unsqueeze(-1) * column.unsqueeze(-2).rsqrt();
-      update.mul_(gradient);
-    } else {
-      row.mul_(k.beta2).add_(update, 1 - k.beta2);
-      update = row.rsqrt().mul_(gradient);
-    }
-    update.div_((rms(update) / k.clip_threshold).clamp_min(1)).mul_(rate);
-    if (!t.moments[2].empty()) {
-      const at::Tensor& mean = t.moments[2][i];
-      mean.mul_(k.beta1).add_(update, 1 - k.beta1);
-      update = mean;
-    }
-    return {update, parameter * (rate * k.weight_decay)};
+  /// A copy, or a view of one tensor alone.
+  static at::Tensor stacked(const std::vector<at::Tensor>& tensors) {
+    return tensors.size() == 1 ? tensors[0].unsqueeze(0) : at::stack(tensors);
+  }
+  static std::vector<int64_t> per_tensor(const at::Tensor& x) {
+    std::vector<int64_t> shape(static_cast<size_t>(x.dim()), 1);
+    shape[0] = x.size(0);
+    return shape;
+  }
+  /// Moves the means towards `value`, [tensor, ...], and returns them stacked.
+  static at::Tensor decay(const std::vector<at::Tensor>& means, const at::Tensor& value,
+                          double beta) {
+    at::_foreach_mul_(means, beta);
+    at::_foreach_add_(means, value.unbind(), 1 - beta);
+    return stacked(means);
   }
 };
 

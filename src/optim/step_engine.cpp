@@ -45,6 +45,9 @@ namespace detail {
 // Elements of one task, if several threads work.
 constexpr int64_t kStepTask = 64 * kStepBlock;
 
+// Elements of one list on a device, or one tensor. It bounds the memory of what is made beside them.
+constexpr int64_t kListElements = int64_t{1} << 25;
+
 std::optional<StepType> find_step_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
@@ -312,21 +315,30 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
       kernel(task.item->arrays, *task.item->numbers, pass, task.begin, task.end);
     }
   });
-  const auto alike = [](const StepItem* a, const StepItem* b) {
-    const auto& mine = a->parts.moments;
-    return a->numbers == b->numbers && a->arrays.parameter_type == b->arrays.parameter_type &&
-           a->parameter.device() == b->parameter.device() &&
-           std::equal(mine.begin(), mine.end(), b->parts.moments.begin(),
-                      [](const at::Tensor* x, const at::Tensor* y) {
-                        return (x != nullptr && x->defined()) == (y != nullptr && y->defined());
-                      });
-  };
   for (auto first = listed.begin(); first != listed.end();) {
-    const auto last = std::find_if_not(first, listed.end(),
-                                       [&](const StepItem* item) { return alike(*first, item); });
+    // The items like the first, up to kListElements.
+    int64_t count = 0;
+    const auto last = std::stable_partition(first, listed.end(), [&](const StepItem* item) {
+      const bool taken = item == *first || (item->alike(**first, rules_->traits().by_rows) &&
+                                            count + item->arrays.count <= kListElements);
+      count += taken ? item->arrays.count : 0;
+      return taken;
+    });
     run_list({first, last}, pass);
     first = last;
   }
+}
+
+bool StepEngine::StepItem::alike(const StepItem& other, bool by_rows) const {
+  const auto has = [](const at::Tensor* x, const at::Tensor* y) {
+    return (x != nullptr && x->defined()) == (y != nullptr && y->defined());
+  };
+  const auto& moments = parts.moments;
+  return numbers == other.numbers && arrays.parameter_type == other.arrays.parameter_type &&
+         arrays.gradient_type == other.arrays.gradient_type &&
+         parameter.device() == other.parameter.device() &&
+         (!by_rows || parameter.sizes() == other.parameter.sizes()) &&
+         std::equal(moments.begin(), moments.end(), other.parts.moments.begin(), has);
 }
 
 void StepTensors::descend(const std::vector<at::Tensor>& directions, double lr) {
@@ -339,50 +351,81 @@ void StepTensors::descend(const std::vector<at::Tensor>& directions, double lr) 
                   /*is_first_step=*/false, /*grad_scale=*/{}, found_inf);
 }
 
+// The memory of dense tensors as vectors.
+std::vector<at::Tensor> laid_out(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> vectors;
+  for (const at::Tensor& tensor : tensors) {
+    vectors.push_back(tensor.as_strided({tensor.numel()}, {1}));
+  }
+  return vectors;
+}
+
+// A parameter that was changed by others is its master's new value: each element of a master that
+// does not round to the parameter's is set to it.
+void follow_parameters(const std::vector<at::Tensor>& masters,
+                       const std::vector<at::Tensor>& parameters) {
+  const auto vectors = laid_out(masters);
+  const at::Tensor given = at::cat(laid_out(parameters));
+  const at::Tensor own = at::cat(vectors);
+  std::vector<int64_t> sizes;
+  for (const at::Tensor& vector : vectors) {
+    sizes.push_back(vector.numel());
+  }
+  const at::Tensor now = at::where(own.to(given.scalar_type()) == given, own, given);
+  at::_foreach_copy_(vectors, now.split_with_sizes(sizes));
+}
+
 /// Lists, because on a device each call costs a launch.
 void StepEngine::run_list(const std::vector<const StepItem*>& items, const StepPass& pass) const {
-  const auto dtype = items[0]->arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
-  const bool masters = is_16_bit(items[0]->arrays.parameter_type) && options_.master_weights;
+  const StepItem& first = *items[0];
+  const auto dtype = first.arrays.parameter_type == StepType::f64 ? at::kDouble : at::kFloat;
   StepTensors tensors;
-  tensors.step = *items[0]->parts.step;
-  if (found_inf_.defined() && found_inf_.device() == items[0]->parameter.device()) {
+  tensors.step = *first.parts.step;
+  if (found_inf_.defined() && found_inf_.device() == first.parameter.device()) {
     tensors.found_inf = found_inf_;
   }
-  std::vector<at::Tensor> changed; // the pairs to copy back
-  std::vector<at::Tensor> results;
-  const auto in_dtype = [&](const at::Tensor& tensor) {
-    at::Tensor converted = tensor.to(dtype);
-    if (!converted.is_same(tensor)) {
-      changed.push_back(tensor);
-      results.push_back(converted);
-    }
-    return converted;
-  };
+  std::vector<at::Tensor> parameters, masters;
   for (const StepItem* item : items) {
-    const at::Tensor& parameter = item->parameter;
-    if (masters) {
-      at::Tensor& master = *item->parts.master;
-      master.copy_(at::where(master.to(parameter.scalar_type()) == parameter, master,
-                             parameter.to(at::kFloat)));
-      tensors.parameters.push_back(master);
-      changed.push_back(parameter);
-      results.push_back(master);
-    } else {
-      tensors.parameters.push_back(in_dtype(parameter));
-    }
-    tensors.gradients.push_back((item->copy.defined() ? item->copy : parameter.grad()).to(dtype));
+    parameters.push_back(item->parameter);
+    tensors.gradients.push_back(item->copy.defined() ? item->copy : item->parameter.grad());
     for (size_t i = 0; i < 3; ++i) {
       if (item->parts.moments[i] != nullptr && item->parts.moments[i]->defined()) {
-        tensors.moments[i].push_back(in_dtype(*item->parts.moments[i]));
+        tensors.moments[i].push_back(*item->parts.moments[i]);
       }
     }
+    if (is_16_bit(item->arrays.parameter_type) && options_.master_weights) {
+      masters.push_back(*item->parts.master);
+    }
   }
-  if (pass.factor != 1) {
-    tensors.gradients = at::_foreach_mul(tensors.gradients, pass.factor);
+  const auto in_dtype = [&](const std::vector<at::Tensor>& list) {
+    if (list.empty() || list[0].scalar_type() == dtype) {
+      return list;
+    }
+    std::vector<at::Tensor> converted;
+    for (const at::Tensor& tensor : list) {
+      converted.push_back(at::empty_like(tensor, dtype));
+    }
+    at::_foreach_copy_(converted, list);
+    return converted;
+  };
+  if (!masters.empty()) {
+    follow_parameters(masters, parameters);
   }
-  rules_->run(tensors, *items[0]->numbers);
-  if (!changed.empty()) {
-    at::_foreach_copy_(changed, results);
+  tensors.parameters = masters.empty() ? in_dtype(parameters) : masters;
+  const auto gradients = in_dtype(tensors.gradients);
+  tensors.gradients = pass.factor != 1 ? at::_foreach_mul(gradients, pass.factor) : gradients;
+  const auto moments = tensors.moments;
+  std::transform(moments.begin(), moments.end(), tensors.moments.begin(), in_dtype);
+  rules_->run(tensors, *first.numbers);
+  const auto store = [](const std::vector<at::Tensor>& stored,
+                        const std::vector<at::Tensor>& from) {
+    if (!stored.empty() && !stored[0].is_same(from[0])) {
+      at::_foreach_copy_(stored, from);
+    }
+  };
+  store(parameters, tensors.parameters);
+  for (size_t i = 0; i < 3; ++i) {
+    store(moments[i], tensors.moments[i]);
   }
 }
 

@@ -33,7 +33,7 @@ struct StateParts {
 };
 
 /// The tensors of parameters with the same numbers, for ATen's operations on lists: all of one
-/// device and dtype, fp32 or fp64.
+/// device and dtype, fp32 or fp64; with StepTraits::by_rows of one shape.
 struct StepTensors {
   std::vector<at::Tensor> parameters{};
   std::vector<at::Tensor> gradients{}; // already multiplied by the factor
@@ -116,6 +116,9 @@ class StepEngine {
     bool fresh = false;
     bool by_tensors = false;
     at::Tensor copy{}; // the gradient, if its strides differ from the parameter's
+
+    /// Whether one list for ATen may have both; `by_rows`: only tensors of one shape.
+    bool alike(const StepItem& other, bool by_rows) const;
   };
 
   /// A parameter and the tensors of its state, as the last step found them. A tensor's address is not

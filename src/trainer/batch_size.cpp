@@ -9,7 +9,6 @@
 #include "hasten/accelerator/find_batch_size.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
-#include "hasten/base/world.h"
 #include "hasten/config/checkpoint_spec.h"
 #include "hasten/core/memory.h"
 #include "training_run.h"
@@ -40,9 +39,7 @@ int64_t memory_limit_of(const TrainingArguments& a, const at::Device& device) {
   if (!a.memory_limit.empty()) {
     return parse_bytes(a.memory_limit);
   }
-  const int64_t left = memory_left(device);
-  const int ranks = device.is_cpu() ? world_from_environment().local_world_size : 1;
-  return left == 0 ? 0 : memory_stats(device).live_bytes + left / 10 * 9 / ranks;
+  return memory_share(device, a.device);
 }
 
 void find_batch_size(TrainerParts& parts, int64_t first) {

@@ -326,7 +326,10 @@ TrainOutput Trainer::train() {
                          " for processes=" + std::to_string(world_size),
                      "at least one sample per process", "use fewer processes or more samples");
   }
-  const auto unlock = c10::make_scope_exit([&] { parts.output_lock.reset(); });
+  const auto unlock = c10::make_scope_exit([&] {
+    parts.output_lock.reset();
+    detail::plan_memory(0);
+  });
   detail::lock_output_dir(parts);
   detail::RunStart start = detail::decide_start(parts);
   if (start.finished) {

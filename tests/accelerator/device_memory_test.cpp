@@ -157,15 +157,16 @@ static void run_short(testing_support::FaultRank& rank, Strategy strategy, int p
         limit_to(live() + 100);
       }
     });
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     text = error.what();
-    rank.report("short", error.kind() == ErrorKind::out_of_memory);
+    rank.report("short", error_kind(error) == ErrorKind::out_of_memory);
   }
   limit_to(0);
   rank.report("text", text);
   take_device_errors(); // of what the failed step left
 }
 
+HASTEN_RANK_FUNCTION(ShortInForward) { run_short(rank, Strategy::ddp, 0); }
 HASTEN_RANK_FUNCTION(ShortInBackward) { run_short(rank, Strategy::ddp, 1); }
 HASTEN_RANK_FUNCTION(ShortInAGather) { run_short(rank, Strategy::fsdp, 0); }
 
@@ -179,6 +180,28 @@ TEST(DeviceMemory, AShortageOnOneRankEndsTheOtherWithItsName) {
       EXPECT_TRUE(rank.values.value("short", false)) << "of this kind";
     }
   }
+}
+
+TEST(DeviceMemory, AShortageInForwardReachesTheOtherRankAsOne) {
+  const auto ranks = spawn_two("ShortInForward");
+  for (const RankReport& rank : ranks) {
+    EXPECT_FALSE(rank.timed_out);
+    EXPECT_TRUE(rank.values.value("short", false)) << rank.error;
+  }
+  EXPECT_PRED_FORMAT2(IsSubstring, "memory of test_device:0 ran out in the window of accumulate()",
+                      ranks[0].values.value("text", ranks[0].error));
+}
+
+TEST(DeviceMemory, RanksThatShareADeviceShareItsMemory) {
+  const World world{.world_size = 5, .local_rank = 1, .local_world_size = 5};
+  const int count = 2; // of the test device
+  EXPECT_EQ(detail::ranks_on(at::kCPU, "cpu", world), 5);
+  EXPECT_EQ(detail::ranks_on(test_device(), "test_device:0", world), 5);
+  EXPECT_EQ(detail::ranks_on(test_device(0), "auto", world), 3) << "ranks 0, 2, 4 of " << count;
+  EXPECT_EQ(detail::ranks_on(test_device(1), "test_device", world), 2);
+  limit_to(live() + 5000);
+  EXPECT_EQ(memory_share(test_device(), "test_device"), live() + 4500);
+  limit_to(0);
 }
 
 } // namespace hasten::device_memory_test

@@ -26,6 +26,9 @@ struct DeviceChoice {
 /// fewer than ranks.
 DeviceChoice choose_device(const std::string& name, const World& world, bool shared);
 
+/// How many ranks of this host have the device that choose_device(name, world, …) returned.
+int ranks_on(const at::Device& device, const std::string& name, const World& world);
+
 /// Waits until the device has done what was started on it. Does nothing on the CPU.
 void synchronize(const at::Device& device);
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <string>
 #include <string_view>
 
 #include "hasten/base/error.h"
@@ -19,6 +20,8 @@ struct MemoryStats {
   int64_t peak_bytes = 0;
   /// Number of allocations since the meter was installed, or since the process began.
   int64_t allocations = 0;
+  /// How often the device's memory ran out. Not counted for the CPU.
+  int64_t shortages = 0;
 };
 
 /// Replaces torch's CPU allocator by one that counts, for the rest of the process. Tensors made
@@ -50,6 +53,10 @@ class MemoryLimit {
 /// Bytes that tensors can still take; 0 if that is unknown. For a device this is its free memory and
 /// the memory that its allocator keeps for reuse. For the CPU it is available_memory_bytes().
 int64_t memory_left(const c10::Device& device = c10::kCPU);
+/// Bytes of tensors that this process may have: those alive now, and 90 % of what is left, divided
+/// by the processes of this host that share the device. `name`: the option that chose the device
+/// (AcceleratorOptions::device). 0 if what is left is unknown.
+int64_t memory_share(const c10::Device& device, const std::string& name);
 /// Gives the memory that a device's allocator keeps for reuse back to the device.
 void empty_cache(const c10::Device& device);
 
