@@ -169,10 +169,10 @@ at::Tensor BertModelImpl::forward(at::Tensor input_ids, at::Tensor attention_mas
     const at::Tensor padding = attention_mask == 0;
     // Reading the result from a GPU would synchronise, so there the mask stays.
     if (!padding.is_cpu() || padding.any().item<bool>()) {
-      mask = at::zeros(padding.sizes(), hidden.options());
-      mask.masked_fill_(padding, hidden.scalar_type() == at::kHalf
-                                     ? -65504.0
-                                     : static_cast<double>(std::numeric_limits<float>::lowest()));
+      const double lowest = hidden.scalar_type() == at::kHalf
+                                ? -65504.0
+                                : static_cast<double>(std::numeric_limits<float>::lowest());
+      mask = (padding * lowest).to(hidden.scalar_type());
       mask = mask.view({padding.size(0), 1, 1, padding.size(1)});
     }
   }

@@ -45,7 +45,7 @@ namespace detail {
 // Elements of one task, if several threads work.
 constexpr int64_t kStepTask = 64 * kStepBlock;
 
-// Elements of one list on a device, or one tensor. It bounds the memory of what is made beside them.
+// Elements of one list on a device; a larger tensor is alone. It bounds the memory of temporaries.
 constexpr int64_t kListElements = int64_t{1} << 25;
 
 std::optional<StepType> find_step_type(at::ScalarType dtype) {

@@ -324,7 +324,7 @@ void FullyShard::shard_units(Units units) {
   std::vector<FlatLayout::NamedParameters> parameters(units.size());
   for (ShardedParameter& entry : parameters_) {
     parameters[entry.unit].emplace_back(entry.name, entry.parameter);
-    units[entry.unit]->add(entry);
+    units[entry.unit]->add(entry, options_.device.value_or(entry.parameter.device()));
   }
   places_.resize(parameters_.size());
   broadcast_start(communicator_.get(), options_, module_buffers_);

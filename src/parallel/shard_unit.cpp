@@ -30,16 +30,16 @@ ShardUnit::ShardUnit(std::string name, MixedPrecisionPolicy precision,
   report_.name = name_;
 }
 
-void ShardUnit::add(ShardedParameter& entry) {
+void ShardUnit::add(ShardedParameter& entry, const at::Device& device) {
   const at::Tensor& parameter = entry.parameter;
   const at::ScalarType dtype = parameter.scalar_type();
-  auto flat = std::ranges::find_if(flats_, [&](const auto& f) {
-    return f.dtype == dtype && f.tensors.front().entry->parameter.device() == parameter.device();
-  });
+  auto flat = std::ranges::find_if(
+      flats_, [&](const auto& f) { return f.dtype == dtype && f.device == device; });
   if (flat == flats_.end()) {
     flat = flats_.emplace(flats_.end());
     const bool floating = at::isFloatingType(dtype);
     flat->dtype = dtype;
+    flat->device = device;
     flat->compute = floating ? precision_.param_dtype.value_or(dtype) : dtype;
     flat->summed = flat_gradient_dtype(dtype);
     flat->wire = precision_.reduce_dtype.value_or(flat->summed);
@@ -67,8 +67,7 @@ void ShardUnit::add(ShardedParameter& entry) {
 // other, so that they share a message.
 void ShardUnit::lay_out(ShardFlat& flat) const {
   const auto size = static_cast<int64_t>(c10::elementSize(flat.dtype));
-  const bool cpu = flat.tensors.front().entry->parameter.is_cpu();
-  const int64_t alone = cpu ? kTravelsAlone / size : INT64_MAX;
+  const int64_t alone = flat.device.is_cpu() ? kTravelsAlone / size : INT64_MAX;
   const auto is_direct = [&](const ShardTensor& tensor) { return tensor.chunk() >= alone; };
   std::ranges::stable_sort(flat.tensors, [&](const ShardTensor& a, const ShardTensor& b) {
     return a.trainable != b.trainable ? a.trainable : is_direct(a) < is_direct(b);
@@ -99,6 +98,8 @@ void ShardUnit::shard() {
     lay_out(flat);
     make_shards(flat);
   }
+  state_ = State::unsharded;
+  reshard();
 }
 
 // A tensor without memory; the first gather provides it.
@@ -145,8 +146,6 @@ void ShardUnit::make_shards(ShardFlat& flat) {
       begin += ranks_ * width;
     }
   }
-  state_ = State::unsharded;
-  reshard();
 }
 
 std::string ShardUnit::changed_parameter() const {

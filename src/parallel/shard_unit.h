@@ -69,6 +69,7 @@ struct ShardFlat {
   at::ScalarType compute = at::kFloat; // of unsharded parameters
   at::ScalarType summed = at::kFloat; // of sums of gradients
   at::ScalarType wire = at::kFloat; // of gradients in messages
+  at::Device device{at::kCPU};
   bool in_place = false; // one rank: the shard is the unsharded parameter
   int64_t numel = 0; // of a shard, padding included
   int64_t trainable = 0; // the first elements, which have gradients
@@ -87,8 +88,9 @@ class ShardUnit {
   ShardUnit(std::string name, MixedPrecisionPolicy precision, std::shared_ptr<ShardBuffers> buffers,
             int rank, int ranks);
 
-  /// Adds a parameter, and computes this rank's rows of it. Call it before shard().
-  void add(ShardedParameter& entry);
+  /// Adds a parameter, and computes this rank's rows of it. Call it before shard(). `device`: where
+  /// the parameter will be then.
+  void add(ShardedParameter& entry, const at::Device& device);
   /// Shards the parameters.
   void shard();
 

@@ -50,6 +50,7 @@ TrainStep::TrainStep(TrainerParts& parts, const TrainingPlan& plan, RunControl& 
   auto* fused = dynamic_cast<FusedOptimizer*>(&*handles_.optimizer);
   if (!reads_at_once() && fused != nullptr) {
     found_inf_ = at::zeros({1}, at::TensorOptions(parts.accelerator->device()).dtype(at::kFloat));
+    one_ = at::ones_like(found_inf_);
     fused->set_found_inf(found_inf_);
   }
 }
@@ -140,18 +141,19 @@ void TrainStep::check_loss() {
               DeviceScalar(window_loss_), 0});
 }
 
-// A value minus itself is 0, or NaN if it is not finite. NaN is not 0.
 void TrainStep::leave_out_if_not_finite() {
   if (!found_inf_.defined()) {
     return;
   }
   const at::NoGradGuard no_grad;
-  const at::Tensor loss = parts_.accelerator->last_window().loss.tensor();
-  const at::Tensor norm = unchecked_norm_.tensor();
-  if (loss.defined() || norm.defined()) {
-    const at::Tensor value = !norm.defined() ? loss : !loss.defined() ? norm : loss + norm;
-    found_inf_.logical_or_((value - value).ne_(0));
+  std::vector<at::Tensor> values;
+  for (const DeviceScalar& value : {parts_.accelerator->last_window().loss, unchecked_norm_}) {
+    if (value.tensor().defined()) {
+      values.push_back(value.tensor());
+    }
   }
+  // torch's check in a GradScaler. one_ leaves the values as they are.
+  at::_amp_foreach_non_finite_check_and_unscale_(values, found_inf_, one_);
 }
 
 void TrainStep::stop_at_loss(int64_t step, double mine) {

@@ -84,7 +84,7 @@ class TrainStep {
   at::Tensor window_loss_{}; // this rank's sum, on the device; read only on failure
   // fp32 [1] on a device: 1 as soon as a loss or norm was not finite. The optimizer then leaves the
   // parameters as they are, until take_windows() throws.
-  at::Tensor found_inf_{};
+  at::Tensor found_inf_{}, one_{};
   std::vector<Untaken> untaken_{};
   bool window_open_ = false; // between on_step_begin and on_step_end
   int64_t overflows_ = 0;

@@ -153,6 +153,29 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   }
 }
 
+TEST(FullyShard, AUnitMayHaveParametersOfTwoDtypes) {
+  auto communicator = fresh_communicator();
+  const auto make = [](uint64_t seed) {
+    torch::manual_seed(seed);
+    torch::nn::Sequential net(torch::nn::Linear(6, 5), torch::nn::Linear(5, 3));
+    net->to(testing_support::run_device());
+    net[1]->to(torch::kDouble);
+    return net;
+  };
+  const auto outputs = [](torch::nn::Sequential& net) {
+    const Tensor x = on_device::ones({2, 6});
+    return net[1]->as<torch::nn::Linear>()->forward(
+        net[0]->as<torch::nn::Linear>()->forward(x).to(torch::kDouble));
+  };
+  auto net = make(static_cast<uint64_t>(communicator->rank()) + 1);
+  auto plain = make(1);
+  FullyShard sharded(communicator, net.ptr(), {});
+  expect_equal_parameters(sharded, *plain, 0);
+  const torch::NoGradGuard no_grad;
+  const auto scope = sharded.forward_scope();
+  EXPECT_TRUE(torch::equal(outputs(net), outputs(plain)));
+}
+
 TEST(FullyShard, RunningStatisticsAreEqualWhenASumIsComplete) {
   for (const BroadcastBuffers policy : {BroadcastBuffers::on, BroadcastBuffers::average}) {
     auto communicator =

@@ -110,8 +110,9 @@ TEST(TestDevice, OperatorsEqualTheCpus) {
   EXPECT_TRUE(
       x.transpose(1, 2).reshape({2, 8, 64}).cpu().equal(host.transpose(1, 2).reshape({2, 8, 64})));
   EXPECT_TRUE(at::cat({x, x}, 1).cpu().equal(at::cat({host, host}, 1)));
+  // Other orders of sums, by the number of threads.
   EXPECT_TRUE(at::scaled_dot_product_attention(x, x, x).cpu().allclose(
-      at::scaled_dot_product_attention(host, host, host)));
+      at::scaled_dot_product_attention(host, host, host), 1e-5, 1e-6));
   const std::vector<at::Tensor> list{x.clone(), x[0].clone()};
   at::_foreach_mul_(list, 2);
   EXPECT_TRUE(list[1].cpu().equal(host[0] * 2));
