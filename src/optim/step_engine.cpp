@@ -316,11 +316,11 @@ void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {
     }
   });
   for (auto first = listed.begin(); first != listed.end();) {
-    // The items like the first, up to kListElements.
+    const StepItem* const head = *first; // its list: the items like it, up to kListElements
     int64_t count = 0;
     const auto last = std::stable_partition(first, listed.end(), [&](const StepItem* item) {
-      const bool taken = item == *first || (item->alike(**first, rules_->traits().by_rows) &&
-                                            count + item->arrays.count <= kListElements);
+      const bool taken = item == head || (item->alike(*head, rules_->traits().by_rows) &&
+                                          count + item->arrays.count <= kListElements);
       count += taken ? item->arrays.count : 0;
       return taken;
     });
