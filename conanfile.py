@@ -29,6 +29,7 @@ class Hasten(ConanFile):
     default_options = {"shared": True, "torch": ""}
     exports_sources = (
         "CMakeLists.txt", "LICENSE", "*.md", "cmake/*", "include/*", "src/*", "docs/*", "examples/*",
+        "packaging/completion/*",
     )
     test_package_folder = "packaging/conan_test"
 
