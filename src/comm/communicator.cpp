@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Synchronized.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
@@ -44,6 +45,32 @@ struct Continued final : Work::State {
 
 Work continued(Work first, std::function<void()> rest) {
   return Work(std::make_shared<Continued>(std::move(first), std::move(rest)));
+}
+
+struct JoinedWork final : Work::State {
+  explicit JoinedWork(std::vector<Work> all_in) : all(std::move(all_in)) {}
+
+  void wait() override {
+    for (Work& one : all) {
+      one.wait();
+    }
+  }
+  bool done() const noexcept override {
+    return std::ranges::all_of(all, [](const Work& one) { return one.done(); });
+  }
+  std::chrono::steady_clock::time_point ended() const noexcept override {
+    std::chrono::steady_clock::time_point last{};
+    for (const Work& one : all) {
+      last = std::max(last, one.ended());
+    }
+    return done() ? last : std::chrono::steady_clock::time_point{};
+  }
+
+  std::vector<Work> all;
+};
+
+static Work joined_work(std::vector<Work> all) {
+  return Work(std::make_shared<JoinedWork>(std::move(all)));
 }
 
 /// `rows` are [rank, …].
@@ -125,8 +152,9 @@ BackendFactory backend_factory(const std::string& name) {
 }
 
 std::string_view Collective::kind_name() const {
-  constexpr std::array<std::string_view, 7> names{
-      "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all"};
+  constexpr std::array<std::string_view, 8> names{"all_reduce", "reduce",        "broadcast",
+                                                  "all_gather", "gather",        "scatter",
+                                                  "all_to_all", "reduce_scatter"};
   return names[static_cast<size_t>(kind)];
 }
 
@@ -193,17 +221,21 @@ void Communicator::abort(const std::exception& error) noexcept {
 
 std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
 
-Work Communicator::reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
-                                        at::Tensor scratch) {
-  detail::check_scattered(output, input, world_size());
-  if (!scratch.defined()) {
-    scratch = at::empty_like(input);
-  }
-  return detail::continued(all_to_all_async(scratch, input, name),
-                           [to = output.detach().view({output.numel()}),
-                            rows = scratch.detach().view({world_size(), output.numel()})] {
-                             detail::sum_rows(to, rows);
+Work Communicator::reduce_scatter_by_all_to_all(const Collective& what) {
+  const at::Tensor rows = what.scratch.defined() ? what.scratch : at::empty_like(what.input);
+  return detail::continued(all_to_all_async(rows, what.input, what.name),
+                           [to = what.output.detach().view({what.output.numel()}),
+                            from = rows.detach().view({world_size(), what.output.numel()})] {
+                             detail::sum_rows(to, from);
                            });
+}
+
+Work Communicator::start_together(const std::vector<Collective>& what) {
+  std::vector<Work> handles;
+  for (const Collective& one : what) {
+    handles.push_back(start(one));
+  }
+  return detail::joined_work(std::move(handles));
 }
 
 } // namespace hasten

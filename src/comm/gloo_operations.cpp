@@ -114,6 +114,9 @@ Work GlooGroup::start_staged(const Collective& what) {
 Work GlooGroup::start(const Collective& what) {
   using Kind = Collective::Kind;
   check_collective(what, rank(), world_size());
+  if (what.kind == Kind::reduce_scatter) {
+    return reduce_scatter_by_all_to_all(what);
+  }
   if (!what.shared().is_cpu()) {
     return start_staged(what);
   }

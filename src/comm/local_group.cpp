@@ -38,7 +38,9 @@ class LocalGroup final : public Communicator {
   Work start(const Collective& what) override {
     check_collective(what, 0, 1);
     check(what.kind_name(), what.name);
-    if (what.input.defined()) { // everything is this rank's row
+    if (what.kind == Collective::Kind::reduce_scatter) { // in the output's dtype
+      what.output.detach().view({what.output.numel()}).copy_(what.input.detach().view({-1}));
+    } else if (what.input.defined()) { // everything is this rank's row
       what.output.detach().view_as(what.input).copy_(what.input.detach());
     }
     return Work(done_);

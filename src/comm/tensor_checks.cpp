@@ -105,7 +105,7 @@ void check_rows(const at::Tensor& rows) {
   }
 }
 
-void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size) {
+static void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size) {
   check_tensor("reduce_scatter", input);
   check_tensor("reduce_scatter", output);
   if (input.dim() == 0 || input.size(0) != world_size ||
@@ -159,6 +159,9 @@ void check_collective(const Collective& what, int rank, int world_size) {
       break;
     case Kind::all_to_all:
       check_exchanged(what.output, what.input, world_size);
+      break;
+    case Kind::reduce_scatter:
+      check_scattered(what.output, what.input, world_size);
       break;
     case Kind::gather:
     case Kind::scatter:

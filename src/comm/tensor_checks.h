@@ -23,8 +23,6 @@ std::string tensor_text(const at::Tensor& tensor, size_t first = 0);
 void check_collective(const Collective& what, int rank, int world_size);
 /// For all_gather_rows: at least one dimension.
 void check_rows(const at::Tensor& rows);
-/// `output` must have as many elements as each rank's row of `input`.
-void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size);
 /// `ranks` must be ascending and include `rank`.
 void check_members(const std::vector<int>& ranks, int rank, int world_size);
 

@@ -157,6 +157,9 @@ class DeviceCommunicator final : public ForwardingCommunicator {
     if (!on_device(tensor)) {
       return inner_->start(what);
     }
+    if (what.kind == Collective::Kind::reduce_scatter) {
+      return reduce_scatter_by_all_to_all(what);
+    }
     auto work = std::make_shared<DeviceWork>(what, rank(), stream_of(tensor.device()));
     work->start(*inner_);
     return Work(std::move(work));

@@ -73,7 +73,16 @@ struct CommunicatorOptions {
 
 /// An operation on tensors, as back ends get it from the functions of Communicator.
 struct Collective {
-  enum class Kind { all_reduce, reduce, broadcast, all_gather, gather, scatter, all_to_all };
+  enum class Kind {
+    all_reduce,
+    reduce,
+    broadcast,
+    all_gather,
+    gather,
+    scatter,
+    all_to_all,
+    reduce_scatter
+  };
 
   Kind kind = Kind::all_reduce;
   std::string_view name{};
@@ -84,6 +93,8 @@ struct Collective {
   ReduceOp op = ReduceOp::SUM;
   /// Of reduce, gather and scatter; for broadcast the source.
   int root = 0;
+  /// Of reduce_scatter: like `input`, or undefined.
+  at::Tensor scratch{};
 
   /// "all_reduce".
   std::string_view kind_name() const;
@@ -206,10 +217,17 @@ class Communicator {
   /// undefined. `input` and `scratch` must not change until wait() returns; wait() computes the
   /// sum. Half the traffic of an all_reduce.
   Work reduce_scatter_async(at::Tensor output, at::Tensor input, std::string_view name,
-                            at::Tensor scratch = {});
+                            at::Tensor scratch = {}) {
+    return start({Collective::Kind::reduce_scatter, name, std::move(output), std::move(input),
+                  ReduceOp::SUM, 0, std::move(scratch)});
+  }
 
   /// Starts an operation: what the functions above call, and what a back end implements.
   virtual Work start(const Collective& what) = 0;
+
+  /// Starts operations on tensors of one device, in this order. A back end may send them as one,
+  /// which costs a GPU one launch. The handle waits for all.
+  virtual Work start_together(const std::vector<Collective>& what);
 
   /// Concatenates the ranks' tensors in rank order, on every rank. They have the same dtype and
   /// the same shape but for dimension 0, which may be 0. Blocking. The ranks compare shapes
@@ -278,6 +296,8 @@ class Communicator {
 
  protected:
   Communicator() = default;
+  /// reduce_scatter as an all_to_all whose rows wait() sums: for back ends that have no other.
+  Work reduce_scatter_by_all_to_all(const Collective& what);
 };
 
 } // namespace hasten

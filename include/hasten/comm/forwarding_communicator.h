@@ -22,6 +22,13 @@ class ForwardingCommunicator : public Communicator {
     entered(what.kind_name(), what.name, what.shared());
     return started(what.name, inner_->start(what));
   }
+  Work start_together(const std::vector<Collective>& what) override {
+    for (const Collective& one : what) {
+      entered(one.kind_name(), one.name, one.shared());
+    }
+    return started(what.empty() ? std::string_view() : what.front().name,
+                   inner_->start_together(what));
+  }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     entered("all_gather_rows", name, {}); // dim 0 may differ
     return inner_->all_gather_rows(rows, name);
