@@ -120,47 +120,41 @@ at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
 
 void ShardUnit::start_reduction(Communicator& communicator) {
   const at::NoGradGuard no_grad;
-  bool any = false;
+  const std::string what = "gradients of " + name_;
+  std::vector<Collective> operations;
   for (ShardFlat& flat : flats_) {
-    if (flat.trainable == 0) {
-      continue;
-    }
-    any = true;
-    if (!flat.gradient.defined()) {
+    if (flat.trainable > 0 && !flat.gradient.defined()) {
       flat.gradient = at::zeros({flat.trainable}, flat.shard.options().dtype(flat.summed));
     }
-    for (const ShardPiece& piece : flat.pieces) {
-      if (!piece.trainable) {
-        continue;
-      }
+    for (const ShardPiece& piece : flat.reduced) {
       const at::Tensor rows = rows_to_send(flat, piece);
-      Reduction reduction;
-      reduction.to = flat.gradient.narrow(0, piece.begin, piece.numel);
+      at::Tensor to = flat.gradient.narrow(0, piece.begin, piece.numel);
       if (summed_) {
-        reduction.part = buffers_->take({piece.numel}, flat.gradient.options());
+        additions_.first.push_back(to);
+        to = additions_.second.emplace_back(buffers_->take({piece.numel}, flat.gradient.options()));
       }
-      reduction.handle = communicator.reduce_scatter_async(
-          summed_ ? reduction.part : reduction.to, rows, "gradients of " + name_,
-          buffers_->take(rows.sizes(), rows.options()));
+      // Other devices' back ends know whether they need it.
+      const at::Tensor scratch =
+          rows.is_cpu() ? buffers_->take(rows.sizes(), rows.options()) : at::Tensor();
+      operations.push_back(
+          {Collective::Kind::reduce_scatter, what, to, rows, ReduceOp::SUM, 0, scratch});
       report_.reduced_bytes += static_cast<int64_t>(rows.nbytes());
-      reductions_.push_back(std::move(reduction));
     }
   }
-  report_.reductions += any;
+  reducing_ = start_by_device(communicator, operations);
+  report_.reductions += !operations.empty();
 }
 
 void ShardUnit::finish_reduction() {
-  if (reductions_.empty()) {
+  if (reducing_.empty()) {
     return;
   }
   const at::NoGradGuard no_grad;
-  for (Reduction& reduction : reductions_) {
-    wait(reduction.handle);
-    if (reduction.part.defined()) {
-      reduction.to.add_(reduction.part);
-    }
+  wait(reducing_);
+  if (summed_) {
+    at::_foreach_add_(additions_.first, additions_.second);
+    additions_ = {};
   }
-  reductions_.clear();
   summed_ = true;
 }
 

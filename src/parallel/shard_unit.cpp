@@ -63,32 +63,43 @@ void ShardUnit::add(ShardedParameter& entry, const at::Device& device) {
   }
 }
 
-// Orders trainable parameters before frozen ones, and within each puts small ones next to each
-// other, so that they share a message.
+// Adds the next tensor of the flat shard, which ends at `end`.
+static void add_piece(std::vector<ShardPiece>& pieces, const ShardTensor& tensor, size_t index,
+                      int64_t end, bool direct) {
+  if (direct || pieces.empty() || pieces.back().direct) {
+    pieces.push_back({tensor.offset, 0, direct});
+  }
+  ShardPiece& piece = pieces.back();
+  piece.tensors.push_back(index);
+  piece.numel = direct ? tensor.chunk() : end - piece.begin;
+  piece.widths.push_back(tensor.chunk());
+  piece.widths.push_back(piece.begin + piece.numel - tensor.offset - tensor.chunk());
+}
+
+// Orders trainable parameters before frozen ones, and puts those next to each other that share a
+// message.
 void ShardUnit::lay_out(ShardFlat& flat) const {
   const auto size = static_cast<int64_t>(c10::elementSize(flat.dtype));
-  const int64_t alone = flat.device.is_cpu() ? kTravelsAlone / size : INT64_MAX;
-  const auto is_direct = [&](const ShardTensor& tensor) { return tensor.chunk() >= alone; };
-  std::ranges::stable_sort(flat.tensors, [&](const ShardTensor& a, const ShardTensor& b) {
-    return a.trainable != b.trainable ? a.trainable : is_direct(a) < is_direct(b);
-  });
+  const auto large = [&](const ShardTensor& tensor) {
+    return tensor.chunk() >= kTravelsAlone / size;
+  };
+  const auto large_gradient = [&](const ShardTensor& tensor) {
+    const bool fits = tensor.dim0 % ranks_ == 0 && flat.compute == flat.wire;
+    return large(tensor) && (fits || flat.device.is_cpu());
+  };
+  const auto place = [&](const ShardTensor& tensor) {
+    return tensor.trainable ? 2 - large(tensor) - large_gradient(tensor) : 3 + large(tensor);
+  };
+  std::ranges::stable_sort(flat.tensors, {}, place);
   for (size_t i = 0; i < flat.tensors.size(); ++i) {
     ShardTensor& tensor = flat.tensors[i];
     tensor.offset = flat.numel;
     flat.numel += flat_padded(tensor.chunk(), flat.dtype);
+    add_piece(flat.gathered, tensor, i, flat.numel, large(tensor));
     if (tensor.trainable) {
       flat.trainable = flat.numel;
+      add_piece(flat.reduced, tensor, i, flat.numel, large_gradient(tensor));
     }
-    const bool direct = is_direct(tensor);
-    if (direct || flat.pieces.empty() || flat.pieces.back().direct ||
-        flat.pieces.back().trainable != tensor.trainable) {
-      flat.pieces.push_back({tensor.offset, 0, direct, tensor.trainable, {}});
-    }
-    ShardPiece& piece = flat.pieces.back();
-    piece.tensors.push_back(i);
-    piece.numel = direct ? tensor.chunk() : flat.numel - piece.begin;
-    piece.widths.push_back(tensor.chunk());
-    piece.widths.push_back(piece.begin + piece.numel - tensor.offset - tensor.chunk());
   }
 }
 
@@ -139,7 +150,7 @@ void ShardUnit::make_shards(ShardFlat& flat) {
   if (flat.in_place) {
     return;
   }
-  for (ShardPiece& piece : flat.pieces) {
+  for (ShardPiece& piece : flat.gathered) {
     int64_t begin = ranks_ * piece.begin;
     for (const int64_t width : piece.widths) {
       piece.places.push_back(flat.whole.narrow(0, begin, ranks_ * width).view({ranks_, width}));
@@ -162,13 +173,26 @@ std::string ShardUnit::changed_parameter() const {
   return {};
 }
 
-void ShardUnit::wait(Work& handle) {
-  if (!handle) {
-    return;
-  }
+void ShardUnit::wait(std::vector<Work>& handles) {
   const auto from = Clock::now();
-  handle.wait();
+  for (Work& handle : handles) {
+    handle.wait();
+  }
+  handles.clear();
   report_.exposed_seconds += std::chrono::duration<double>(Clock::now() - from).count();
+}
+
+std::vector<Work> start_by_device(Communicator& communicator,
+                                  const std::vector<Collective>& operations) {
+  std::vector<Work> handles;
+  for (auto from = operations.begin(); from != operations.end();) {
+    const auto to = std::find_if(from, operations.end(), [&](const Collective& one) {
+      return one.output.device() != from->output.device();
+    });
+    handles.push_back(communicator.start_together({from, to}));
+    from = to;
+  }
+  return handles;
 }
 
 void ShardUnit::unshard(Communicator& communicator) {
@@ -179,14 +203,18 @@ void ShardUnit::unshard(Communicator& communicator) {
   const UnseenOps unseen;
   state_ = State::unsharding;
   report_.gathers += ranks_ > 1 && !flats_.empty();
+  const std::string what = "parameters of " + name_;
+  std::vector<Collective> operations;
   for (ShardFlat& flat : flats_) {
     if (!flat.in_place) {
-      all_gather(flat, communicator);
+      allocate_whole(flat, communicator);
+      all_gather(flat, what, operations);
     }
   }
+  gathering_ = start_by_device(communicator, operations);
 }
 
-void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
+void ShardUnit::allocate_whole(ShardFlat& flat, Communicator& communicator) {
   const auto bytes = static_cast<size_t>(flat.whole.numel()) * c10::elementSize(flat.compute);
   c10::StorageImpl* storage = flat.whole.storage().unsafeGetStorageImpl();
   try {
@@ -202,28 +230,34 @@ void ShardUnit::all_gather(ShardFlat& flat, Communicator& communicator) {
     throw;
   }
   storage->set_nbytes(bytes);
+}
+
+void ShardUnit::all_gather(ShardFlat& flat, std::string_view what,
+                           std::vector<Collective>& operations) {
   if (ranks_ == 1) {
     flat.whole.copy_(flat.shard);
     return;
   }
-  for (const ShardPiece& piece : flat.pieces) {
-    const at::Tensor own = flat.shard.narrow(0, piece.begin, piece.numel);
-    Gather& gather = gathers_.emplace_back(Gather{&piece, {}, {}});
-    const std::string what = "parameters of " + name_;
-    if (!piece.direct) {
-      gather.rows = buffers_->take({ranks_, piece.numel}, flat.whole.options());
-      gather.handles.push_back(
-          communicator.all_gather_async(gather.rows, own.to(flat.compute), what));
+  const bool host = flat.device.is_cpu();
+  const at::Tensor shard = host ? flat.shard : flat.shard.to(flat.compute); // one launch
+  for (const ShardPiece& piece : flat.gathered) {
+    const at::Tensor own = shard.narrow(0, piece.begin, piece.numel);
+    if (piece.direct && host) { // Gloo's broadcast works in place; its all-gather copies everything
+      piece.places[0][rank_].copy_(own);
+      for (int rank = 0; rank < ranks_; ++rank) {
+        operations.push_back(
+            {Collective::Kind::broadcast, what, piece.places[0][rank], {}, ReduceOp::SUM, rank});
+      }
       continue;
     }
-    // Gloo's broadcast works in place; its all-gather copies everything.
-    const at::Tensor& chunks = piece.places[0];
-    chunks[rank_].copy_(own);
-    for (int rank = 0; rank < ranks_; ++rank) {
-      gather.handles.push_back(communicator.broadcast_async(chunks[rank], rank, what));
+    at::Tensor rows = piece.direct ? piece.places[0]
+                                   : buffers_->take({ranks_, piece.numel}, flat.whole.options());
+    operations.push_back({Collective::Kind::all_gather, what, rows, own.to(flat.compute)});
+    if (!piece.direct) {
+      gathers_.push_back({&piece, std::move(rows)});
     }
   }
-  report_.gathered_bytes += static_cast<int64_t>(bytes);
+  report_.gathered_bytes += static_cast<int64_t>(flat.whole.nbytes());
 }
 
 void ShardUnit::wait_for_unshard() {
@@ -232,10 +266,8 @@ void ShardUnit::wait_for_unshard() {
   }
   const at::NoGradGuard no_grad;
   const UnseenOps unseen;
+  wait(gathering_);
   for (Gather& gather : gathers_) {
-    for (Work& handle : gather.handles) {
-      wait(handle);
-    }
     if (gather.rows.numel() > 0) { // one launch of a GPU
       at::split_with_sizes_copy_out(gather.piece->places, gather.rows, gather.piece->widths, 1);
     }

@@ -7,7 +7,9 @@
 // padded to ceil(rows / ranks) rows, so all ranks send messages of one size. The unsharded
 // parameter is at `ranks` times that offset, one rank's chunk after the other, so it is contiguous.
 // Small parameters share a message and are copied between rank-major messages and their places. A
-// large one has its own message, from and to its place, without a copy.
+// large one has its own message, from and to its place, without a copy. Its gradient has one, too,
+// unless it needs a copy anyway on a device, for a cast or for padding: then it shares that of the
+// small ones, because a copy is one launch for all. The messages of a unit start together.
 //
 // Note [Identity]
 // A parameter stays one TensorImpl; its data is the shard or the unsharded parameter. The latter
@@ -23,6 +25,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "hasten/comm/communicator.h"
@@ -56,11 +60,10 @@ struct ShardTensor {
 struct ShardPiece {
   int64_t begin = 0; // elements
   int64_t numel = 0;
-  bool direct = false; // one tensor, sent from its place; only on the CPU
-  bool trainable = true;
+  bool direct = false; // one tensor, sent from its place
   std::vector<size_t> tensors{};
   std::vector<int64_t> widths{}; // of each tensor's chunk and of what pads it, elements
-  std::vector<at::Tensor> places{}; // of these in the unsharded parameters, [ranks, width]
+  std::vector<at::Tensor> places{}; // of gathered ones, unsharded, [ranks, width]
 };
 
 // Parameters of one dtype.
@@ -74,7 +77,8 @@ struct ShardFlat {
   int64_t numel = 0; // of a shard, padding included
   int64_t trainable = 0; // the first elements, which have gradients
   std::vector<ShardTensor> tensors{};
-  std::vector<ShardPiece> pieces{};
+  std::vector<ShardPiece> gathered{};
+  std::vector<ShardPiece> reduced{};
   at::Tensor shard{}; // [numel]
   at::Tensor whole{}; // [ranks * numel]
   at::Tensor gradient{}; // [trainable]; undefined until a reduction
@@ -115,7 +119,10 @@ class ShardUnit {
   void start_reduction(Communicator& communicator);
   void finish_reduction();
   /// Discards the reductions in flight.
-  void drop_reduction() noexcept { reductions_.clear(); }
+  void drop_reduction() noexcept {
+    reducing_.clear();
+    additions_ = {};
+  }
   bool alone() const { return ranks_ == 1; }
   /// Sums shards' gradients over replicas, in place.
   std::vector<Work> sum_over(Communicator& replicas);
@@ -138,23 +145,18 @@ class ShardUnit {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A message in flight.
+  // A message in flight that is not sent to its place.
   struct Gather {
     const ShardPiece* piece = nullptr;
-    std::vector<Work> handles{};
-    at::Tensor rows{}; // undefined: in place
-  };
-  struct Reduction {
-    Work handle{};
-    at::Tensor to{}; // a range of the gradient
-    at::Tensor part{}; // will be added to it; undefined: summed in place
+    at::Tensor rows{};
   };
 
   void lay_out(ShardFlat& flat) const;
   void make_shards(ShardFlat& flat);
-  void all_gather(ShardFlat& flat, Communicator& communicator);
+  void allocate_whole(ShardFlat& flat, Communicator& communicator);
+  void all_gather(ShardFlat& flat, std::string_view what, std::vector<Collective>& operations);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
-  void wait(Work& handle);
+  void wait(std::vector<Work>& handles);
 
   // Set at construction.
   std::string name_;
@@ -165,11 +167,17 @@ class ShardUnit {
 
   std::vector<ShardFlat> flats_{};
   State state_ = State::sharded;
+  std::vector<Work> gathering_{};
   std::vector<Gather> gathers_{};
-  std::vector<Reduction> reductions_{};
+  std::vector<Work> reducing_{};
+  std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> additions_{}; // sums, parts
   bool summed_ = false; // the flat gradients hold a part of this sum
   ShardUnitReport report_{};
 };
+
+/// Starts operations in this order, those of a device together.
+std::vector<Work> start_by_device(Communicator& communicator,
+                                  const std::vector<Collective>& operations);
 
 /// Replaces the tensor's data by `data`'s; it stays the same tensor.
 void put_data(const at::Tensor& tensor, const at::Tensor& data);

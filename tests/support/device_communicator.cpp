@@ -164,6 +164,9 @@ class DeviceCommunicator final : public ForwardingCommunicator {
     work->start(*inner_);
     return Work(std::move(work));
   }
+  Work start_together(const std::vector<Collective>& what) override {
+    return Communicator::start_together(what);
+  }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     return inner_->all_gather_rows(rows.cpu(), name).to(rows.device());
   }
