@@ -21,6 +21,7 @@ void ShardSchedule::open_backward(bool last) {
   forget_dead_calls();
   end_reduction(); // the last one of the previous backward
   in_backward_ = true;
+  staying_.reset();
   last_ = last;
   touched_.clear();
   complete_.assign(units_.size(), 0);
@@ -203,6 +204,7 @@ void ShardSchedule::settle() {
 }
 
 void ShardSchedule::unshard() {
+  staying_.reset();
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     prefetch(unit);
   }
@@ -224,6 +226,7 @@ void ShardSchedule::close_window() {
 
 void ShardSchedule::cancel() noexcept {
   in_backward_ = open_ = window_ = false;
+  staying_.reset();
   entered_.clear();
   calls_.clear();
   replica_sums_.clear();

@@ -62,6 +62,7 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
   }
   if (failed) {
     open_ = false;
+    end_stay();
     give_up(0);
     std::erase_if(calls_, [&](const Call& call) { return call.forward == forward_; });
     return;
@@ -78,10 +79,18 @@ void ShardSchedule::close_forward(int64_t number, bool failed) {
   last_entered_[at::GradMode::is_enabled()] = std::exchange(forward_entered_, {});
 }
 
+void ShardSchedule::end_stay(std::optional<size_t> unless) {
+  const auto unit = std::exchange(staying_, std::nullopt);
+  if (unit && unit != unless) {
+    units_[*unit]->reshard();
+  }
+}
+
 // Prefetches the unit that was entered next in the previous forward.
 void ShardSchedule::enter(size_t unit) {
   const auto& before = last_entered_[at::GradMode::is_enabled()];
-  const bool was_whole = units_[unit]->state() == ShardUnit::State::unsharded;
+  const bool was_whole = unit != staying_ && units_[unit]->state() == ShardUnit::State::unsharded;
+  end_stay(unit);
   unshard(unit);
   entered_.push_back({unit, ++clock_, was_whole});
   if (!open_) {
@@ -104,11 +113,17 @@ void ShardSchedule::leave(const std::shared_ptr<void>& graph) {
   ++clock_;
   if (graph) {
     calls_.push_back({call.unit, forward_, call.time, clock_, false, false, graph});
+    end_stay();
   }
   const bool inside = std::any_of(entered_.begin(), entered_.end(),
                                   [&](const Entered& outer) { return outer.unit == call.unit; });
   const bool waits = graph || (call.unit == root() && at::GradMode::is_enabled());
-  if (!call.was_whole && !inside && !(waits && keeps(call.unit))) {
+  if (call.was_whole || inside || (waits && keeps(call.unit))) {
+    return;
+  }
+  if (graph && window_) {
+    staying_ = call.unit;
+  } else {
     units_[call.unit]->reshard();
   }
 }

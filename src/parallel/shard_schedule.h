@@ -9,8 +9,8 @@
 // resharded, the call's unit is unsharded, and the gather of the one before it is started. A call
 // that this rank's loss does not use is processed together with the next one that it uses, or at
 // the end, with zero gradients. So the messages are the same on every rank, whatever each rank's
-// loss depends on. Gathers and reductions have separate groups, so only the order within each
-// matters.
+// loss depends on. Gathers, reductions and sums over replicas have separate groups. They start in
+// one order on all ranks, because groups of a GPU could otherwise wait for each other.
 //
 // A backward processes a forward's calls if it reaches any of them (if it reaches none, those of
 // the latest forward). If a unit has earlier calls in a forward that no backward has reached, it
@@ -108,6 +108,7 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   size_t root() const { return units_.size() - 1; }
   void enter(size_t unit);
   void leave(const std::shared_ptr<void>& graph);
+  void end_stay(std::optional<size_t> unless = {});
   void give_up(size_t entered);
   std::shared_ptr<void> watch(const std::vector<at::Tensor>& outputs, uint64_t first_node);
   void reach(int64_t left);
@@ -138,6 +139,9 @@ class ShardSchedule : public std::enable_shared_from_this<ShardSchedule> {
   std::vector<size_t> forward_entered_{}; // units entered in the current forward
   std::vector<size_t> last_entered_[2]{}; // the same for the previous forward; [with gradients]
   size_t next_entered_ = 0; // position of the current forward in last_entered_
+  // The unit that was left last. It stays unsharded until another one is entered or left: backward
+  // begins with the last one of a forward.
+  std::optional<size_t> staying_{};
   std::vector<Call> calls_{}; // in the order in which they ended
 
   // Backward.

@@ -14,7 +14,7 @@ TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
     FullyShardOptions options;
     int micro;
     int64_t gathers;
-    int64_t root_gathers;
+    int64_t last_gathers; // of the last block and of the root
     int64_t reductions;
   };
   const std::vector<Row> rows{{{}, 1, 2, 1, 1},
@@ -36,7 +36,7 @@ TEST(FullyShardOrder, GathersAndReductionsAreTheTables) {
       const ShardReport report = sharded.report();
       ASSERT_EQ(report.units.size(), 4u);
       for (size_t unit = 0; unit < 4; ++unit) {
-        const int64_t wanted = unit < 3 ? rows[i].gathers : rows[i].root_gathers;
+        const int64_t wanted = unit < 2 ? rows[i].gathers : rows[i].last_gathers;
         EXPECT_EQ(report.units[unit].gathers, alone ? 0 : wanted) << i << " " << unit;
         EXPECT_EQ(report.units[unit].reductions, alone ? 0 : rows[i].reductions)
             << i << " " << unit;
@@ -134,12 +134,12 @@ TEST(FullyShardOrder, BlocksMayBeInsideBlocks) {
       const auto scope = sharded.forward_scope();
       loss = net->forward(rows_of(rank, turn, kWide)).square().sum();
     }
-    EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
+    EXPECT_EQ(sharded.report().unsharded_parameter_bytes == 0, alone) << "the last outer one";
     sharded.start_backward(true);
     loss.backward();
     sharded.finish_backward();
     sharded.finish(1);
-    EXPECT_EQ(gathers_of(sharded), alone ? Counts(7, 0) : Counts({2, 2, 2, 2, 2, 2, 0}));
+    EXPECT_EQ(gathers_of(sharded), alone ? Counts(7, 0) : Counts({2, 2, 2, 1, 2, 2, 0}));
     plain->zero_grad();
     for (int r = 0; r < communicator->world_size(); ++r) {
       plain->forward(rows_of(r, turn, kWide)).square().sum().backward();
@@ -353,7 +353,7 @@ TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
         const auto scope = sharded.forward_scope();
         loss = net->forward(x).square().sum();
       }
-      EXPECT_EQ(sharded.report().unsharded_parameter_bytes, 0);
+      EXPECT_LT(sharded.report().unsharded_parameter_bytes, 2 * unit) << "the last block alone";
       sharded.start_backward(true);
       loss.backward();
       sharded.finish_backward();

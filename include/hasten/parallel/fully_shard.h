@@ -92,7 +92,8 @@ struct MixedPrecisionPolicy {
 struct FullyShardOptions {
   ShardingStrategy strategy = ShardingStrategy::fsdp;
   /// If false, blocks stay unsharded from forward to backward: one all-gather less, and all
-  /// parameters in memory. Empty: the strategy decides.
+  /// parameters in memory. The root and the block that a forward calls last always stay. Empty: the
+  /// strategy decides.
   std::optional<bool> reshard_after_forward{};
   /// When gradients are summed over ranks in a window of several batches; Accelerate's
   /// sync_each_batch. True: in each backward. Memory stays constant; k batches send gradients k
