@@ -9,6 +9,7 @@
 #include "hasten/base/error.h"
 #include "hasten/parallel/ddp.h"
 #include "module_buffers.h"
+#include "sync_batch_norm_function.h"
 
 namespace hasten {
 
@@ -69,6 +70,9 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
   waits_ = awaited(backward);
   backward.loss.reset(); // keeps no graph alive
   backward_ = std::move(backward);
+  // Ranks that use other parameters would start a bucket before or after a layer's own operations.
+  backward_.hold = backward_.hold || ((options_.find_unused_parameters || options_.static_graph) &&
+                                      detail::has_sync_batch_norm(*module_));
   ready_.assign(waits_.size(), 0);
   if (learned_.empty()) {
     ready_order_.clear();

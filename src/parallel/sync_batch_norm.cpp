@@ -174,6 +174,21 @@ static std::shared_ptr<const BatchNormMark> mark_batch_norm(
   return fresh ? mark : nullptr;
 }
 
+bool has_sync_batch_norm(const torch::nn::Module& model) {
+  if (std::ranges::any_of(model.modules(), [](const auto& module) {
+        return dynamic_cast<const SyncBatchNormImpl*>(module.get()) != nullptr;
+      })) {
+    return true;
+  }
+  const auto layers = find_batch_norms(model);
+  BatchNormMarks& marks = batch_norm_marks();
+  const std::shared_lock lock(marks.mutex);
+  return std::ranges::any_of(layers, [&](const FoundBatchNorm& layer) {
+    return layer.identity.defined() &&
+           marks.by_tensor.contains(layer.identity.unsafeGetTensorImpl());
+  });
+}
+
 } // namespace detail
 
 SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include <functional>
 #include <memory>
@@ -37,5 +38,8 @@ void check_sync_input(const SyncLayer& layer, const at::Tensor& x);
 // Collective. Differentiable in x, weight and bias.
 at::Tensor sync_batch_norm(const at::Tensor& x, const SyncNormArguments& arguments,
                            const std::shared_ptr<const SyncLayer>& layer);
+
+// Whether a training forward of the model sends statistics.
+bool has_sync_batch_norm(const torch::nn::Module& model);
 
 } // namespace hasten::detail
