@@ -79,6 +79,17 @@ fetch_clang_format() {
   rm -rf "$work"
 }
 
+# The headers of CUDA's run time, 5 MB, so that a test can compile what CUDA needs on any machine.
+fetch_cuda_headers() {
+  local target=$cache/cuda-headers-13.0 work
+  [[ -d $target ]] && return
+  work=$(mktemp -d "$cache/.tmp-cuda-headers-XXXXXX")
+  say "fetching the headers of CUDA 13.0"
+  fetch_cuda "$work" nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85 \
+    nvidia-cuda-crt==13.0.88
+  mv "$work" "$target"
+}
+
 missing=$(missing_packages)
 if [[ -n $missing ]]; then
   mapfile -t needed <<<"$missing"
@@ -99,5 +110,6 @@ else
   torch=$cache/$torch
 fi
 with_cache_lock fetch_clang_format
+[[ -n $cuda ]] || with_cache_lock fetch_cuda_headers
 say "ready: LibTorch in $torch"
 [[ -z $cuda ]] || say "Give it to CMake: cmake --preset release -DHASTEN_TORCH=$torch"

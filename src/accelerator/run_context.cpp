@@ -85,7 +85,7 @@ static std::shared_ptr<Communicator> context_group(const AcceleratorOptions& opt
   comm.heartbeat_timeout = options.heartbeat_timeout;
   comm.backend = options.backend;
   comm.check_shapes = debugs(options) ? ShapeCheck::always : ShapeCheck::first;
-  comm.device_kind = c10::DeviceTypeName(device.type(), true);
+  comm.device = device;
   return Communicator::create(world, comm);
 }
 

@@ -196,8 +196,12 @@ int run_command(const CompareCommand& command) {
   const int64_t next = state.search.next_rows();
   int64_t trying = next > 0 ? next : state.search.largest_rows();
   install_interrupt_handlers();
-  const auto communicator =
-      Communicator::create(world_from_environment(), {.backend = command.arguments.ddp_backend});
+  const World world = world_from_environment();
+  const std::string& backend = command.arguments.ddp_backend;
+  const auto communicator = Communicator::create(
+      world,
+      {.device = detail::choose_device(command.arguments.device, world, backend == "gloo").device,
+       .backend = backend});
   try {
     Accelerator accelerator(detail::compared_options(command, state.strategy), communicator);
     int64_t& limit_bytes = state.search.limit_bytes;

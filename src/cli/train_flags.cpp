@@ -60,20 +60,21 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& a) {
 }
 
 // `hasten` does not see LibTorch and so not backend_names().
-constexpr std::array kWorkerBackends{"gloo"};
+constexpr std::array kWorkerBackends{"auto", "gloo", "nccl"};
 
 void declare_backend(FlagTable& flags, TrainingArguments& a) {
   flags.value("--device", a.device, "NAME",
               "auto (a GPU for each process, else the CPU), cpu, cuda, or cuda:N");
   flags.flag("--use-cpu", a.use_cpu, "the same as --device cpu");
   flags.value("--ddp-backend,--backend", a.ddp_backend, "NAME",
-              "what moves tensors between processes: gloo (sockets, tensors on the CPU)");
+              "what moves tensors between processes: auto (nccl on GPUs, else gloo), gloo (through "
+              "sockets and the CPU), nccl (between GPUs)");
 }
 
 void check_backend(const FlagTable& flags, const TrainingArguments& a) {
   const std::vector<std::string> known(kWorkerBackends.begin(), kWorkerBackends.end());
   if (std::find(known.begin(), known.end(), a.ddp_backend) == known.end()) {
-    throw InputError(flags.where(), "--backend=" + a.ddp_backend, joined(known, " or "),
+    throw InputError(flags.where(), "--backend=" + a.ddp_backend, "one of " + joined(known),
                      write_nearest(a.ddp_backend, known));
   }
 }

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "group_core.h"
 #include "hasten/base/error.h"
@@ -88,11 +89,47 @@ static void sum_rows(const at::Tensor& output, const at::Tensor& rows) {
   }
 }
 
-using Backends = c10::Synchronized<std::map<std::string, BackendFactory>>; // by name
+struct KnownBackend {
+  BackendFactory make;
+  std::optional<at::DeviceType> type{}; // whose memory it moves
+};
 
-static Backends& backends() {
-  static Backends all({{"gloo", make_gloo_group}});
+struct KnownBackends {
+  std::map<std::string, KnownBackend> by_name{};
+  std::map<at::DeviceType, std::string> by_type{};
+};
+
+static void add_device_backend(KnownBackends& all, const std::string& name, at::DeviceType type,
+                               DeviceBackendFactory factory) {
+  all.by_name[name] = {[factory = std::move(factory)](const BackendContext& context) {
+                         return make_device_group(context, factory);
+                       },
+                       type};
+  all.by_type[type] = name;
+}
+
+static c10::Synchronized<KnownBackends>& backends() {
+  static c10::Synchronized<KnownBackends> all = [] {
+    KnownBackends known;
+    known.by_name["gloo"] = {make_gloo_group};
+    add_device_backend(known, "nccl", at::kCUDA, make_nccl);
+    return c10::Synchronized<KnownBackends>(std::move(known));
+  }();
   return all;
+}
+
+static KnownBackend known_backend(const std::string& name) {
+  const KnownBackend found = backends().withLock([&](const auto& all) {
+    const auto at = all.by_name.find(name);
+    return at == all.by_name.end() ? KnownBackend() : at->second;
+  });
+  if (!found.make) {
+    std::vector<std::string> names = backend_names();
+    names.insert(names.begin(), "auto");
+    throw InputError("comm::create", "no such back end: backend=" + name, "one of " + joined(names),
+                     write_nearest(name, names));
+  }
+  return found;
 }
 
 void check_world(const World& world, const CommunicatorOptions& options) {
@@ -125,31 +162,47 @@ void register_backend(const std::string& name, BackendFactory factory) {
   if (name.empty() || !factory) {
     throw InputError("comm::register_backend", "name=" + name, "a name and a factory");
   }
-  detail::backends().withLock([&](auto& all) { all[name] = std::move(factory); });
+  detail::backends().withLock([&](auto& all) { all.by_name[name] = {std::move(factory)}; });
+}
+
+void register_device_backend(const std::string& name, at::DeviceType type,
+                             DeviceBackendFactory factory) {
+  if (name.empty() || !factory || type == at::kCPU) {
+    throw InputError("comm::register_device_backend",
+                     "name=" + name + ", type=" + c10::DeviceTypeName(type, true),
+                     "a name, a factory, and a type of device that is not the CPU");
+  }
+  detail::backends().withLock(
+      [&](auto& all) { detail::add_device_backend(all, name, type, std::move(factory)); });
+}
+
+std::string resolved_backend(const std::string& name, const at::Device& device) {
+  if (name == "auto") {
+    return detail::backends().withLock([&](const auto& all) {
+      const auto at = all.by_type.find(device.type());
+      return at == all.by_type.end() ? std::string("gloo") : at->second;
+    });
+  }
+  const auto type = detail::known_backend(name).type;
+  if (type && *type != device.type()) {
+    throw InputError("comm::create", "backend=" + name + " with device=" + device.str(),
+                     "a device of type " + c10::DeviceTypeName(*type, true),
+                     "set backend=auto, or device=" + c10::DeviceTypeName(*type, true));
+  }
+  return name;
 }
 
 std::vector<std::string> backend_names() {
   std::vector<std::string> names;
   detail::backends().withLock([&](const auto& all) {
-    for (const auto& [name, factory] : all) {
+    for (const auto& [name, known] : all.by_name) {
       names.push_back(name);
     }
   });
   return names;
 }
 
-BackendFactory backend_factory(const std::string& name) {
-  const BackendFactory found = detail::backends().withLock([&](const auto& all) {
-    const auto at = all.find(name);
-    return at == all.end() ? BackendFactory() : at->second;
-  });
-  if (!found) {
-    const std::vector<std::string> names = backend_names();
-    throw InputError("comm::create", "no such back end: backend=" + name, "one of " + joined(names),
-                     write_nearest(name, names));
-  }
-  return found;
-}
+BackendFactory backend_factory(const std::string& name) { return detail::known_backend(name).make; }
 
 std::string_view Collective::kind_name() const {
   constexpr std::array<std::string_view, 8> names{"all_reduce", "reduce",        "broadcast",
@@ -193,14 +246,15 @@ bool Work::done() const { return !state_ || state_->done(); }
 std::shared_ptr<Communicator> Communicator::create(const World& world,
                                                    const CommunicatorOptions& options) {
   detail::check_world(world, options);
-  const BackendFactory factory = backend_factory(options.backend);
+  CommunicatorOptions resolved = options;
+  resolved.backend = resolved_backend(options.backend, options.device);
   if (world.world_size == 1) {
-    return detail::make_local_group(options);
+    return detail::make_local_group(resolved);
   }
   set_error_rank(world.rank, world.world_size);
   set_log_rank(world.rank, world.world_size);
-  const auto link = detail::WorldLink::join(world, options);
-  return factory({link->world(), options, link});
+  const auto link = detail::WorldLink::join(world, resolved);
+  return backend_factory(resolved.backend)({link->world(), resolved, link});
 }
 
 std::vector<nlohmann::json> Communicator::all_gather_object(const nlohmann::json& value,

@@ -35,6 +35,9 @@ class GlooGroup final : public Communicator {
                                           const CommunicatorOptions& options) override;
   std::optional<Survivors> shrink() override;
 
+  /// Shared with a group that sends the operations of a device elsewhere.
+  const std::shared_ptr<GroupCore>& core() const { return core_; }
+
  private:
   using Start = std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>;
 
@@ -43,7 +46,6 @@ class GlooGroup final : public Communicator {
   /// completes it.
   Work submit(std::string operation, const std::string& tensors, const Start& start,
               std::function<void()> finish = nullptr);
-  Work start_reduction(const Collective& what);
   Work start_staged(const Collective& what);
 
   std::shared_ptr<GroupCore> core_;

@@ -329,6 +329,11 @@ void GroupCore::keep(const std::shared_ptr<GroupCore>& core,
   });
 }
 
+void GroupCore::keep_device(std::shared_ptr<void> connections) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  device_ = std::move(connections);
+}
+
 c10::intrusive_ptr<c10d::Backend> GroupCore::connections() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return connections_;
@@ -373,10 +378,12 @@ void GroupCore::close(bool orderly) noexcept {
       }
     }
     orderly = orderly && !link->liveness().failed() && wait_idle();
-    c10::intrusive_ptr<c10d::Backend> connections;
+    std::vector<std::shared_ptr<void>> connections;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      connections = std::move(connections_);
+      connections.push_back(std::move(device_));
+      connections.push_back(
+          std::make_shared<c10::intrusive_ptr<c10d::Backend>>(std::move(connections_)));
     }
     link->remove_group(std::move(connections), orderly);
   } catch (...) { // out of memory or threads: the process is about to end

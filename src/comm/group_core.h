@@ -103,6 +103,9 @@ class GroupCore {
   static void keep(const std::shared_ptr<GroupCore>& core,
                    c10::intrusive_ptr<c10d::Backend> connections);
 
+  /// Keeps what owns the group's connections between devices as long as the others.
+  void keep_device(std::shared_ptr<void> connections);
+
   /// Communicator::abort.
   void abort(std::string_view reason, ErrorKind kind) noexcept;
   /// Communicator::close. Without `orderly` it does not communicate and takes bounded time.
@@ -129,6 +132,7 @@ class GroupCore {
   CommClock::time_point last_completion_ = CommClock::now();
   bool closed_ = false;
   c10::intrusive_ptr<c10d::Backend> connections_;
+  std::shared_ptr<void> device_;
   /// The first error, without its "[part::function]".
   std::optional<FailureCause> error_;
 
@@ -172,6 +176,12 @@ class GroupCore::Started final : public Work::State {
 
 /// Creates the group of a world of one.
 std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options);
+/// The back end "nccl", which the library hasten_nccl has. Throws InputError that says what is
+/// missing on this host.
+c10::intrusive_ptr<c10d::Backend> make_nccl(const DeviceBackendContext& context);
+/// A group whose operations on a device go through `factory`, and all others through Gloo.
+std::shared_ptr<Communicator> make_device_group(const BackendContext& context,
+                                                DeviceBackendFactory factory);
 /// The back end "gloo".
 std::shared_ptr<Communicator> make_gloo_group(const BackendContext& context);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -113,7 +114,8 @@ static std::vector<Hello> shake_hands(const World& world, const CommunicatorOpti
                                       StoreThread& thread, CommClock::time_point deadline) {
   auto progress = std::make_shared<HandshakeProgress>();
   progress->hellos.resize(static_cast<size_t>(world.world_size));
-  const Hello own = own_hello(world, options.device_kind, options.backend);
+  const Hello own =
+      own_hello(world, c10::DeviceTypeName(options.device.type(), true), options.backend);
   std::future<std::vector<Hello>> future = thread.post<std::vector<Hello>>(
       [own, progress, world](c10d::Store& store, const std::atomic<bool>& cancelled) {
         return exchange_hellos(store, cancelled, own, world, *progress);
@@ -230,12 +232,19 @@ void WorldLink::add_group(const std::string& name) {
   ++open_groups_;
 }
 
-void WorldLink::remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool orderly) {
+std::shared_ptr<StoreThread> WorldLink::connect_store() const {
+  return StoreConnections(ranks_, CommClock::now() + ranks_.timeout).thread;
+}
+
+uint64_t WorldLink::count_operation(const std::vector<int>& members) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ++operations_[members];
+}
+
+void WorldLink::remove_group(std::vector<std::shared_ptr<void>> connections, bool orderly) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (connections) {
-      closed_groups_.push_back(std::move(connections));
-    }
+    std::ranges::move(connections, std::back_inserter(closed_groups_));
     if (--open_groups_ > 0) {
       return;
     }
@@ -297,12 +306,13 @@ bool WorldLink::meet() {
 }
 
 void WorldLink::disconnect(milliseconds limit) {
-  std::vector<c10::intrusive_ptr<c10d::Backend>> groups;
+  std::vector<std::shared_ptr<void>> groups;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(closed_groups_);
   }
-  // A Gloo group's destructor waits for running operations, which may be stuck until their timeout.
+  // A Gloo group's destructor waits for running operations, which may be stuck until their timeout,
+  // and a device's may be slow to end its.
   // That must not delay this thread.
   auto destroyed = std::make_shared<std::promise<void>>();
   std::future<void> future = destroyed->get_future();

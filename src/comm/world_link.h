@@ -3,6 +3,8 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -93,7 +95,11 @@ class WorldLink {
   /// leave, rank 0 last. Rank 0 waits for live peers up to the timeout, the others up to the
   /// heartbeat limit. Otherwise disconnects immediately; after a failure rank 0 stays up to a
   /// second so that all read the reason.
-  void remove_group(c10::intrusive_ptr<c10d::Backend> connections, bool orderly);
+  void remove_group(std::vector<std::shared_ptr<void>> connections, bool orderly);
+  /// Another connection to the store, with a thread of its own.
+  std::shared_ptr<StoreThread> connect_store() const;
+  /// How many operations groups of these ranks have started on a device, with the one that asks.
+  uint64_t count_operation(const std::vector<int>& members);
 
  private:
   std::vector<int> agree_on_members(StoreThread& store);
@@ -113,7 +119,8 @@ class WorldLink {
   std::string device_address_;
   std::shared_ptr<gloo::transport::Device> device_;
   std::set<int> gloo_ports_; // at which the device listens
-  std::vector<c10::intrusive_ptr<c10d::Backend>> closed_groups_;
+  std::vector<std::shared_ptr<void>> closed_groups_; // their connections
+  std::map<std::vector<int>, uint64_t> operations_; // by members
 };
 
 } // namespace hasten::detail

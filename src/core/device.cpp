@@ -9,6 +9,7 @@
 #include <iterator>
 #include <mutex>
 
+#include "core/cuda_library.h"
 #include "hasten/base/error.h"
 
 namespace hasten::detail {
@@ -30,10 +31,12 @@ static at::Device parsed_device(const std::string& name) {
 DeviceChoice choose_device(const std::string& name, const World& world, bool shared) {
   const int ranks = world.local_world_size;
   if (name == "auto") {
+    const CudaFacts& cuda = cuda_facts();
     const auto type = at::getAccelerator(false);
     const int count = type ? devices_of(*type) : 0;
     if (count == 0) {
-      return {at::kCPU};
+      return {at::kCPU,
+              cuda.driver ? "device=auto takes the CPU, because " + why_no_gpu(cuda).what : ""};
     }
     const bool enough = count >= ranks;
     const std::string name_of_type = c10::DeviceTypeName(*type, true);
@@ -45,6 +48,11 @@ DeviceChoice choose_device(const std::string& name, const World& world, bool sha
   const at::Device device = parsed_device(name);
   if (device.is_cpu()) {
     return {at::kCPU};
+  }
+  if (device.is_cuda() && cuda_facts().devices == 0) {
+    const NoGpu why = why_no_gpu(cuda_facts());
+    throw InputError("core::choose_device", "device=" + name + ": " + why.what,
+                     "a GPU that LibTorch sees", why.fix);
   }
   const int count = devices_of(device.type());
   if (count == 0 || device.index() >= count) {

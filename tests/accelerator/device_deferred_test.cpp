@@ -5,7 +5,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/core/memory.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/spawn.h"
 #include "support/test_device.h"
 
@@ -52,14 +52,13 @@ TEST(DeviceDeferred, TheHostHoldsOneParameterAtATime) {
 
 // The model has 8 large parameters. A rank's shards are half of it.
 HASTEN_RANK_FUNCTION(ShardWhatDoesNotFit) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   const torch::nn::Sequential plain = make_layers();
   for (const bool deferred : {true, false}) {
     SCOPED_TRACE(deferred);
     Accelerator accelerator(
         {.seed = std::nullopt, .device = "test_device", .strategy = Strategy::fsdp},
-        testing_support::device_communicator(
-            world->duplicate({.name = deferred ? "deferred" : "on the host"})));
+        world->duplicate({.name = deferred ? "deferred" : "on the host"}));
     auto layers = deferred ? deferred_init(make_layers, {.resident_bytes = 0}) : make_layers();
     testing_support::set_device_memory_limit(
         static_cast<size_t>(memory_stats(accelerator.device()).live_bytes + 7 * kLargest));

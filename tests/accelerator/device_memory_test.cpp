@@ -8,7 +8,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/accelerator/find_batch_size.h"
 #include "hasten/core/memory.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/error_of.h"
 #include "support/spawn.h"
 #include "support/test_device.h"
@@ -17,7 +17,7 @@ namespace hasten::device_memory_test {
 
 using at::Tensor;
 using testing::IsSubstring;
-using testing_support::device_communicator;
+using testing_support::device_world;
 using testing_support::error_of;
 using testing_support::RankReport;
 using testing_support::set_device_memory_limit;
@@ -149,7 +149,7 @@ static std::vector<RankReport> spawn_two(const std::string& function) {
 }
 
 static void run_short(testing_support::FaultRank& rank, Strategy strategy, int place) {
-  Loop loop(device_communicator(Communicator::create(rank.world(), {})), strategy);
+  Loop loop(device_world(rank.world()), strategy);
   std::string text;
   try {
     loop.run([&](int at) {

@@ -7,15 +7,15 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/core/block_call.h"
 #include "hasten/core/memory.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/spawn.h"
 #include "support/test_device.h"
 
 namespace hasten::device_parallel_test {
 
 using at::Tensor;
-using testing_support::device_communicator;
 using testing_support::device_counters;
+using testing_support::device_world;
 using testing_support::RankReport;
 using testing_support::take_device_errors;
 using testing_support::test_device;
@@ -79,7 +79,7 @@ static Trained train(const std::shared_ptr<Communicator>& communicator, const st
 }
 
 HASTEN_RANK_FUNCTION(TrainOnBothDevices) {
-  const auto communicator = device_communicator(Communicator::create(rank.world(), {}));
+  const auto communicator = device_world(rank.world(), 0);
   for (const Strategy strategy : {Strategy::ddp, Strategy::zero2, Strategy::fsdp}) {
     for (const int64_t accumulation : {1, 2}) {
       install_memory_meter();

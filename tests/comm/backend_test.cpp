@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "hasten/base/error.h"
@@ -32,7 +34,10 @@ static std::shared_ptr<std::vector<std::string>> register_watched_backend() {
 
 TEST(Backend, ARegisteredOneIsUsedByNameForEveryOperation) {
   const auto names = register_watched_backend();
-  EXPECT_EQ(backend_names(), (std::vector<std::string>{"gloo", "watched"}));
+  const std::vector<std::string> known = backend_names();
+  for (const char* name : {"gloo", "nccl", "watched"}) {
+    EXPECT_EQ(std::ranges::count(known, name), 1) << name;
+  }
   const auto comm = testing_support::fresh_communicator(
       {.name = testing_support::case_name(), .backend = "watched"});
   EXPECT_EQ(comm->options().backend, "watched");
@@ -96,13 +101,35 @@ TEST(Backend, AnUnknownNameIsRefusedWithTheKnownOnes) {
       ADD_FAILURE() << "no error";
     } catch (const InputError& error) {
       const std::string text = error.what();
-      for (const char* part : {"backend=glo.", "Expected one of gloo, watched.", "write gloo"}) {
+      for (const char* part :
+           {"backend=glo.", "Expected one of auto, gloo, nccl, ", "write gloo"}) {
         EXPECT_NE(text.find(part), std::string::npos) << text;
       }
     }
   }
   EXPECT_THROW(register_backend("", backend_factory("gloo")), InputError);
   EXPECT_THROW(register_backend("none", nullptr), InputError);
+  EXPECT_THROW(register_device_backend("none", at::kCUDA, nullptr), InputError);
+  EXPECT_THROW(
+      register_device_backend("none", at::kCPU,
+                              [](const auto&) { return c10::intrusive_ptr<c10d::Backend>(); }),
+      InputError);
+}
+
+TEST(Backend, AutoIsThatOfTheDeviceAndAnotherTypesIsRefused) {
+  EXPECT_EQ(resolved_backend("auto", at::kCPU), "gloo");
+  EXPECT_EQ(resolved_backend("auto", at::kCUDA), "nccl");
+  EXPECT_EQ(resolved_backend("auto", at::kXPU), "gloo");
+  EXPECT_EQ(resolved_backend("gloo", at::kCUDA), "gloo");
+  try {
+    Communicator::create(World{}, {.backend = "nccl"});
+    ADD_FAILURE() << "no error";
+  } catch (const InputError& error) {
+    const std::string text = error.what();
+    for (const char* part : {"backend=nccl with device=cpu", "set backend=auto, or device=cuda"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+    }
+  }
 }
 
 } // namespace hasten

@@ -2,12 +2,15 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <thread>
 
 #include "hasten/base/error.h"
 #include "hasten/comm/backend.h"
 #include "hasten/comm/communicator.h"
+#include "hasten/core/device.h"
 #include "support/spawn.h"
 
 namespace hasten {
@@ -19,7 +22,7 @@ using testing_support::spawn;
 
 HASTEN_RANK_FUNCTION(CommOfMixedDevices) {
   CommunicatorOptions options;
-  options.device_kind = rank.world().rank == 1 ? "cuda" : "cpu";
+  options.device = rank.world().rank == 1 ? at::kCUDA : at::kCPU;
   Communicator::create(rank.world(), options);
 }
 
@@ -28,6 +31,25 @@ TEST(CommStart, RanksOfAnotherDeviceKindAreNamedOnAllRanks) {
     EXPECT_EQ(report.error_type, "hasten::InputError");
     EXPECT_NE(report.error.find("device kind: rank 1 has cuda, rank 0 has cpu"), std::string::npos)
         << report.error;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommOnTheCpu) {
+  const at::Device device = detail::choose_device("cpu", rank.world(), false).device;
+  const auto comm = Communicator::create(rank.world(), {.device = device});
+  comm->all_reduce(at::ones({4}), ReduceOp::SUM, "sum");
+  std::ifstream maps("/proc/self/maps");
+  rank.report("maps", std::string(std::istreambuf_iterator<char>(maps), {}));
+  comm->close();
+}
+
+TEST(CommStart, ARunOnTheCpuMapsNothingOfCuda) {
+  for (const RankReport& report : spawn(2, "CommOnTheCpu")) {
+    const std::string maps = report.values.value("maps", std::string());
+    EXPECT_NE(maps.find("libtorch_cpu.so"), std::string::npos);
+    for (const char* library : {"libtorch_cuda", "libc10_cuda", "libhasten_nccl", "libnccl"}) {
+      EXPECT_EQ(maps.find(library), std::string::npos) << library;
+    }
   }
 }
 

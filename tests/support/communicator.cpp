@@ -2,20 +2,17 @@
 
 #include <gtest/gtest.h>
 
-#include "hasten/comm/backend.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/run_device.h"
 #include "support/world.h"
 
 namespace hasten::testing_support {
 
-/// On the test device, groups run its collectives on streams, as NCCL does.
+/// On the test device, groups run its collectives on streams, as on a GPU.
 class DeviceBackend : public testing::Environment {
   void SetUp() override {
     if (!run_device().is_cpu()) {
-      register_backend("gloo", [gloo = backend_factory("gloo")](const BackendContext& context) {
-        return device_communicator(gloo(context));
-      });
+      register_test_backend();
     }
   }
 };
@@ -30,7 +27,9 @@ std::shared_ptr<Communicator> fresh_communicator() {
 }
 
 std::shared_ptr<Communicator> fresh_communicator(const CommunicatorOptions& options) {
-  auto communicator = Communicator::create(fresh_world(), options);
+  CommunicatorOptions placed = options;
+  placed.device = run_device();
+  auto communicator = Communicator::create(fresh_world(), placed);
   at_case_end([communicator] { communicator->close(); });
   return communicator;
 }

@@ -13,7 +13,7 @@
 #include "hasten/core/deferred_init.h"
 #include "hasten/models/bert.h"
 #include "hasten/trainer/trainer.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/error_of.h"
 #include "support/spawn.h"
 #include "support/test_device.h"
@@ -21,7 +21,6 @@
 
 namespace hasten::device_step_test {
 
-using testing_support::device_communicator;
 using testing_support::device_counters;
 using testing_support::DeviceCounters;
 using testing_support::FaultRank;
@@ -62,8 +61,8 @@ std::shared_ptr<Accelerator> accelerator_for(const TrainingArguments& a, Communi
   options.device = "test_device";
   options.grad_scaler.init_scale = 1024;
   options.dataloader_config.non_blocking = true;
-  return std::make_shared<Accelerator>(
-      options, device_communicator(world.duplicate({.name = "run " + std::to_string(runs++)})));
+  return std::make_shared<Accelerator>(options,
+                                       world.duplicate({.name = "run " + std::to_string(runs++)}));
 }
 
 LossFunction loss_of(BertForSequenceClassification model) {
@@ -103,7 +102,7 @@ nlohmann::json count_steps(Communicator& world, const TrainingArguments& a) {
 }
 
 HASTEN_RANK_FUNCTION(CountSteps) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   const bool alone = world->world_size() == 1;
   for (const Strategy strategy : {Strategy::ddp, Strategy::fsdp}) {
     if (alone && strategy == Strategy::fsdp) {
@@ -173,7 +172,7 @@ TEST(DeviceStep, TwoRanksWaitForNothing) {
 }
 
 HASTEN_RANK_FUNCTION(TrainADeferredModel) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   TrainingArguments a = arguments();
   a.strategy = Strategy::fsdp;
   std::vector<at::Tensor> shards[2];
@@ -201,7 +200,7 @@ TEST(DeviceStep, ADeferredModelTrainsLikeAWholeOne) {
 }
 
 HASTEN_RANK_FUNCTION(CountStepsThatRead) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   TrainingArguments a = arguments();
   if (world->world_size() > 1) {
     a.strategy = Strategy::fsdp;
@@ -334,13 +333,13 @@ void expect_names_the_step(const std::string& error, const BadStep& of) {
 TEST(DeviceStep, ABadStepIsLeftOutAndTheNextRecordNamesIt) {
   for (const auto& [name, step] : bad_steps(true)) {
     SCOPED_TRACE(name);
-    const auto world = Communicator::create(World{}); // an error ends a run's groups
+    const auto world = testing_support::device_world(World{}); // an error ends a run's groups
     expect_names_the_step(train_to_the_end(*world, step.arguments, step.bad_loss), step);
   }
 }
 
 HASTEN_RANK_FUNCTION(TrainToABadStep) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   const BadStep step = bad_steps(false).at(std::getenv("HASTEN_BAD_STEP"));
   const std::string error = train_to_the_end(*world, step.arguments, step.bad_loss);
   expect_names_the_step(error, step);
@@ -363,7 +362,7 @@ TEST(DeviceStep, ABadStepOfOneRankIsLeftOutOnAll) {
 }
 
 TEST(DeviceStep, ClippingWaitsOnlyWhenTheNormIsRead) {
-  const auto world = Communicator::create(World{});
+  const auto world = testing_support::device_world(World{});
   TrainingArguments a = arguments();
   const auto accelerator = accelerator_for(a, *world);
   auto net = std::make_shared<torch::nn::LinearImpl>(3, 2);

@@ -10,7 +10,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/models/bert.h"
 #include "hasten/trainer/trainer.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/spawn.h"
 #include "support/temporary_folder.h"
 #include "trainer/toy_text.h"
@@ -40,8 +40,7 @@ Trained train(Communicator& world, const std::string& device, TrainingArguments 
   AcceleratorOptions options = accelerator_options(a);
   options.device = device;
   const auto accelerator = std::make_shared<Accelerator>(
-      options, testing_support::device_communicator(
-                   world.duplicate({.name = "run " + std::to_string(runs++)})));
+      options, world.duplicate({.name = "run " + std::to_string(runs++)}));
   const auto loss = [model](const Batch& rows) mutable {
     const at::Tensor logits = model->forward(rows["input_ids"], rows["attention_mask"]);
     return LossOutput{torch::nn::functional::cross_entropy(
@@ -85,7 +84,7 @@ void expect_alike(const Trained& device, const Trained& cpu, double tolerance) {
 }
 
 HASTEN_RANK_FUNCTION(TrainOnBothDevices) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   const auto compare = [&](const char* what, const TrainingArguments& a, double tolerance) {
     SCOPED_TRACE(what);
     expect_alike(train(*world, "test_device", a), train(*world, "cpu", a), tolerance);
@@ -119,7 +118,7 @@ TEST(DeviceTrainer, TrainsAsOnTheCpu) {
 }
 
 HASTEN_RANK_FUNCTION(ResumeOnTheOtherDevice) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   const TemporaryFolder folder;
   TrainingArguments a = arguments();
   a.save_strategy = IntervalStrategy::epoch;

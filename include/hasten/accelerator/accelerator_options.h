@@ -125,8 +125,9 @@ struct AcceleratorOptions {
   std::chrono::milliseconds timeout = default_ddp_timeout();
   std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
   /// Moves tensors between ranks: a name of backend_names() (hasten/comm/backend.h), the same on
-  /// all ranks. No effect on a group that is passed to the Accelerator.
-  std::string backend = "gloo";
+  /// all ranks, or "auto", the back end of the device: nccl on GPUs, gloo on the CPU. No effect on a
+  /// group that is passed to the Accelerator.
+  std::string backend = "auto";
   /// Finds ranks that diverge. When a window is complete, the ranks compare their parameters and
   /// the collectives that they called since the last one. They compare each collective's shapes
   /// before it runs. An error names the first difference. Costs a pass over the parameters and some

@@ -1,8 +1,12 @@
 // Back ends: what moves the tensors of a group. CommunicatorOptions::backend chooses one by name,
-// like the `backend` of torch.distributed.init_process_group. hasten has "gloo". A program may
-// register others before it creates a Communicator.
+// like the `backend` of torch.distributed.init_process_group. hasten has "gloo", and "nccl" for
+// CUDA. A program may register others before it creates a Communicator: a whole Communicator, or a
+// c10d::Backend for the memory of a type of device.
 // Threading: free functions, any thread.
 #pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <functional>
 #include <memory>
@@ -11,6 +15,11 @@
 
 #include "hasten/base/world.h"
 #include "hasten/comm/communicator.h"
+
+namespace c10d {
+class Backend;
+class Store;
+} // namespace c10d
 
 namespace hasten {
 
@@ -37,6 +46,34 @@ using BackendFactory = std::function<std::shared_ptr<Communicator>(const Backend
 /// Makes `factory` known as `name`, on every rank that uses it. Replaces a factory of that name.
 /// Local. Throws InputError if `name` or `factory` is empty.
 void register_backend(const std::string& name, BackendFactory factory);
+
+/// What a back end of a device makes one group's connections from.
+struct DeviceBackendContext {
+  /// For addresses. Only this group uses it.
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int world_size = 1;
+  at::Device device;
+  const CommunicatorOptions& options;
+};
+
+/// Makes a c10d::Backend that has its connections: the ranks call it together, each in a thread of
+/// its own whose current device is the group's. Of the back end it needs the collectives of c10d,
+/// whose Work makes the current stream wait (wait, synchronize) and tells by isCompleted() whether
+/// it has ended, and abort(), which any thread may call, and which ends operations that run.
+/// startCoalescing() and getError() are used if it has them.
+using DeviceBackendFactory =
+    std::function<c10::intrusive_ptr<c10d::Backend>(const DeviceBackendContext& context)>;
+
+/// Makes `factory` known as `name` for tensors of devices of this type; "auto" then means it there.
+/// Everything else goes through "gloo". Otherwise like register_backend().
+void register_device_backend(const std::string& name, at::DeviceType type,
+                             DeviceBackendFactory factory);
+
+/// The back end that `name` means on `device`: "auto" is the last one that was registered for its
+/// type, and "gloo" without one. Local. Throws InputError for a name that is not known, and for a
+/// back end of another type of device.
+std::string resolved_backend(const std::string& name, const at::Device& device);
 
 /// The names of all back ends, sorted.
 std::vector<std::string> backend_names();

@@ -8,6 +8,8 @@
 // Heartbeats name the operation that each rank entered last (four times a second), so a timeout
 // error can say what the late rank is doing. A rank that died or froze is reported within the
 // heartbeat limit, not the timeout: from missing heartbeats on other hosts, from /proc on its own.
+// Nobody waits for an operation on a device, so a thread watches it. After a failure or the timeout
+// it ends what runs there, so that a host which waits for the device comes free.
 // "Collective" means that every rank of the group calls it, in the same order.
 #pragma once
 
@@ -57,18 +59,27 @@ struct CommunicatorOptions {
   /// on this host; else the interface that GLOO_SOCKET_IFNAME names; else the interface of the
   /// route to the store (on the store's host: the one that other hosts reach).
   std::string interface_address{};
-  /// The device kind of every rank, "cpu" or "cuda". The handshake compares it.
-  std::string device_kind = "cpu";
+  /// Where this rank computes. The handshake compares the types of the ranks' devices. Without an
+  /// index: the current device of that type.
+  at::Device device = at::kCPU;
   /// A rank that compares shapes waits for the others. So if one thread uses several groups that
-  /// compare, new operations must come in the same order on all ranks. HASTEN_COMM_CHECK=1 in
-  /// the environment sets always; 0 turns `first` into never.
+  /// compare, new operations must come in the same order on all ranks. With `always`, groups of the
+  /// same ranks also compare the order of all their operations on a device, which must be one: two
+  /// back ends of a GPU can wait for each other. HASTEN_COMM_CHECK=1 in the environment sets
+  /// always; 0 turns `first` into never.
   ShapeCheck check_shapes = ShapeCheck::first;
   /// What moves tensors: a name of backend_names() (hasten/comm/backend.h), the same on all ranks.
   /// "gloo" moves host memory: it copies tensors of other devices there when an operation starts,
-  /// which waits for the device, and back in wait(). A world of one rank moves nothing.
-  /// duplicate() and new_group() do not read it: their groups have the back end of the group from
-  /// which they are made.
-  std::string backend = "gloo";
+  /// which waits for the device, and back in wait(). "nccl" and other back ends of a device move the
+  /// memory of `device`, and use gloo for the rest: tensors of the CPU, values, barriers.
+  /// "auto" is the back end of the device's type, "gloo" without one: resolved_backend(). A world of
+  /// one rank moves nothing. duplicate() and new_group() do not read it: their groups have the back
+  /// end of the group from which they are made.
+  std::string backend = "auto";
+  /// Back ends of a device add half and bfloat16 in that dtype and round each partial sum. true:
+  /// all_reduce and reduce add an fp32 copy, as gloo always does. Costs memory of 2 x the tensor
+  /// until the operation ends, twice the bytes between ranks, and two passes over the tensor.
+  bool sum_in_fp32 = false;
 };
 
 /// An operation on tensors, as back ends get it from the functions of Communicator.
@@ -115,7 +126,8 @@ class Work {
   /// True if wait() would not block. Never throws.
   bool done() const;
   /// The time at which the operation's result was complete, however late wait() was called; the
-  /// clock's epoch before that. Never throws.
+  /// clock's epoch before that. On a device with a back end: the time at which somebody, the thread
+  /// that watches it or a caller of done() or this function, first saw it. Never throws.
   std::chrono::steady_clock::time_point ended() const;
   explicit operator bool() const { return state_ != nullptr; }
 
@@ -163,7 +175,8 @@ class Communicator {
   /// all but AVG also int64, int32, int8 or uint8. Every rank gets the same bits. The order of SUM
   /// and PRODUCT depends on the world size. AVG is the SUM, divided once by the world size. half
   /// and bfloat16 are summed, multiplied and divided in an fp32 copy (memory: 2 x the tensor until
-  /// the operation ends) and rounded once.
+  /// the operation ends) and rounded once; on a device with a back end only if
+  /// options.sum_in_fp32 says so.
   /// `name` is for errors: "ddp bucket 3". Shapes must be equal on all ranks (see check_shapes).
   Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
     return start({Collective::Kind::all_reduce, name, std::move(tensor), {}, op});
@@ -210,7 +223,8 @@ class Communicator {
     return start({Collective::Kind::all_to_all, name, std::move(output), std::move(input)});
   }
 
-  /// Sums input[r] of all ranks into rank r's `output`, in rank order. `input` is [world_size, …].
+  /// Sums input[r] of all ranks into rank r's `output`: with gloo, and where the dtypes differ, in
+  /// rank order; with NCCL in an order that depends on the world. `input` is [world_size, …].
   /// `output` has as many elements as input[r], in any shape. The sum is computed in output's
   /// dtype, which is floating-point: use fp32 to sum 16-bit inputs in fp32. All are contiguous.
   /// `scratch` receives the other ranks' data. It is a tensor like `input`, and is allocated if

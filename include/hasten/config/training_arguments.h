@@ -168,9 +168,10 @@ struct TrainingArguments {
   std::string device = "auto";
   bool use_cpu = false;
 
-  /// Moves tensors between processes: "gloo", or a back end that the program has registered
-  /// (hasten/comm/backend.h). An accelerator that is passed in uses its own.
-  std::string ddp_backend = "gloo";
+  /// Moves tensors between processes: "auto" (nccl on GPUs, gloo on the CPU), "gloo", "nccl", or a
+  /// back end that the program has registered (hasten/comm/backend.h). An accelerator that is passed
+  /// in uses its own.
+  std::string ddp_backend = "auto";
 
   /// ddp_timeout limits the wait for a process that is alive but late. heartbeat_timeout limits the
   /// time until a process that died or froze is reported (CommunicatorOptions). Seconds, 0.1 to

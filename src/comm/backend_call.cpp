@@ -1,0 +1,145 @@
+#include "backend_call.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "hasten/comm/few_sizes.h"
+#include "hasten/core/memory.h"
+#include "tensor_checks.h"
+
+namespace hasten::detail {
+
+using Kind = Collective::Kind;
+
+std::string collective_text(const Collective& what) {
+  const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
+  const bool to = what.kind == Kind::reduce || what.kind == Kind::gather;
+  const bool from = what.kind == Kind::broadcast || what.kind == Kind::scatter;
+  return (reduces ? std::string(reduce_op_name(what.op)) + " of " : "") +
+         tensor_text(what.shared()) +
+         (to     ? " to rank "
+          : from ? " from rank "
+                 : "") +
+         (to || from ? std::to_string(what.root) : "");
+}
+
+OperationFailure current_failure() {
+  try {
+    throw;
+  } catch (const std::exception& caught) {
+    const std::string text = caught.what(); // Gloo has no class for a time-out
+    const bool timed_out = text.find("Timed out") != std::string::npos;
+    return {text, timed_out ? ErrorKind::timed_out : error_kind(caught)};
+  } catch (...) {
+    return {"unknown error"};
+  }
+}
+
+static c10d::ReduceOp c10d_op(ReduceOp op) {
+  return op == ReduceOp::MAX       ? c10d::ReduceOp::MAX
+         : op == ReduceOp::MIN     ? c10d::ReduceOp::MIN
+         : op == ReduceOp::PRODUCT ? c10d::ReduceOp::PRODUCT
+                                   : c10d::ReduceOp::SUM;
+}
+
+BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool widen)
+    : what_(what), root_(what.root == rank) {
+  what_.name = {};
+  if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
+    const at::Tensor target = what.output.detach();
+    const bool keep = what.kind == Kind::all_reduce || root_;
+    const bool adds = what.op != ReduceOp::MAX && what.op != ReduceOp::MIN;
+    const bool wide = widen && adds && target.element_size() == 2;
+    own_.push_back(wide   ? target.to(at::kFloat)
+                   : keep ? target
+                          : target.clone()); // a reduce may write to all ranks
+    const double divisor = what.op == ReduceOp::AVG ? world_size : 1;
+    if (keep && (divisor != 1 || wide)) {
+      finish = [target, reduced = own_[0], wide, divisor] {
+        if (divisor != 1) {
+          reduced.div_(divisor);
+        }
+        if (wide) {
+          target.copy_(reduced);
+        }
+      };
+    }
+    tensors = {own_[0]};
+    return;
+  }
+  own_.push_back(what.kind == Kind::reduce_scatter ? what.input.detach().view({-1})
+                                                   : bytes_of(what.shared()));
+  tensors = {what.shared()};
+  if (root_ && (what.kind == Kind::gather || what.kind == Kind::scatter)) {
+    const at::Tensor& all = what.kind == Kind::gather ? what.output : what.input;
+    rows_.push_back(rows_of(all));
+    tensors.push_back(all);
+  } else if (what.kind == Kind::reduce_scatter) {
+    to_ = what.output.detach().view({-1});
+  } else if (what.kind == Kind::all_gather || what.kind == Kind::all_to_all) {
+    to_ = bytes_of(what.output);
+  }
+  if (to_.defined()) {
+    tensors.push_back(what.output);
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> BackendCall::start(c10d::Backend& backend) {
+  std::vector<int64_t> even;
+  switch (what_.kind) {
+    case Kind::all_reduce:
+      return backend.allreduce(own_, {.reduceOp = c10d_op(what_.op)});
+    case Kind::reduce:
+      return backend.reduce(own_, {.reduceOp = c10d_op(what_.op), .rootRank = what_.root});
+    case Kind::broadcast:
+      return backend.broadcast(own_, {.rootRank = what_.root});
+    case Kind::gather: // Gloo fills one flat buffer and copies from it when its work ends
+      return backend.gather(rows_, own_, {.rootRank = what_.root});
+    case Kind::scatter:
+      return backend.scatter(own_, rows_, {.rootRank = what_.root});
+    case Kind::all_to_all:
+      return backend.alltoall_base(to_, own_[0], even, even, {});
+    case Kind::reduce_scatter:
+      return backend._reduce_scatter_base(to_, own_[0], {});
+    case Kind::all_gather:
+      break;
+  }
+  return backend._allgather_base(to_, own_[0], {});
+}
+
+at::Tensor gather_rows(Communicator& group, GroupCore& core, const at::Tensor& rows,
+                       std::string_view name) {
+  check_rows(rows);
+  const int world_size = group.world_size();
+  // The number of rows and a hash of their form in one small tensor, without the store.
+  const std::string row_text = "rows of " + tensor_text(rows, 1);
+  const auto form = static_cast<int64_t>(std::hash<std::string>{}(row_text));
+  const at::Tensor own = at::tensor({rows.size(0), form}, at::kLong);
+  const at::Tensor all = at::empty({world_size, 2}, at::kLong);
+  group.all_gather_async(all, own, std::string(name) + ", rows").wait();
+  if (!all.select(1, 1).eq(form).all().item<bool>()) {
+    const std::string operation = operation_label("all_gather_rows", name);
+    core.check_equal(operation, core.enter(operation), row_text);
+  }
+  const at::Tensor counts = all.select(1, 0); // [rank]
+  const int64_t longest = few_sizes(counts.max().item<int64_t>());
+  at::Tensor padded = rows.detach();
+  if (rows.size(0) < longest) {
+    std::vector<int64_t> sizes = rows.sizes().vec();
+    sizes[0] = longest;
+    padded = at::zeros(sizes, rows.options());
+    padded.narrow(0, 0, rows.size(0)).copy_(rows.detach());
+  }
+  std::vector<int64_t> sizes = padded.sizes().vec();
+  sizes.insert(sizes.begin(), world_size);
+  const at::Tensor gathered = at::empty(sizes, padded.options());
+  group.all_gather_async(gathered, padded, name).wait();
+  std::vector<at::Tensor> parts;
+  for (int i = 0; i < world_size; ++i) {
+    parts.push_back(gathered[i].narrow(0, 0, counts[i].item<int64_t>()));
+  }
+  return at::cat(parts);
+}
+
+} // namespace hasten::detail

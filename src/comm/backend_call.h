@@ -1,0 +1,44 @@
+// A collective as a back end of c10d runs it, and its text in messages.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "group_core.h"
+
+namespace hasten::detail {
+
+/// The operation's tensors in messages: "sum of Float [3] to rank 0".
+std::string collective_text(const Collective& what);
+
+/// The failure in the current exception of a back end.
+OperationFailure current_failure();
+
+/// One collective: all kinds, but reduce_scatter only where both tensors have one dtype.
+struct BackendCall {
+  /// Makes the copies that the operation needs: of 16-bit tensors to add in fp32 if `widen`, and of
+  /// what a rank that is not the root gives to a reduce. `what` is checked.
+  BackendCall(const Collective& what, int rank, int world_size, bool widen);
+  /// The back end writes into the tensors of this object, which must be kept.
+  c10::intrusive_ptr<c10d::Work> start(c10d::Backend& backend);
+
+  std::vector<at::Tensor> tensors; // what the operation uses
+  std::function<void()> finish; // completes the result once the operation has ended; may be empty
+
+ private:
+  Collective what_; // its name is the caller's text
+  bool root_;
+  std::vector<at::Tensor> own_;
+  std::vector<std::vector<at::Tensor>> rows_; // of the root
+  at::Tensor to_;
+};
+
+/// Communicator::all_gather_rows. The numbers of rows go through the host.
+at::Tensor gather_rows(Communicator& group, GroupCore& core, const at::Tensor& rows,
+                       std::string_view name);
+
+} // namespace hasten::detail

@@ -1,0 +1,34 @@
+// NCCL is in a library of its own, hasten_nccl, because only it links LibTorch's libraries for
+// CUDA. It is loaded with the first group that needs it.
+#include <dlfcn.h>
+
+#include "core/cuda_library.h"
+#include "group_core.h"
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+/// hasten_make_nccl() in src/cuda/nccl_backend.cpp.
+using MakeNccl = c10d::Backend*(c10d::Store& store, int rank, int world_size, int device);
+
+static MakeNccl* load_nccl() {
+  std::string why;
+  const void* const own = reinterpret_cast<const void*>(&make_nccl);
+  void* const library = open_library_beside(own, "libhasten_nccl.so", why);
+  void* const made = library != nullptr ? ::dlsym(library, "hasten_make_nccl") : nullptr;
+  if (made == nullptr) {
+    throw InputError("comm::create", "backend=nccl: its library was not loaded (" + why + ")",
+                     "libhasten_nccl.so beside libhasten.so, from a build with CUDA",
+                     "build hasten with a LibTorch for CUDA (scripts/setup.sh --cuda), or set "
+                     "backend=gloo");
+  }
+  return reinterpret_cast<MakeNccl*>(made);
+}
+
+c10::intrusive_ptr<c10d::Backend> make_nccl(const DeviceBackendContext& context) {
+  static MakeNccl* const make = load_nccl();
+  return c10::intrusive_ptr<c10d::Backend>::reclaim(
+      make(*context.store, context.rank, context.world_size, context.device.index()));
+}
+
+} // namespace hasten::detail

@@ -1,0 +1,4 @@
+// What headers of LibTorch name of it.
+#pragma once
+
+using cublasStatus_t = int;
