@@ -116,7 +116,7 @@ ConnectionAdvice connection_advice(const std::string& text) {
     return {"two ranks are on one GPU: " +
                 (ranks == std::string::npos ? std::string()
                                             : text.substr(ranks, text.find('\n', ranks) - ranks)),
-            "give each rank a GPU of its own, or use --backend gloo"};
+            "give each rank its own GPU, or use --backend gloo"};
   }
   if (has("no socket interface found") || has("NCCL_SOCKET_IFNAME")) {
     return {"NCCL found no network interface",
@@ -145,7 +145,7 @@ void DeviceGroup::connect() {
     core->diagnose(operation, sequence, {.kind = ErrorKind::timed_out});
   }
   try {
-    const auto made = std::make_shared<DeviceConnections>(future.get());
+    const auto made = std::make_shared<DeviceConnections>(future.get(), device_);
     core->keep_device(made);
     connections_ = made;
     watch_ = DeviceWatch::start(core, made);

@@ -1,5 +1,7 @@
 #include "device_watch.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -10,8 +12,8 @@ namespace hasten::detail {
 
 using std::chrono::milliseconds;
 
-DeviceConnections::DeviceConnections(c10::intrusive_ptr<c10d::Backend> backend)
-    : backend_(std::move(backend)) {}
+DeviceConnections::DeviceConnections(c10::intrusive_ptr<c10d::Backend> backend, at::Device of)
+    : device(of), backend_(std::move(backend)) {}
 
 DeviceConnections::~DeviceConnections() { abort(); }
 
@@ -68,7 +70,7 @@ DeviceWatch::DeviceWatch(std::shared_ptr<GroupCore> core,
 std::shared_ptr<DeviceWatch> DeviceWatch::start(
     std::shared_ptr<GroupCore> core, const std::shared_ptr<DeviceConnections>& connections) {
   auto watch = std::make_shared<DeviceWatch>(std::move(core), connections);
-  std::thread([watch] { watch->run(); }).detach();
+  std::thread([watch, device = connections->device] { watch->run(device); }).detach();
   return watch;
 }
 
@@ -108,7 +110,8 @@ std::shared_ptr<Flight> DeviceWatch::oldest(CommClock::duration age) {
   return nullptr;
 }
 
-void DeviceWatch::run() {
+void DeviceWatch::run(at::Device device) {
+  const c10::DeviceGuard guard(device); // a question makes a context on the current device
   do {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return stopping_ || !flights_.empty(); });

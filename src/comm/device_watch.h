@@ -20,11 +20,12 @@ namespace hasten::detail {
 /// The connections of a group's device. Ends them when it goes.
 class DeviceConnections {
  public:
-  explicit DeviceConnections(c10::intrusive_ptr<c10d::Backend> backend);
+  DeviceConnections(c10::intrusive_ptr<c10d::Backend> backend, at::Device of);
   DeviceConnections(const DeviceConnections&) = delete;
   DeviceConnections& operator=(const DeviceConnections&) = delete;
   ~DeviceConnections();
 
+  const at::Device device;
   c10d::Backend& backend() { return *backend_; }
   /// Ends operations that run, on this rank. A host that waits for them comes free. Any thread.
   void abort() noexcept;
@@ -71,7 +72,7 @@ class DeviceWatch {
   void stop();
 
  private:
-  void run();
+  void run(at::Device device);
   /// False once there is nothing more to watch.
   bool look();
   bool look_closely(DeviceConnections& connections);

@@ -18,10 +18,11 @@ static MakeNccl* load_nccl() {
   void* const made = library != nullptr ? ::dlsym(library, "hasten_make_nccl") : nullptr;
   if (made == nullptr) {
     throw InputError("comm::create", "backend=nccl: its library was not loaded (" + why + ")",
-                     "libhasten_nccl.so beside libhasten.so, from a build with CUDA",
+                     "libhasten_nccl.so in the folder of libhasten.so, from a build with CUDA",
                      "build hasten with a LibTorch for CUDA (scripts/setup.sh --cuda), or set "
                      "backend=gloo");
   }
+  silence_torch(); // its watchdog logs errors of NCCL
   return reinterpret_cast<MakeNccl*>(made);
 }
 

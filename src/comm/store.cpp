@@ -53,6 +53,14 @@ QuietStore::~QuietStore() {
   }
 }
 
+void silence_torch() {
+  const std::lock_guard<std::mutex> lock(quiet_mutex);
+  if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) {
+    level_before_quiet = c10::GLOG_FATAL;
+    std::atomic_ref<int>{FLAGS_caffe2_log_level}.store(c10::GLOG_FATAL);
+  }
+}
+
 bool world_on_one_host(const World& world) { return world.local_world_size == world.world_size; }
 
 bool launcher_serves(const World& world) {

@@ -64,6 +64,10 @@ class QuietStore {
   QuietStore& operator=(const QuietStore&) = delete;
 };
 
+/// From now on torch logs no errors, unless TORCH_CPP_LOG_LEVEL is set. For back ends that log what
+/// we throw.
+void silence_torch();
+
 /// Sleeps between two polls of the store: briefly at first, then up to 5 ms.
 class StorePause {
  public:

@@ -1,15 +1,12 @@
 // The library hasten_nccl: NCCL by torch's ProcessGroupNCCL, behind one C function.
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include <c10/util/Logging.h>
-
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdlib>
 #include <utility>
 
-/// Torch's threads would end the process, or print, when an operation fails or is late. hasten has
+/// Torch's threads would end the process when an operation fails or is late. hasten has
 /// its own watch, which ends the operation and throws. They read this when a group is made.
 static void quiet_torch() {
   constexpr std::array<std::pair<const char*, const char*>, 10> settings{{
@@ -26,10 +23,6 @@ static void quiet_torch() {
   }};
   for (const auto& [name, value] : settings) {
     ::setenv(name, value, 1);
-  }
-  if (std::getenv("TORCH_CPP_LOG_LEVEL") ==
-      nullptr) { // the watchdog logs errors, which hasten throws
-    FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, c10::GLOG_FATAL);
   }
 }
 

@@ -9,7 +9,7 @@ TEST(ConnectionAdvice, NamesTheRanksThatShareAGpu) {
       "NCCL error in: a.cpp:1, invalid usage\nLast error:\n"
       "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000\nmore");
   EXPECT_EQ(advice.what, "two ranks are on one GPU: rank 1 and rank 0 both on CUDA device 1b000");
-  EXPECT_EQ(advice.fix, "give each rank a GPU of its own, or use --backend gloo");
+  EXPECT_EQ(advice.fix, "give each rank its own GPU, or use --backend gloo");
 }
 
 TEST(ConnectionAdvice, SaysHowNcclFindsAnInterface) {

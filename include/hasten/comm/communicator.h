@@ -104,7 +104,7 @@ struct Collective {
   ReduceOp op = ReduceOp::SUM;
   /// Of reduce, gather and scatter; for broadcast the source.
   int root = 0;
-  /// Of reduce_scatter: like `input`, or undefined.
+  /// For reduce_scatter: like `input`, or undefined.
   at::Tensor scratch{};
 
   /// "all_reduce".
