@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "hasten/base/world.h"
+#include "hasten/core/device.h"
 #include "support/test_device.h"
 
 namespace hasten::testing_support {
@@ -18,16 +20,21 @@ at::Device run_device() { return chosen; }
 
 void choose_run_device() {
   const char* wanted = std::getenv("HASTEN_TEST_DEVICE");
-  if (wanted != nullptr && std::string(wanted) == "1") {
+  if (wanted == nullptr) {
+    return;
+  }
+  if (std::string(wanted) == "test_device") {
     install_test_device();
-    const char* rank = std::getenv("LOCAL_RANK");
-    chosen = test_device(rank != nullptr ? std::atoi(rank) : 0);
-    c10::impl::VirtualGuardImpl(chosen.type()).setDevice(chosen);
     // Operators run kernels of the CPU, whose sums depend on the number of threads. Autograd's thread
     // of the device, which recomputes, may have another number than the thread of a forward.
     ::setenv("OMP_NUM_THREADS", "1", 1); // an Accelerator reads it
     at::set_num_threads(1);
   }
+  const char* rank = std::getenv("LOCAL_RANK");
+  World world;
+  world.local_rank = rank != nullptr ? std::atoi(rank) : 0;
+  chosen = detail::choose_device(wanted, world, true).device;
+  c10::impl::VirtualGuardImpl(chosen.type()).setDevice(chosen);
 }
 
 class DeviceListener : public testing::EmptyTestEventListener {
@@ -44,7 +51,7 @@ class DeviceListener : public testing::EmptyTestEventListener {
     }
   }
   void OnTestProgramEnd(const testing::UnitTest&) override {
-    if (!run_device().is_cpu() && run_device().index() == 0) {
+    if (run_device().is_privateuseone() && run_device().index() == 0) {
       std::printf("[  DEVICE  ] %d cases ran operators on the device. Without:%s\n", used_,
                   unused_.c_str());
     }

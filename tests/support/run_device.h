@@ -1,7 +1,7 @@
-// The device of a run of tests: the CPU, or the test device if the environment has
-// HASTEN_TEST_DEVICE=1. Ranks inherit it.
+// The device of a run of tests: the CPU, or the one that HASTEN_TEST_DEVICE names in the environment:
+// test_device (support/test_device.h), or cuda. Ranks inherit it, and share a GPU if they must.
 //
-//   HASTEN_TEST_DEVICE=1 hasten_dist_tests --world 2 --gtest_filter=Ddp.*
+//   HASTEN_TEST_DEVICE=test_device hasten_dist_tests --world 2 --gtest_filter=Ddp.*
 //
 // Tests make their tensors there (on_device.h). An Accelerator takes the device by itself
 // (device=auto). not_on_device.txt lists the cases that do not run there.
@@ -11,10 +11,11 @@
 
 namespace hasten::testing_support {
 
-/// The device of this process. The test device of a rank has the rank's number.
+/// The device of this process: that of its local rank, if there are enough.
 c10::Device run_device();
 
-/// For main(): installs the test device if the environment says so. Operators then use one thread.
+/// For main(): takes the device that the environment names. Operators use one thread if it is the
+/// test device. Throws InputError if there is no such device.
 void choose_run_device();
 
 /// For main(), when its other listeners are there. A case fails if it leaves an error between
