@@ -49,11 +49,11 @@ programs=${programs:-$tree/bin}
 work=$out/work
 mkdir -p "$work" || die "cannot make $out"
 
-# What a program needs to find the device, and the names of the device and of the back end. The
-# programs themselves are the same.
-with_device=(env) name=$device backend=nccl model=bert-mini
+# What a program needs to find the device, and the name of the device. The programs
+# themselves are the same.
+with_device=(env) name=$device model=bert-mini
 if [[ $device == test ]]; then
-  name=test_device backend=gloo model=bert-tiny
+  name=test_device model=bert-tiny
   # Autograd's threads are as many as those of a forward, so that sums are the same.
   with_device+=("LD_PRELOAD=$programs/test_device.so" OMP_NUM_THREADS=1)
 else
@@ -100,8 +100,8 @@ probe() {
       "NCCL", torch.cuda.nccl.version())'
   fi
   [[ -x $programs/gpu_probe ]] || fail "$found; for the rest the step build comes first"
-  "${with_device[@]}" NCCL_DEBUG=INFO timeout 120 "$programs/gpu_probe" --device "$name" \
-    --backend "$backend" || fail "$found; see FAILED in the log"
+  "${with_device[@]}" NCCL_DEBUG=INFO timeout 120 "$programs/gpu_probe" --device "$name" ||
+    fail "$found; see FAILED in the log"
   remark "$found"
 }
 

@@ -128,10 +128,11 @@ static std::shared_ptr<Communicator> world_of_one(const at::Device& device,
   world.master_port = port;
   CommunicatorOptions options;
   options.timeout = std::chrono::seconds(60);
-  options.device_kind = c10::DeviceTypeName(device.type(), true);
-  options.backend = backend;
+  options.device = device;
+  options.backend = resolved_backend(backend, device);
   const auto link = detail::WorldLink::join(world, options);
-  return backend_factory(backend)({link->world(), options, link});
+  std::printf("        %s\n", options.backend.c_str());
+  return backend_factory(options.backend)({link->world(), options, link});
 }
 
 static int probe_all(const std::string& name, const std::string& backend) {
@@ -165,7 +166,7 @@ static int probe_all(const std::string& name, const std::string& backend) {
 } // namespace hasten
 
 int main(int argc, char** argv) {
-  std::string device = "auto", backend = "gloo";
+  std::string device = "auto", backend = "auto";
   for (int i = 1; i < argc; i += 2) {
     const bool names_device = std::strcmp(argv[i], "--device") == 0;
     if (i + 1 == argc || (!names_device && std::strcmp(argv[i], "--backend") != 0)) {

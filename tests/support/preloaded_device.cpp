@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "support/device_backend.h"
 #include "support/test_device.h"
 
 namespace hasten::testing_support {
@@ -27,6 +28,7 @@ static void end_with_errors() {
 
 [[gnu::constructor]] static void preload() {
   install_test_device();
+  register_test_backend();
   std::atexit(end_with_errors);
 }
 
