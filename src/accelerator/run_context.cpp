@@ -66,8 +66,11 @@ static World context_world(const std::shared_ptr<Communicator>& communicator) {
   return world;
 }
 
-static at::Device context_device(const AcceleratorOptions& options, const World& world) {
-  DeviceChoice choice = choose_device(options.device, world, options.backend == "gloo");
+/// A group that is passed in has met the limits of its back end.
+static at::Device context_device(const AcceleratorOptions& options, const World& world,
+                                 bool owns_group) {
+  DeviceChoice choice =
+      choose_device(options.device, world, !owns_group || options.backend == "gloo");
   if (world.local_rank == 0 && !choice.note.empty()) {
     log_info(choice.note);
   }
@@ -93,7 +96,7 @@ RunContext::RunContext(AcceleratorOptions options, std::shared_ptr<Communicator>
     : options_(checked_options(options)),
       world_(context_world(communicator)),
       owns_group_(!communicator),
-      device_(context_device(options_, world_)),
+      device_(context_device(options_, world_, owns_group_)),
       communicator_(communicator ? std::move(communicator)
                                  : context_group(options_, world_, device_)) {
   if (debugs(options_)) {

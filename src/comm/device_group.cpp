@@ -3,7 +3,7 @@
 // ranks start the operations of two groups in different orders, each device may wait for the other.
 // So all groups of the same ranks start operations in one order: the main thread does, and during a
 // backward pass the one thread that autograd has for the device, while the main thread waits. With
-// ShapeCheck::always the ranks compare the numbers of their operations.
+// ShapeCheck::always the ranks compare how many operations of other groups came before.
 #include "device_group.h"
 
 #include <ATen/ATen.h>
@@ -73,7 +73,7 @@ class DeviceWork final : public Work::State {
     calls_.clear();
   }
   bool done() const noexcept override {
-    return core_->link->liveness().failed() || flight_->done();
+    return core_->link->liveness().failed() || !flight_->work() || flight_->done();
   }
   CommClock::time_point ended() const noexcept override { return flight_->ended(); }
 
@@ -148,6 +148,7 @@ void DeviceGroup::connect() {
     const auto made = std::make_shared<DeviceConnections>(future.get(), device_);
     core->keep_device(made);
     connections_ = made;
+    operations_ = 0;
     watch_ = DeviceWatch::start(core, made);
   } catch (const InputError&) {
     throw;
@@ -253,10 +254,11 @@ Work DeviceGroup::start_on_device(const std::vector<Collective>& what) {
   std::string operation;
   uint64_t sequence = 0;
   for (const Collective& one : what) {
-    const uint64_t number = core->link->count_operation(core->members);
+    const uint64_t others = core->link->count_operation(core->members) - ++operations_;
     std::string text = collective_text(one);
-    if (core->options.check_shapes == ShapeCheck::always) { // see Note [Order on a device]
-      text += ", operation " + std::to_string(number) + " of these ranks on the device";
+    if (core->options.check_shapes == ShapeCheck::always && others > 0) {
+      // See Note [Order on a device].
+      text += ", after " + std::to_string(others) + " operations of other groups on the device";
     }
     operation = operation_label(one.kind_name(), one.name);
     sequence = core->enter_equal(operation, text);

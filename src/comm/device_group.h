@@ -55,6 +55,7 @@ class DeviceGroup final : public Communicator {
   const at::Device device_;
   std::shared_ptr<DeviceWatch> watch_; // null before connect()
   std::weak_ptr<DeviceConnections> connections_; // GroupCore keeps them
+  uint64_t operations_ = 0; // those that it has started on the device
 };
 
 /// What a back end's text about connections that it cannot make means, and what helps. Empty: as

@@ -149,7 +149,7 @@ static std::vector<RankReport> spawn_two(const std::string& function) {
 }
 
 static void run_short(testing_support::FaultRank& rank, Strategy strategy, int place) {
-  Loop loop(device_world(rank.world()), strategy);
+  Loop loop(device_world(rank.world(), 0), strategy);
   std::string text;
   try {
     loop.run([&](int at) {

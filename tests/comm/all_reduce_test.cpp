@@ -10,6 +10,7 @@
 #include "hasten/comm/communicator.h"
 #include "support/communicator.h"
 #include "support/on_device.h"
+#include "support/world.h"
 
 namespace hasten {
 
@@ -59,7 +60,7 @@ TEST(AllReduce, MeanIsTheSumDividedByTheWorldSizeToTheLastBit) {
 
 // 256 + 1 is 256 in bfloat16, whose values there differ by 2.
 TEST(AllReduce, SixteenBitSumsAreRoundedOnceAtTheEnd) {
-  const auto comm = fresh_communicator();
+  const auto comm = fresh_communicator({.name = testing_support::case_name(), .sum_in_fp32 = true});
   torch::Tensor tensor = on_device::full({3}, comm->rank() == 0 ? 256 : 1, torch::kBFloat16);
   comm->all_reduce(tensor, ReduceOp::SUM, "bf16");
   EXPECT_TRUE(

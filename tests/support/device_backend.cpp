@@ -14,6 +14,7 @@
 
 #include "hasten/comm/backend.h"
 #include "support/device_memory.h"
+#include "thread_scopes.h"
 
 namespace hasten::testing_support {
 
@@ -162,6 +163,8 @@ class TestBackend final : public c10d::Backend {
       : c10d::Backend(context.rank, context.world_size),
         stream_(c10::impl::VirtualGuardImpl(context.device.type())
                     .getStreamFromGlobalPool(context.device)) {
+    const detail::NoBrokenPipeSignal no_signal; // in its threads, as in those of hasten's
+    const detail::BatchThreads batch;
     const auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::hours(24));
     options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
     gloo_ = c10::make_intrusive<c10d::ProcessGroupGloo>(context.store, context.rank,

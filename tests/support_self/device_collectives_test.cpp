@@ -222,7 +222,7 @@ HASTEN_RANK_FUNCTION(StartInTwoOrders) {
 
 TEST(DeviceCollectives, TheOrderOfTwoGroupsIsComparedOnDemand) {
   for (const RankReport& rank : spawn_two("StartInTwoOrders")) {
-    EXPECT_PRED_FORMAT2(IsSubstring, "of these ranks on the device",
+    EXPECT_PRED_FORMAT2(IsSubstring, "operations of other groups on the device",
                         rank.values.value("error", std::string()));
   }
 }
