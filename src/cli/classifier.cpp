@@ -109,7 +109,8 @@ Head head_of(const BertConfig& config) {
 LossFunction head_loss(BertForSequenceClassification model, Head head) {
   return [model = std::move(model), head](const Batch& batch) mutable {
     LossOutput result;
-    result.outputs = model->forward(batch["input_ids"], batch["attention_mask"]);
+    result.outputs =
+        model->forward(batch["input_ids"], batch.padded ? batch["attention_mask"] : at::Tensor());
     if (!batch.has("labels")) {
       result.outputs = head == Head::regression ? result.outputs.squeeze(1) : result.outputs;
       return result;

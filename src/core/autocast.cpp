@@ -156,7 +156,7 @@ Autocast::~Autocast() {
 }
 
 std::optional<at::ScalarType> autocast_dtype(at::DeviceType device) {
-  if (!at::autocast::is_autocast_enabled(device)) {
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {
     return std::nullopt;
   }
   return at::autocast::get_autocast_dtype(device);
@@ -166,12 +166,10 @@ at::Tensor autocast_cast(const at::Tensor& x) {
   if (!x.defined()) {
     return x;
   }
-  const at::DeviceType type = x.device().type();
-  if (!at::autocast::is_autocast_available(type) || !x.is_floating_point() ||
-      x.scalar_type() == at::kDouble) {
+  if (!x.is_floating_point() || x.scalar_type() == at::kDouble) {
     return x;
   }
-  const auto dtype = autocast_dtype(type);
+  const auto dtype = autocast_dtype(x.device().type());
   return dtype ? x.to(*dtype) : x;
 }
 

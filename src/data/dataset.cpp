@@ -19,7 +19,7 @@ const at::Tensor& Batch::operator[](const std::string& name) const {
 }
 
 Batch Batch::to(const at::Device& device) const {
-  Batch moved{.tensors = {}, .indices = indices};
+  Batch moved{.tensors = {}, .indices = indices, .padded = padded};
   for (const auto& [name, tensor] : tensors) {
     moved.tensors.emplace(name, tensor.to(device));
   }

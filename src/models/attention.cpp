@@ -300,11 +300,9 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
   };
   at::Tensor context;
   if (dropout <= 0 || !q.is_cpu()) {
-    std::optional<at::Tensor> bias;
-    if (mask.defined()) {
-      bias = mask.expand({rows, heads, queries, k.size(1)});
-    }
-    context = at::scaled_dot_product_attention(split(q), split(k), split(v), bias,
+    // Not expanded: a kernel that pads the mask's rows would copy it for each head and query.
+    context = at::scaled_dot_product_attention(split(q), split(k), split(v),
+                                               mask.defined() ? std::optional(mask) : std::nullopt,
                                                std::max(dropout, 0.0));
   } else {
     const double scale = 1.0 / std::sqrt(static_cast<double>(width));

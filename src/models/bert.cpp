@@ -169,11 +169,15 @@ at::Tensor BertModelImpl::forward(at::Tensor input_ids, at::Tensor attention_mas
     const at::Tensor padding = attention_mask == 0;
     // Reading the result from a GPU would synchronise, so there the mask stays.
     if (!padding.is_cpu() || padding.any().item<bool>()) {
-      const double lowest = hidden.scalar_type() == at::kHalf
-                                ? -65504.0
-                                : static_cast<double>(std::numeric_limits<float>::lowest());
-      mask = (padding * lowest).to(hidden.scalar_type());
-      mask = mask.view({padding.size(0), 1, 1, padding.size(1)});
+      // In the dtype of the products, for which attention has kernels; else each block converts it.
+      const at::ScalarType dtype =
+          padding.is_cpu() ? hidden.scalar_type()
+                           : autocast_dtype(padding.device().type()).value_or(hidden.scalar_type());
+      const float lowest = dtype == at::kHalf ? -65504.0f
+                           : dtype == at::kBFloat16
+                               ? static_cast<float>(std::numeric_limits<c10::BFloat16>::lowest())
+                               : std::numeric_limits<float>::lowest();
+      mask = (padding * lowest).to(dtype).view({padding.size(0), 1, 1, padding.size(1)});
     }
   }
   for (size_t i = 0; i < layers.size(); ++i) {

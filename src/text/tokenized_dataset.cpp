@@ -181,7 +181,10 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
       labels.mutable_data_ptr<float>()[i * table_.num_labels + *number] = 1;
     }
   }
-  Batch batch{.tensors = {{"input_ids", input_ids}, {"attention_mask", mask}}, .indices = indices};
+  Batch batch{
+      .tensors = {{"input_ids", input_ids}, {"attention_mask", mask}},
+      .indices = indices,
+      .padded = std::ranges::any_of(indices, [&](int64_t row) { return length(row) < longest; })};
   if (table_.has_labels) {
     batch.tensors.emplace("labels", labels);
   }

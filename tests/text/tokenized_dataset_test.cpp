@@ -23,6 +23,9 @@ TEST(TokenizedDataset, PadsToTheLongestRowOfTheBatch) {
   EXPECT_TRUE(at::equal(batch["labels"], longs({0, 1}, {2})));
   EXPECT_EQ(batch.indices, (std::vector<int64_t>{1, 0}));
   EXPECT_EQ(dataset.length(2), 5);
+  EXPECT_TRUE(batch.padded);
+  EXPECT_FALSE(dataset.collate({0, 0}).padded);
+  EXPECT_TRUE(TokenizedDataset(kRows, {}, {.pad_to_length = 6}).collate({0, 0}).padded);
 }
 
 TEST(TokenizedDataset, PaddingOptionsSetTheLength) {

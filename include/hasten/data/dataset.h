@@ -17,6 +17,9 @@ struct Batch {
   std::map<std::string, at::Tensor> tensors{};
   /// Indices of these samples in their dataset, in order.
   std::vector<int64_t> indices{};
+  /// False: no sample is padded, so a model needs no attention_mask. Without a mask, GPUs can use
+  /// flash attention, and the host knows it without a wait.
+  bool padded = true;
 
   int64_t rows() const { return static_cast<int64_t>(indices.size()); }
   bool has(const std::string& name) const { return tensors.count(name) > 0; }

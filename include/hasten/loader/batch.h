@@ -275,6 +275,7 @@ Value unpack_batch(PackedBatch packed, Value like) {
     }
     if constexpr (std::is_same_v<Value, Batch>) {
       like.indices = std::move(packed.indices);
+      like.padded = true; // the samples may be those of several batches
     }
   } else {
     if constexpr (kListsRows<Value>) {

@@ -71,7 +71,7 @@ struct PaddingOptions {
 ///   attention_mask  [B, T] int64, 1 for tokens and 0 for padding
 ///   labels          if the table has labels: [B] int64; for regression [B] float;
 ///                   for multi_label [B, num_labels] float, 1 for the sample's labels
-/// An empty batch has shapes [0, 1] and [0].
+/// and `padded` says whether a sample is shorter than T. An empty batch has shapes [0, 1] and [0].
 /// Memory: 4 bytes per token and 16 per sample; with a file 16 bytes per sample, since the ids are
 /// read for each batch.
 class TokenizedDataset : public Dataset {
