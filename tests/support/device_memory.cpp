@@ -1,4 +1,5 @@
 #include "support/device_memory.h"
+#include "support/device_graph.h"
 
 #include <ATen/ops/from_blob.h>
 #include <execinfo.h>
@@ -103,9 +104,28 @@ void host_learns(const Clock& clock) {
 }
 
 void host_waits(const Clock& clock) {
+  refuse_in_capture("the host waits for the device");
   const Lock lock(machine().mutex);
   ++machine().counters.syncs;
   host_learns(clock);
+}
+
+void write_block(uintptr_t address, Block& block, const std::function<void(char*)>& write) {
+  ++block.open;
+  protect(address, block);
+  write(reinterpret_cast<char*>(address));
+  --block.open;
+  protect(address, block);
+}
+
+void free_pool(uint64_t pool) {
+  std::erase_if(machine().blocks, [pool](const auto& entry) {
+    const bool gone = entry.second.pool == pool && entry.second.freed;
+    if (gone) {
+      ::munmap(reinterpret_cast<void*>(entry.first), entry.second.mapped);
+    }
+    return gone;
+  });
 }
 
 static void count_bytes(c10::CachingDeviceAllocator::DeviceStats& stats, size_t bytes, bool taken) {
@@ -127,7 +147,12 @@ static void release(void* data) {
   Machine& m = machine();
   const Lock lock(m.mutex);
   const auto found = m.blocks.find(reinterpret_cast<uintptr_t>(data));
-  const Block& block = found->second;
+  Block& block = found->second;
+  if (block.pool != 0 && m.pools[block.pool] > 0) {
+    count_bytes(m.stats[static_cast<size_t>(block.device)], block.bytes, false);
+    block.freed = true;
+    return;
+  }
   if (!block.pinned) {
     Clock free_at = m.streams[static_cast<size_t>(block.home)];
     join(free_at, m.host);
@@ -160,6 +185,10 @@ static c10::DataPtr take(size_t bytes, bool pinned) {
   block.device = current_device();
   block.home = current_stream_index(block.device);
   block.protection = PROT_READ | PROT_WRITE;
+  block.serial = ++m.serials;
+  if (const Capture* capture = capture_of(block.home); capture != nullptr && !pinned) {
+    block.pool = capture->pool;
+  }
   auto& stats = m.stats[static_cast<size_t>(block.device)];
   const auto used = static_cast<size_t>(stats.allocated_bytes[0].current);
   if (!pinned && m.limit > 0 && used + bytes > m.limit) {
@@ -323,6 +352,19 @@ void Kernel::touch(const void* data, size_t bytes, bool write) {
   ++block.open;
   open_.push_back(found->first);
   protect(found->first, block);
+  if (Capture* capture = capture_of(stream_)) {
+    operands_.push_back({data, bytes, write, block.serial});
+    if (write && block.serial <= capture->first) {
+      const auto* first = reinterpret_cast<const char*>(found->first);
+      capture->before.try_emplace(block.serial, first, first + block.bytes);
+    }
+  }
+}
+
+void Kernel::record(std::function<void()> again) {
+  if (Capture* capture = capture_of(stream_)) {
+    capture->work.push_back({name_, std::move(operands_), std::move(again)});
+  }
 }
 
 static void say(const char* text) {

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -44,6 +45,9 @@ struct Block {
   bool pinned = false;
   int device = 0;
   int home = 0; // the stream on which it was allocated
+  uint64_t serial = 0; // no other block has had it
+  uint64_t pool = 0; // of the graphs whose capture took it
+  bool freed = false; // but a graph of its pool may use it
   uint64_t recorded = 0; // bits of the streams from record_stream
   int open = 0; // running operators that use it
   int protection = 0;
@@ -62,6 +66,9 @@ struct Machine {
   std::vector<std::string> errors;
   std::array<c10::CachingDeviceAllocator::DeviceStats, kTestDevices> stats;
   size_t limit = 0;
+  bool has_bf16 = true;
+  uint64_t serials = 0;
+  std::map<uint64_t, int> pools; // graphs of each
 };
 Machine& machine();
 using Lock = std::lock_guard<std::recursive_mutex>;
@@ -76,6 +83,10 @@ int current_stream_index(int device);
 
 /// The block that has this address, or nullptr: pageable memory.
 Block* find_block(const void* data);
+/// Writes a block from outside any stream. The caller holds the mutex.
+void write_block(uintptr_t address, Block& block, const std::function<void(char*)>& write);
+/// No graph uses the pool any more. The caller holds the mutex.
+void free_pool(uint64_t pool);
 /// The host knows that this work is done. The caller holds the mutex.
 void host_learns(const Clock& clock);
 /// The host waits for this work.
@@ -86,6 +97,14 @@ c10::Allocator& pinned_allocator();
 
 /// The same memory as a tensor of the CPU. Only for use while a Kernel has it open.
 at::Tensor host_view(const at::Tensor& tensor);
+
+/// Memory that recorded work touched.
+struct Operand {
+  const void* data = nullptr;
+  size_t bytes = 0;
+  bool write = false;
+  uint64_t serial = 0; // of its block
+};
 
 /// While it lives, the host can use the memory that it touches. Each touch is an access of the
 /// device's current stream, and its order is checked.
@@ -99,6 +118,8 @@ class Kernel {
   /// Pageable memory has no order and is ignored. Records the operator's first error.
   void touch(const at::Tensor& tensor, bool write);
   void touch(const void* data, size_t bytes, bool write);
+  /// If the stream captures: a replay calls `again`, which may use what was touched.
+  void record(std::function<void()> again);
 
  private:
   const Lock lock_;
@@ -106,6 +127,7 @@ class Kernel {
   const int stream_;
   bool wrong_ = false;
   std::vector<uintptr_t> open_; // keys of blocks; one may occur several times
+  std::vector<Operand> operands_; // only in a capture
 };
 
 /// The generator of the CPU in which a generator of the device keeps its state.
@@ -116,5 +138,6 @@ const at::Generator& default_generator(c10::DeviceIndex device);
 void install_fault_messages();
 void install_operators();
 void install_autocast();
+void install_graphs();
 
 } // namespace hasten::testing_support::machine

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "hasten/core/op_scope.h"
+#include "support/device_graph.h"
 #include "support/device_memory.h"
 
 namespace hasten::testing_support::machine {
@@ -74,9 +75,13 @@ static at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
     if (both && source != target) {
       join(m.streams[source], m.streams[target]);
     }
+    TORCH_CHECK(both || capture_of(static_cast<int>(source)) == nullptr,
+                "operation not permitted when the stream is capturing: a copy to or from the host");
     kernel.touch(from, false);
     kernel.touch(to, true);
-    host_view(to).copy_(host_view(from));
+    const auto copy = [to = host_view(to), from = host_view(from)] { to.copy_(from); };
+    copy();
+    kernel.record(copy);
     if (both && source != target) {
       join(m.streams[target], m.streams[source]);
     }
@@ -174,22 +179,41 @@ class OperatorCall {
       has_generator = has_generator || arguments_[i].name() == "generator";
       stack_[first + i] = on_host(i);
     }
-    {
-      const DrawsOfDevice draws(!has_generator && op_.hasTag(at::Tag::nondeterministic_seeded),
-                                device_);
-      kernel_of_cpu().redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
-    }
+    const bool draws = !has_generator && op_.hasTag(at::Tag::nondeterministic_seeded);
+    const auto call = [kernel = kernel_of_cpu(), draws, device = device_](Stack& stack) {
+      const DrawsOfDevice scope(draws, device);
+      kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    };
+    const Stack inputs(stack_.begin() + static_cast<int64_t>(first), stack_.end());
+    call(stack_);
+    std::vector<std::pair<at::Tensor, at::Tensor>> stores; // of values that the kernel makes
     for (const auto& [output, made] : outputs_) {
       if (output.sizes() != made.sizes()) {
         output.resize_(made.sizes());
       }
       kernel_.touch(output, true);
       host_view(output).copy_(made);
+      stores.emplace_back(host_view(output), made);
     }
     const size_t result = stack_.size() - returns.size();
     for (size_t i = 0; i < returns.size(); ++i) {
       stack_[result + i] = on_device_again(returns[i], stack_[result + i]);
     }
+    kernel_.record(
+        [call, inputs, stores = std::move(stores), results = std::move(results_), &returns] {
+          Stack stack = inputs;
+          call(stack);
+          for (const auto& [output, made] : stores) {
+            output.copy_(made);
+          }
+          size_t next = 0;
+          for (size_t i = 0; i < returns.size(); ++i) {
+            if (returns[i].alias_info() == nullptr) {
+              detail::visit_tensors(stack[i],
+                                    [&](const at::Tensor& made) { results[next++].copy_(made); });
+            }
+          }
+        });
     if (needs_host()) {
       host_waits(clock_of_current_stream(device_));
     }
@@ -287,6 +311,7 @@ class OperatorCall {
                                      test_device(device_), {});
     kernel_.touch(moved, true);
     host_view(moved).copy_(dense);
+    results_.push_back(host_view(moved));
     return moved;
   }
 
@@ -314,6 +339,7 @@ class OperatorCall {
   const c10::DeviceIndex device_;
   Kernel kernel_;
   std::vector<std::pair<at::Tensor, at::Tensor>> outputs_; // and what the kernel makes
+  std::vector<at::Tensor> results_; // the memory of results, as tensors of the CPU
 };
 
 static void run_operator(const c10::OperatorHandle& op, Stack* stack) {

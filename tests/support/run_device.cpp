@@ -41,6 +41,7 @@ class DeviceListener : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo&) override { before_ = device_counters(); }
   void OnTestEnd(const testing::TestInfo& info) override {
     set_device_memory_limit(0);
+    set_device_bf16(true);
     for (const std::string& error : take_device_errors()) {
       ADD_FAILURE() << error;
     }

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <utility>
 
+#include "support/device_graph.h"
 #include "support/device_memory.h"
 
 namespace hasten::testing_support::machine {
@@ -76,6 +77,14 @@ class TestGuard final : public c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     current_device() = index_of(device.index());
   }
+#if __has_include(<c10/core/DeviceCapability.h>)
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override {
+    const Lock lock(machine().mutex);
+    c10::DeviceCapability capability;
+    capability.capability_data.supported_scalar_types.has_BFloat16 = machine().has_bf16;
+    return capability;
+  }
+#endif
 
   c10::Stream getStream(c10::Device device) const override {
     return stream(device, current_streams().at(static_cast<size_t>(index_of(device.index()))));
@@ -194,6 +203,7 @@ class TestHooks final : public at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     const c10::DeviceGuard guard(storage.device());
+    machine::refuse_in_capture("a tensor's memory grows");
     c10::DataPtr fresh = device_allocator().allocate(bytes);
     if (const size_t kept = std::min(bytes, impl->nbytes()); kept > 0) {
       device_allocator().copy_data(fresh.get(), impl->data(), kept);
@@ -218,6 +228,7 @@ void install_test_device() {
     at::RegisterPrivateUse1HooksInterface(new machine::TestHooks);
     machine::install_operators();
     machine::install_autocast();
+    machine::install_graphs();
     machine::install_fault_messages();
   });
 }
@@ -242,6 +253,11 @@ DeviceCounters device_counters() {
 std::vector<std::string> take_device_errors() {
   const Lock lock(machine::machine().mutex);
   return std::exchange(machine::machine().errors, {});
+}
+
+void set_device_bf16(bool has) {
+  const Lock lock(machine::machine().mutex);
+  machine::machine().has_bf16 = has;
 }
 
 void set_device_memory_limit(size_t bytes) {

@@ -52,6 +52,10 @@ DeviceCounters device_counters();
 /// fails a test that leaves any.
 std::vector<std::string> take_device_errors();
 
+/// Whether the devices state that they compute bf16 in hardware. main() makes it true after each
+/// test.
+void set_device_bf16(bool has);
+
 /// Allocations that would exceed this many bytes on one device throw c10::OutOfMemoryError. 0: no
 /// limit. main() removes the limit after each test.
 void set_device_memory_limit(size_t bytes);
