@@ -18,36 +18,38 @@ MixedPrecision::MixedPrecision(RunContext& run, std::shared_ptr<WindowShared> sh
   choose(run.options().mixed_precision);
 }
 
-// The precision that this rank requests, and whether its machine supports it.
-static nlohmann::json precision_answer(Precision wanted, bool on_cpu) {
+// The precision that this rank requests, and whether its device supports it.
+static nlohmann::json precision_answer(Precision wanted, const at::Device& device) {
   nlohmann::json mine = {{"wanted", precision_name(wanted)}};
-  if (!on_cpu) {
-    return mine;
-  }
   if (wanted == Precision::automatic) {
-    mine["speedup"] = precision_speedup(at::kBFloat16);
     wanted = Precision::bf16;
+    if (device.is_cpu()) {
+      mine["speedup"] = precision_speedup(at::kBFloat16);
+    }
   }
-  mine["why_not"] = why_no_precision(wanted);
+  mine["why_not"] = why_no_precision(wanted, device);
   return mine;
 }
 
 static Precision automatic_precision(const std::vector<nlohmann::json>& all) {
-  double speedup = INFINITY;
-  bool possible = true;
+  double speedup = INFINITY; // of the CPUs
+  std::string why_not;
   for (const auto& rank : all) {
-    speedup = std::min(speedup, rank.value("speedup", 2.0));
-    possible = possible && rank.value("why_not", "").empty();
+    speedup = std::min(speedup, rank.value("speedup", double{INFINITY}));
+    why_not = why_not.empty() ? rank.value("why_not", "") : why_not;
   }
-  const bool chosen = possible && speedup >= kWorthwhileSpeedup;
-  log_info(std::string("precision: ") + (chosen ? "bf16" : "fp32") +
-           ", selected automatically: a layer in bf16 is " + format_fixed(speedup, 1) +
-           " times as fast as in fp32" + (all.size() > 1 ? " on every rank" : ""));
+  const bool chosen = why_not.empty() && speedup >= kWorthwhileSpeedup;
+  log_info(std::string("precision: ") + (chosen ? "bf16" : "fp32") + ", selected automatically: " +
+           (!why_not.empty() ? why_not
+            : speedup < INFINITY
+                ? "a layer in bf16 is " + format_fixed(speedup, 1) + " times as fast as in fp32"
+                : "the device computes bf16 in hardware") +
+           (why_not.empty() && all.size() > 1 ? " on every rank" : ""));
   return chosen ? Precision::bf16 : Precision::no;
 }
 
 void MixedPrecision::choose(Precision wanted) {
-  std::vector<nlohmann::json> all{precision_answer(wanted, run_.device().is_cpu())};
+  std::vector<nlohmann::json> all{precision_answer(wanted, run_.device())};
   if (run_.communicator()->world_size() > 1) {
     all = run_.communicator()->all_gather_object(all.front(), "mixed precision");
   }
@@ -66,7 +68,9 @@ void MixedPrecision::choose(Precision wanted) {
                            ": the machine of rank " + std::to_string(rank) +
                            " cannot compute in it: " + why_not,
                        "a precision that every rank supports",
-                       "use fp32, or bf16; `hasten env` shows which are fast on a machine");
+                       run_.device().is_cpu()
+                           ? "use fp32, or bf16; `hasten env` shows which are fast on a machine"
+                           : "use fp16 (--precision fp16), or fp32");
     }
   }
   precision_ = wanted == Precision::automatic ? automatic_precision(all) : wanted;

@@ -77,6 +77,9 @@ static at::Device context_device(const AcceleratorOptions& options, const World&
   if (!choice.device.is_cpu()) {
     c10::impl::VirtualGuardImpl(choice.device.type()).setDevice(choice.device);
   }
+  if (options.tf32) {
+    allow_tf32(choice.device);
+  }
   return choice.device;
 }
 

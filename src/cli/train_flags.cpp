@@ -47,9 +47,11 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 void declare_precision(FlagTable& flags, TrainingArguments& a) {
   flags.value("--precision,--mixed-precision", a.precision, "NAME",
               "fp32, bf16 (matrix products in 16 bits), fp16 (the same with loss scaling) or "
-              "auto: bf16 if a short probe finds it clearly faster on every rank");
+              "auto: bf16 if a short probe finds it clearly faster on every rank, or if every "
+              "rank's GPU has it in hardware");
   flags.flag("--bf16", a.bf16, "same as --precision bf16");
   flags.flag("--fp16", a.fp16, "same as --precision fp16");
+  flags.flag("--tf32", a.tf32, "products in fp32 use TF32 (NVIDIA GPUs, Ampere or newer)");
 }
 
 void declare_checkpointing(FlagTable& flags, TrainingArguments& a) {

@@ -3,7 +3,12 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#if __has_include(<c10/core/DeviceCapability.h>) // not in older releases
+#define HASTEN_HAS_DEVICE_CAPABILITY 1
+#endif
 
 #include <algorithm>
 #include <iterator>
@@ -83,6 +88,45 @@ int ranks_on(const at::Device& device, const std::string& name, const World& wor
   }
   const int count = devices_of(device.type());
   return (world.local_world_size - device.index() + count - 1) / count;
+}
+
+// The capability that the guard of CUDA states includes what torch emulates.
+static bool has_compute_capability_8(const at::Device& gpu) {
+  const c10::impl::VirtualGuardImpl guard(gpu.type());
+  const at::Device before = guard.exchangeDevice(gpu);
+  const auto& hooks = at::detail::getCUDAHooks();
+  const bool has = hooks.hasROCM() || hooks.supportsBFloat16ConvolutionWithCuDNNv8();
+  guard.setDevice(before);
+  return has;
+}
+
+std::string why_no_bf16(const at::Device& device) {
+  bool has = true;
+  if (device.is_cuda()) {
+    has = has_compute_capability_8(device);
+  } else if (!device.is_cpu()) {
+#ifdef HASTEN_HAS_DEVICE_CAPABILITY
+    try {
+      has = c10::impl::getDeviceGuardImpl(device.type())
+                ->getDeviceCapability(device)
+                .capability_data.supported_scalar_types.has_BFloat16;
+    } catch (const c10::Error&) {
+      // not stated
+    }
+#endif
+  }
+  return has ? ""
+             : device.str() + " has no bf16 in hardware" +
+                   (device.is_cuda() ? ": its compute capability is below 8.0" : "");
+}
+
+void allow_tf32(const at::Device& device) {
+  if (!device.is_cuda() || !has_compute_capability_8(device)) {
+    throw InputError("core::allow_tf32", "tf32=true on " + device.str(),
+                     "an NVIDIA GPU with compute capability 8.0 or above", "leave tf32 out");
+  }
+  at::globalContext().setAllowTF32CuBLAS(true);
+  at::globalContext().setAllowTF32CuDNN(true);
 }
 
 void synchronize(const at::Device& device) {

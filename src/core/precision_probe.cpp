@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "hasten/core/autocast.h"
+#include "hasten/core/device.h"
 #include "hasten/core/linear.h"
 
 namespace hasten {
@@ -60,9 +61,12 @@ double precision_speedup(at::ScalarType dtype) {
   return known[key] = wide / narrow;
 }
 
-std::string why_no_precision(Precision precision) {
+std::string why_no_precision(Precision precision, const c10::Device& device) {
   if (precision != Precision::bf16 && precision != Precision::fp16) {
     return {};
+  }
+  if (!device.is_cpu()) {
+    return precision == Precision::bf16 ? detail::why_no_bf16(device) : "";
   }
   try {
     const at::AutoGradMode grad(true);

@@ -122,8 +122,9 @@ BannerLines run_lines(const RunDescription& run) {
                     (run.world_size == 1
                          ? ""
                          : std::string(", strategy ") + strategy_name(run.arguments.strategy))},
-      {"precision", run.precision == "fp32" ? "fp32 (--precision auto uses bf16 if that is faster)"
-                                            : run.precision + " products, fp32 weights"},
+      {"precision", run.precision != "fp32" ? run.precision + " products, fp32 weights"
+                    : run.arguments.tf32    ? "fp32 with products in TF32"
+                                         : "fp32 (--precision auto uses bf16 if that is faster)"},
       {"activations", run.arguments.gradient_checkpointing
                           ? "recomputed in backward (gradient checkpointing " +
                                 run.arguments.gradient_checkpointing.text() + ")"

@@ -49,11 +49,16 @@ struct AcceleratorOptions {
   bool check_accumulation = true;
   SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
   /// The precision of forwards inside accumulate(), up to the batch's last backward; elsewhere use
-  /// Accelerator::autocast(). Equal on all ranks. automatic: the ranks agree at construction, after
-  /// a short probe. fp16 scales losses. The gradients are unscaled when backward returns. Optimizer
+  /// Accelerator::autocast(). Equal on all ranks. automatic: the ranks agree at construction: on the
+  /// CPU after a short probe, on a GPU bf16 if every rank's has it in hardware. bf16 on a GPU without
+  /// it is an InputError. fp16 scales losses. The gradients are unscaled when backward returns. Optimizer
   /// steps whose gradients are not finite are skipped on every rank: the scheduler does not step
   /// then, but Local SGD counts them.
   Precision mixed_precision = Precision::no;
+  /// Products and convolutions of fp32 tensors use TF32 on the GPU, with 10 bits of fraction, for
+  /// the whole process. InputError if the device is not an NVIDIA GPU with compute capability 8.0 or
+  /// above. False leaves torch's settings: products in fp32, convolutions in TF32.
+  bool tf32 = false;
   /// Options for fp16. `growth_interval` counts windows with an optimizer step. With several ranks
   /// the first window's weight is guessed from the number of batches and ranks, so gradients may
   /// overflow fp16; the optimizer step of that window is then skipped. A rank inside a LocalSGD

@@ -143,9 +143,12 @@ struct TrainingArguments {
   bool fp16 = false;
   /// The same as one option: no, bf16, fp16 or automatic. no is fp32 and the default, because then
   /// a run's results do not depend on the machine. automatic uses bf16 if a short probe finds it
-  /// 1.3 times as fast on every rank. The choice is logged and written to training_args.json, and a
+  /// 1.3 times as fast on every rank, and on GPUs if all have it in hardware. The choice is logged and written to training_args.json, and a
   /// resumed run keeps it.
   Precision precision = Precision::no;
+  /// Products in fp32 use TF32: AcceleratorOptions::tf32. An accelerator that is passed in has its
+  /// own.
+  bool tf32 = false;
 
   /// What is sharded over processes: nothing (ddp), the optimizer state (zero1), gradients, too
   /// (zero2), parameters, too (fsdp; hsdp: within groups of shard_size processes, each of which is

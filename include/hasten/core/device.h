@@ -29,6 +29,15 @@ DeviceChoice choose_device(const std::string& name, const World& world, bool sha
 /// How many ranks of this host have the device that choose_device(name, world, …) returned.
 int ranks_on(const at::Device& device, const std::string& name, const World& world);
 
+/// Empty if the device computes bf16 in hardware, else the reason. An NVIDIA GPU needs compute
+/// capability 8.0; torch emulates it on others, slowly. Also empty for a device of which LibTorch
+/// does not know.
+std::string why_no_bf16(const at::Device& device);
+
+/// Lets matrix products and convolutions of fp32 tensors on GPUs use TF32, in the whole process.
+/// Throws InputError if the device is not an NVIDIA GPU with compute capability 8.0 or above.
+void allow_tf32(const at::Device& device);
+
 /// Waits until the device has done what was started on it. Does nothing on the CPU.
 void synchronize(const at::Device& device);
 

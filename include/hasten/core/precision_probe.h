@@ -1,6 +1,7 @@
 // Measures how fast this machine computes in 16 bits.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
 #include <string>
@@ -15,12 +16,12 @@ namespace hasten {
 /// once per process, dtype and number of threads.
 double precision_speedup(c10::ScalarType dtype);
 
-/// The speedup from which Precision::automatic chooses bf16. Below it, conversions cost as much
+/// The speedup from which Precision::automatic chooses bf16 on the CPU. Below it, conversions cost as much
 /// as the products gain.
 inline constexpr double kWorthwhileSpeedup = 1.3;
 
-/// Empty if this machine can compute in this precision, else the reason. Runs a small layer
-/// forward and backward.
-std::string why_no_precision(Precision precision);
+/// Empty if this device can compute in this precision, else the reason. On the CPU it runs a small
+/// layer forward and backward. A GPU needs bf16 in hardware.
+std::string why_no_precision(Precision precision, const c10::Device& device = c10::DeviceType::CPU);
 
 } // namespace hasten
