@@ -141,6 +141,9 @@ void declare_batches(FlagTable& flags, TrainingArguments& a) {
               "with --auto-find-batch-size: limit of tensor memory per process, e.g. 2GB "
               "(default: 90 % of the free memory, divided by the processes)");
   declare_precision(flags, a);
+  flags.flag("--cuda-graphs", a.cuda_graphs,
+             "on a GPU: capture forward and backward of each shape of batch in CUDA graphs, for "
+             "models and batches so small that launching takes longer than computing");
   declare_strategy(flags, a);
   declare_checkpointing(flags, a);
   flags.value(

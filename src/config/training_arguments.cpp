@@ -62,7 +62,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
       a.output_dir, a.overwrite_output_dir, a.resume_from_checkpoint, a.allow_changed_arguments,
       a.num_train_epochs, a.max_steps, a.per_device_train_batch_size, a.per_device_eval_batch_size,
       a.gradient_accumulation_steps, a.auto_find_batch_size, a.memory_limit, a.bf16, a.fp16,
-      a.precision, a.tf32, a.strategy, a.shard_size, a.local_sgd_steps, a.device,
+      a.precision, a.tf32, a.cuda_graphs, a.strategy, a.shard_size, a.local_sgd_steps, a.device,
       a.use_cpu, a.ddp_backend, a.ddp_timeout, a.heartbeat_timeout, a.label_smoothing_factor,
       a.class_weights, a.gradient_checkpointing, a.optim, a.optim_args, a.learning_rate,
       a.weight_decay, a.adam_beta1, a.adam_beta2, a.adam_epsilon, a.max_grad_norm, a.grad_norm_type,
@@ -179,6 +179,20 @@ void validate_strategy(const TrainingArguments& a) {
   require_argument(a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
                    "shard_size", a.shard_size,
                    "0, or with strategy=hsdp the number of ranks that share a replica");
+}
+
+void validate_graphs(const TrainingArguments& a) {
+  const auto exclude = [&](bool other, const std::string& what, const char* why) {
+    require_consistent(!a.cuda_graphs || !other, "cuda_graphs=true with " + what, why,
+                       "leave one of them out");
+  };
+  exclude(a.strategy != Strategy::ddp, "strategy=" + spelling(a.strategy),
+          "strategy=ddp, because the parameters of a graph stay where they are");
+  exclude(a.local_sgd_steps > 0, "local_sgd_steps=" + std::to_string(a.local_sgd_steps),
+          "local_sgd_steps=0");
+  exclude(static_cast<bool>(a.gradient_checkpointing),
+          "gradient_checkpointing=" + a.gradient_checkpointing.text(),
+          "gradient_checkpointing=none, because a recomputation sets the random generator");
 }
 
 void validate_schedule(const TrainingArguments& a) {
@@ -300,6 +314,7 @@ void TrainingArguments::validate() const {
   require_utf8(detail::kArgumentsPlace, nlohmann::json(*this));
   detail::validate_precision(*this);
   detail::validate_strategy(*this);
+  detail::validate_graphs(*this);
   detail::validate_schedule(*this);
   detail::validate_memory(*this);
   detail::validate_objective(*this);

@@ -167,6 +167,7 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "strategy", // changes only the order of sums
       "shard_size",
       "device",
+      "cuda_graphs",
       "use_cpu",
       "ddp_backend",
       "per_device_eval_batch_size",

@@ -47,6 +47,9 @@ double norm_type_of(GradNormType type) {
 TrainStep::TrainStep(TrainerParts& parts, const TrainingPlan& plan, RunControl& control,
                      Handles handles)
     : parts_(parts), plan_(plan), control_(control), handles_(std::move(handles)) {
+  if (parts.arguments.cuda_graphs) {
+    graphs_.emplace(parts.loss_function, parts.model, parts.accelerator->device());
+  }
   auto* fused = dynamic_cast<FusedOptimizer*>(&*handles_.optimizer);
   if (!reads_at_once() && fused != nullptr) {
     found_inf_ = at::zeros({1}, at::TensorOptions(parts.accelerator->device()).dtype(at::kFloat));
@@ -65,7 +68,7 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   Accelerator& accelerator = *parts_.accelerator;
   auto window = accelerator.accumulate(handles_.loader, parts_.model);
   try {
-    const LossOutput loss = parts_.loss_function(batch);
+    const LossOutput loss = graphs_ ? (*graphs_)(batch) : parts_.loss_function(batch);
     require_loss(loss);
     const at::Tensor own_loss = loss.loss_sum.detach().to(
         loss.loss_sum.is_cpu() ? at::kDouble : at::kFloat, /*non_blocking=*/false, /*copy=*/true);

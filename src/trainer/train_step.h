@@ -9,6 +9,7 @@
 #include "hasten/data/loader.h"
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/schedule.h"
+#include "loss_graphs.h"
 #include "run_control.h"
 #include "trainer_parts.h"
 
@@ -80,6 +81,7 @@ class TrainStep {
   const TrainingPlan& plan_;
   RunControl& control_;
   Handles handles_;
+  std::optional<LossGraphs> graphs_{};
   LocalSGD* local_sgd_ = nullptr;
   at::Tensor window_loss_{}; // this rank's sum, on the device; read only on failure
   // fp32 [1] on a device: 1 as soon as a loss or norm was not finite. The optimizer then leaves the

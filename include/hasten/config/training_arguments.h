@@ -150,6 +150,18 @@ struct TrainingArguments {
   /// own.
   bool tf32 = false;
 
+  /// On a GPU: forward and backward of each shape of batch are captured once in CUDA graphs and then
+  /// launched as two, bit for bit the same. It pays where launching takes longer than computing:
+  /// small models and batches. The first 3 batches of a shape run as ever, which the graphs need;
+  /// at most 8 shapes are captured, and batches of others always run as ever. So pad to few lengths,
+  /// and drop the last batch. Clipping and the optimizer, about 25 launches, are not part of a graph.
+  ///
+  /// The loss function may use only tensors of the device: its weight must follow from the batch's
+  /// shape, and reading a value on the host is an error. Excludes gradient_checkpointing,
+  /// local_sgd_steps and other strategies than ddp. Memory: the activations of the largest shape,
+  /// and one copy of the gradients for each shape.
+  bool cuda_graphs = false;
+
   /// What is sharded over processes: nothing (ddp), the optimizer state (zero1), gradients, too
   /// (zero2), parameters, too (fsdp; hsdp: within groups of shard_size processes, each of which is
   /// a replica). Saves memory; the results are the same. See docs/guides/sharding.md. No effect
