@@ -21,7 +21,7 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 55500),
+    ("hasten", (), 56000),
     ("hasten_text", ("text", "models"), 6450),
     ("the programs", ("cli",), 5830),
 )

@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/cuda_library.h"
 #include "hasten/base/error.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/device.h"
@@ -169,10 +170,15 @@ static LossOutput replay(const std::shared_ptr<CapturedLoss>& of, const Batch& b
 LossGraphs::LossGraphs(LossFunction loss, std::shared_ptr<torch::nn::Module> model,
                        const at::Device& device)
     : loss_(std::move(loss)), model_(std::move(model)), device_(device) {
+  std::string why;
+  if (device.is_cuda() && !at::has_graph_impl(device.type())) {
+    // The library of src/cuda/cuda_graph.cpp registers them.
+    open_library_beside(&kGraphsWhere, "libhasten_cuda_graph.so", why);
+  }
   if (!at::has_graph_impl(device.type())) {
-    throw InputError(kGraphsWhere, "cuda_graphs=true on " + device.str(),
-                     "a device for which graphs are registered with LibTorch",
-                     "leave cuda_graphs out");
+    throw InputError(
+        kGraphsWhere, "cuda_graphs=true on " + device.str() + (why.empty() ? "" : ": " + why),
+        "a device for which graphs are registered with LibTorch", "leave cuda_graphs out");
   }
 }
 
