@@ -78,18 +78,18 @@ class GpuMeasure {
 
   void ended(int64_t step) {
     if (step == 1) {
-      detail::synchronize(device_);
+      ::hasten::detail::synchronize(device_);
       first_step_ = unix_seconds();
     } else if (step == kGpuWarmup) {
-      detail::synchronize(device_);
+      ::hasten::detail::synchronize(device_);
       start_ = unix_seconds();
     } else if (step == kGpuWarmup + steps_) {
-      detail::synchronize(device_);
+      ::hasten::detail::synchronize(device_);
       seconds_ = (unix_seconds() - start_) / static_cast<double>(steps_);
       peak_ = memory_stats(device_).peak_bytes;
       count_.emplace(device_);
     } else if (step == all_steps()) {
-      detail::synchronize(device_);
+      ::hasten::detail::synchronize(device_);
       launches_ = count_->end();
     }
   }
@@ -243,12 +243,12 @@ static double seconds_of(const at::Device& device, int64_t calls,
   for (int i = 0; i < 3; ++i) {
     call();
   }
-  detail::synchronize(device);
+  ::hasten::detail::synchronize(device);
   const double start = unix_seconds();
   for (int64_t i = 0; i < calls; ++i) {
     call();
   }
-  detail::synchronize(device);
+  ::hasten::detail::synchronize(device);
   return (unix_seconds() - start) / static_cast<double>(calls);
 }
 
@@ -303,7 +303,8 @@ static int run_gpu_step(int argc, char** argv) {
   }
   install_memory_meter();
   try {
-    modes.at(flags.mode)(flags, detail::choose_device(flags.device, World{}, true).device);
+    modes.at(flags.mode)(flags,
+                         ::hasten::detail::choose_device(flags.device, World{}, true).device);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;
