@@ -121,10 +121,10 @@ void compare_bert_mini(int64_t steps) {
   Batch batch;
   batch.tensors["input_ids"] = torch::randint(1, 30'000, {kRows, kTokens});
   batch.tensors["labels"] = torch::randint(0, 2, {kRows});
-  compare<BertForSequenceClassification>(
+  compare<PreTrainedModel>(
       "bert_mini", steps, seeded_bert_mini,
-      [](BertForSequenceClassification& model, const Batch& b) {
-        return torch::nn::functional::cross_entropy(model->forward(b["input_ids"], at::Tensor()),
+      [](PreTrainedModel& model, const Batch& b) {
+        return torch::nn::functional::cross_entropy(model->forward({b["input_ids"]}).logits,
                                                     b["labels"]);
       },
       repeat(batch, kRows));

@@ -18,7 +18,7 @@
 #include "hasten/core/block_call.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
@@ -194,13 +194,16 @@ int main(int argc, char** argv) {
   hasten::compare(
       "unequal_24",
       hasten::PlanBench(chain.ptr(), [&] { return chain->forward(x).square().sum(); }, rounds));
-  hasten::BertForSequenceClassification model(hasten::BertConfig::from_shape(shape));
+  auto model = hasten::AutoModelForSequenceClassification::from_config(
+      hasten::AutoConfig::from_shape(shape));
   const at::Tensor ids = torch::randint(1, 30'000, {rows, tokens});
   const at::Tensor labels = torch::randint(0, 2, {rows});
-  hasten::compare(
-      "bert", hasten::PlanBench(
-                  model.ptr(),
-                  [&] { return torch::nn::functional::cross_entropy(model->forward(ids), labels); },
-                  rounds));
+  hasten::compare("bert", hasten::PlanBench(
+                              model.ptr(),
+                              [&] {
+                                return torch::nn::functional::cross_entropy(
+                                    model->forward({ids}).logits, labels);
+                              },
+                              rounds));
   return 0;
 }

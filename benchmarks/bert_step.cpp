@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "hasten/core/random.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
@@ -22,11 +22,11 @@ struct StepCase {
   bool padding;
 };
 
-static BertConfig config_of(const std::string& shape) {
-  if (BertConfig::is_shape(shape)) {
-    return BertConfig::from_shape(shape);
+static PreTrainedConfig config_of(const std::string& shape) {
+  if (AutoConfig::is_shape(shape)) {
+    return AutoConfig::from_shape(shape);
   }
-  BertConfig config; // MiniLM's
+  PreTrainedConfig config; // MiniLM's
   config.num_hidden_layers = 6;
   config.hidden_size = 384;
   config.num_attention_heads = 12;
@@ -37,7 +37,7 @@ static BertConfig config_of(const std::string& shape) {
 static double seconds_per_thousand(const StepCase& step, int rounds) {
   constexpr int64_t kRows = 16;
   set_seed(1);
-  BertForSequenceClassification model(config_of(step.shape));
+  auto model = AutoModelForSequenceClassification::from_config(config_of(step.shape));
   const auto ids = torch::randint(1, 30'000, {kRows, step.tokens});
   auto mask = torch::ones({kRows, step.tokens}, torch::kLong);
   if (step.padding) {
@@ -50,7 +50,7 @@ static double seconds_per_thousand(const StepCase& step, int rounds) {
   for (int round = -2; round < rounds; ++round) {
     const auto start = std::chrono::steady_clock::now();
     model->zero_grad(false);
-    torch::nn::functional::cross_entropy(model->forward(ids, mask), labels).backward();
+    torch::nn::functional::cross_entropy(model->forward({ids, mask}).logits, labels).backward();
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (round >= 0) {
       seconds.push_back(time.count());

@@ -14,7 +14,7 @@
 #include "hasten/activation_checkpoint/planner.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
@@ -81,11 +81,12 @@ static void whole_models(bool smoke) {
   set_seed(1);
   const int64_t rows = smoke ? 2 : 16;
   const int64_t tokens = smoke ? 16 : 128;
-  BertForSequenceClassification model(BertConfig::from_shape(smoke ? "bert-tiny" : "bert-mini"));
+  auto model = AutoModelForSequenceClassification::from_config(
+      AutoConfig::from_shape(smoke ? "bert-tiny" : "bert-mini"));
   const Tensor ids = torch::randint(1, 30'000, {rows, tokens});
   const Tensor labels = torch::randint(0, 2, {rows});
   const auto loss = [&] {
-    return torch::nn::functional::cross_entropy(model->forward(ids), labels);
+    return torch::nn::functional::cross_entropy(model->forward({ids}).logits, labels);
   };
   for (const char* mode : {"none", "full", "ops"}) {
     gradient_checkpointing_enable(model, {.mode = mode});

@@ -20,7 +20,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/core/memory.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
@@ -105,14 +105,14 @@ static void run_bert_mini(const Request& request) {
   const int64_t rows = request.batch;
   constexpr int64_t kTokens = 64;
   torch::manual_seed(1);
-  BertForSequenceClassification model(BertConfig::from_shape("bert-mini"));
+  auto model = AutoModelForSequenceClassification::from_config(AutoConfig::from_shape("bert-mini"));
   model->train();
   const auto ids = torch::randint(1, 30'000, {rows, kTokens});
   const auto mask = torch::ones({rows, kTokens}, torch::kLong);
   const auto labels = torch::randint(0, 2, {rows});
   measure_steps(model, request, static_cast<double>(rows), [&] {
     return torch::nn::functional::cross_entropy(
-        model->forward(ids, mask), labels,
+        model->forward({ids, mask}).logits, labels,
         torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
   });
 }

@@ -16,7 +16,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/local_sgd/local_sgd.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/optim/adamw.h"
 
 namespace hasten {
@@ -31,7 +31,7 @@ static void run(const Request& request) {
   constexpr int64_t kRows = 8, kTokens = 64;
   Accelerator accelerator({.device = "cpu"});
   at::set_num_threads(1);
-  BertForSequenceClassification model(BertConfig::from_shape("bert-mini"));
+  auto model = AutoModelForSequenceClassification::from_config(AutoConfig::from_shape("bert-mini"));
   model->train();
   AdamW adamw(model->parameters(), torch::optim::AdamWOptions(1e-4));
   auto [net, optimizer] = accelerator.prepare(model, adamw);
@@ -52,7 +52,7 @@ static void run(const Request& request) {
       auto window = accelerator.accumulate(net);
       accelerator.backward(
           torch::nn::functional::cross_entropy(
-              net->forward(ids, mask), labels,
+              net->forward({ids, mask}).logits, labels,
               torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
           kRows);
     }

@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "hasten/core/random.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
-inline BertForSequenceClassification seeded_bert_mini() {
+inline PreTrainedModel seeded_bert_mini() {
   set_seed(1);
-  return BertForSequenceClassification(BertConfig::from_shape("bert-mini"));
+  return AutoModelForSequenceClassification::from_config(AutoConfig::from_shape("bert-mini"));
 }
 
 /// Medians of the seconds that steps of either loop took.

@@ -14,7 +14,7 @@
 #include "hasten/core/autocast.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/optim/adamw.h"
 
 namespace hasten {
@@ -30,7 +30,8 @@ struct Rows {
 };
 
 struct Subject {
-  explicit Subject(const char* shape) : model(BertConfig::from_shape(shape)) {
+  explicit Subject(const char* shape)
+      : model(AutoModelForSequenceClassification::from_config(AutoConfig::from_shape(shape))) {
     model->train();
     for (const auto& parameter : model->parameters()) {
       parameter.mutable_grad() = torch::zeros_like(parameter);
@@ -40,7 +41,7 @@ struct Subject {
     at::Tensor loss;
     {
       const Autocast autocast({.enabled = bf16});
-      loss = torch::cross_entropy_loss(model->forward(rows.ids, rows.mask), rows.labels);
+      loss = torch::cross_entropy_loss(model->forward({rows.ids, rows.mask}).logits, rows.labels);
     }
     loss.backward();
   }
@@ -51,7 +52,7 @@ struct Subject {
     derive(rows, bf16);
     return memory_stats().peak_bytes - before;
   }
-  BertForSequenceClassification model;
+  PreTrainedModel model;
 };
 
 static void print_value(const std::string& name, const char* unit, double v) {

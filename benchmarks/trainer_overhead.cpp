@@ -116,10 +116,10 @@ void compare(const char* name, int64_t steps, const std::function<Model()>& make
 
 void compare_bert_mini(int64_t steps) {
   constexpr int64_t kRows = 512, kTokens = 32;
-  compare<BertForSequenceClassification>(
+  compare<PreTrainedModel>(
       "bert_mini", steps, seeded_bert_mini,
-      [](BertForSequenceClassification& model, const Batch& batch) {
-        const at::Tensor logits = model->forward(batch["input_ids"], at::Tensor());
+      [](PreTrainedModel& model, const Batch& batch) {
+        const at::Tensor logits = model->forward({batch["input_ids"]}).logits;
         return std::pair(torch::nn::functional::cross_entropy(logits, batch["labels"]), logits);
       },
       std::make_shared<TensorRows>(std::map<std::string, at::Tensor>{

@@ -42,15 +42,16 @@ std::string trained_class_weights(const std::filesystem::path& folder, int64_t l
   return joined(weights, ",");
 }
 
-int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer) {
-  int64_t length = config.max_position_embeddings;
+int64_t allowed_length(int64_t asked, const PreTrainedConfig& config,
+                       const WordPieceOptions& tokenizer) {
+  int64_t length = config.max_tokens();
   if (const int64_t most = tokenizer.model_max_length; most > 0) {
     length = std::min(length, most);
   }
   return asked > 0 ? std::min(asked, length) : length;
 }
 
-void check_vocabulary(const std::string& folder, const BertConfig& config,
+void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
                       const WordPieceTokenizer& tokenizer) {
   if (tokenizer.vocab_size() > config.vocab_size) {
     throw InputError(
@@ -64,14 +65,14 @@ void check_vocabulary(const std::string& folder, const BertConfig& config,
 
 TextClassifier load_text_classifier(const std::string& folder, int64_t max_length) {
   WordPieceTokenizer tokenizer = WordPieceTokenizer::load(folder);
-  LoadedBert bert = load_bert_classifier(folder);
-  check_vocabulary(folder, bert.config, tokenizer);
-  if (bert.fresh_classifier) {
+  PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(folder);
+  check_vocabulary(folder, model->config(), tokenizer);
+  if (model->loading_info().new_output) {
     throw InputError("cli::model", folder + " has no trained classifier",
                      "a model that was fine-tuned for classification",
                      "fine-tune it first: hasten train --model " + folder);
   }
-  bert.model->eval();
+  model->eval();
   const auto file = std::filesystem::path(folder) / "training_args.json";
   const nlohmann::json arguments = trained_json(file);
   if (!arguments.is_object()) {
@@ -83,9 +84,9 @@ TextClassifier load_text_classifier(const std::string& folder, int64_t max_lengt
   const int64_t asked = max_length > 0 || !trained_length.is_number_integer()
                             ? max_length
                             : trained_length.get<int64_t>();
-  const int64_t length = allowed_length(asked, bert.config, tokenizer.options());
-  const int64_t labels = bert.config.num_labels();
-  return {std::move(bert),
+  const int64_t length = allowed_length(asked, model->config(), tokenizer.options());
+  const int64_t labels = model->config().num_labels();
+  return {std::move(model),
           std::move(tokenizer),
           length,
           spelled<Precision>(precision.is_string() ? precision.get<std::string>() : "")
@@ -94,7 +95,7 @@ TextClassifier load_text_classifier(const std::string& folder, int64_t max_lengt
           trained_class_weights(folder, labels)};
 }
 
-Head head_of(const BertConfig& config) {
+Head head_of(const PreTrainedConfig& config) {
   if (config.problem_type.empty()) {
     return config.num_labels() == 1 ? Head::regression : Head::single_label;
   }
@@ -106,11 +107,11 @@ Head head_of(const BertConfig& config) {
   return *head;
 }
 
-LossFunction head_loss(BertForSequenceClassification model, Head head) {
+LossFunction head_loss(PreTrainedModel model, Head head) {
   return [model = std::move(model), head](const Batch& batch) mutable {
     LossOutput result;
-    result.outputs =
-        model->forward(batch["input_ids"], batch.padded ? batch["attention_mask"] : at::Tensor());
+    const at::Tensor mask = batch.padded ? batch["attention_mask"] : at::Tensor();
+    result.outputs = model->forward({batch["input_ids"], mask}).logits;
     if (!batch.has("labels")) {
       result.outputs = head == Head::regression ? result.outputs.squeeze(1) : result.outputs;
       return result;
@@ -132,7 +133,7 @@ ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels) {
                                      : classification_metrics(std::ssize(labels), "labels", labels);
 }
 
-Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
+Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens) {
   Batch batch;
   batch.indices.resize(static_cast<size_t>(rows));
   std::iota(batch.indices.begin(), batch.indices.end(), 0);
@@ -143,16 +144,16 @@ Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens) {
   return batch;
 }
 
-ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer) {
+ModelFiles classifier_files(PreTrainedModel model, WordPieceTokenizer tokenizer) {
   ModelFiles files;
   files.save = [model, tokenizer](const std::filesystem::path& folder) mutable {
-    save_bert_classifier(folder, *model);
+    model->save_pretrained(folder);
     tokenizer.save(folder);
   };
   files.load = [model](const std::filesystem::path& folder) mutable {
-    const LoadedBert saved = load_bert_classifier(folder.string());
+    const auto saved = AutoModelForSequenceClassification::from_pretrained(folder.string());
     const at::NoGradGuard no_grad;
-    const auto source = saved.model->named_parameters();
+    const auto source = saved->named_parameters();
     for (auto& parameter : model->named_parameters()) {
       parameter.value().copy_(source[parameter.key()]);
     }
@@ -207,10 +208,10 @@ std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_
   arguments.precision = classifier.precision; // gives the same values as in the run
   arguments.label_smoothing_factor = classifier.label_smoothing_factor;
   arguments.class_weights = classifier.class_weights;
-  const Head head = head_of(classifier.bert.config);
-  return std::make_unique<Trainer>(
-      classifier.bert.model.ptr(), head_loss(classifier.bert.model, head), arguments, nullptr,
-      nullptr, head_metrics(head, classifier.labels()), std::move(accelerator));
+  const Head head = head_of(classifier.model->config());
+  return std::make_unique<Trainer>(classifier.model.ptr(), head_loss(classifier.model, head),
+                                   arguments, nullptr, nullptr,
+                                   head_metrics(head, classifier.labels()), std::move(accelerator));
 }
 
 void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
@@ -221,7 +222,7 @@ void require_finite_logits(const TextClassifier& classifier, const at::Tensor& l
   }
   const int64_t row = good.to(at::kInt).argmin().item<int64_t>() + 1;
   std::string weight;
-  for (const auto& parameter : classifier.bert.model->named_parameters()) {
+  for (const auto& parameter : classifier.model->named_parameters()) {
     if (weight.empty() && !parameter.value().isfinite().all().item<bool>()) {
       weight = ": weight " + parameter.key() + " is not finite";
     }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "commands.h"
-#include "hasten/models/bert_pretrained.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/tokenized_dataset.h"
 #include "hasten/text/tokenizer.h"
@@ -15,7 +15,7 @@
 namespace hasten::detail {
 
 struct TextClassifier {
-  LoadedBert bert{};
+  PreTrainedModel model{nullptr};
   WordPieceTokenizer tokenizer;
   /// Maximum number of tokens of a text, including [CLS] and [SEP].
   int64_t max_length = 0;
@@ -25,7 +25,7 @@ struct TextClassifier {
   double label_smoothing_factor = 0;
   std::string class_weights{};
 
-  const std::vector<std::string>& labels() const { return bert.config.id2label; }
+  const std::vector<std::string>& labels() const { return model->config().id2label; }
 };
 
 /// Loads a classifier. `max_length` 0 uses the value in the folder's training_args.json, at most
@@ -34,25 +34,26 @@ struct TextClassifier {
 TextClassifier load_text_classifier(const std::string& folder, int64_t max_length);
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length); `asked` 0 means no limit.
-int64_t allowed_length(int64_t asked, const BertConfig& config, const WordPieceOptions& tokenizer);
+int64_t allowed_length(int64_t asked, const PreTrainedConfig& config,
+                       const WordPieceOptions& tokenizer);
 
 /// Throws InputError if the tokenizer has ids outside the model's embedding.
-void check_vocabulary(const std::string& folder, const BertConfig& config,
+void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
                       const WordPieceTokenizer& tokenizer);
 
 /// The problem type by transformers' rule: one label without a problem_type is a regression.
-Head head_of(const BertConfig& config);
+Head head_of(const PreTrainedConfig& config);
 
 /// The loss of this head. Batches without labels give only outputs: logits, for a regression [B].
-LossFunction head_loss(BertForSequenceClassification model, Head head);
+LossFunction head_loss(PreTrainedModel model, Head head);
 ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels);
 
 /// A batch of random samples of length `tokens`. The last sample has padding, so that blocks get
 /// a mask as in training.
-Batch made_up_batch(const BertConfig& config, int64_t rows, int64_t tokens);
+Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens);
 
 /// config.json, model.safetensors and the tokenizer's files.
-ModelFiles classifier_files(BertForSequenceClassification model, WordPieceTokenizer tokenizer);
+ModelFiles classifier_files(PreTrainedModel model, WordPieceTokenizer tokenizer);
 
 /// The samples as a dataset, padded with the tokenizer's pad id.
 std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,

@@ -249,7 +249,7 @@ using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, 
 /// that is given twice.
 Command parse_command_line(const std::vector<std::string>& arguments);
 
-/// Names that --model accepts for random weights: those of BertConfig::from_shape, which
+/// Names that --model accepts for random weights: those of AutoConfig::from_shape, which
 /// this layer cannot include.
 const std::vector<std::string>& model_shapes();
 /// "bert-tiny, bert-mini, …".

@@ -59,11 +59,11 @@ class CompareRun {
         state_(state),
         trying_(trying) {
     agree_on(*accelerator_.communicator(), "compare: make the model", [this] { make_model(); });
-    bert_.model->train();
+    model_->train();
     if (arguments_.gradient_checkpointing) {
-      gradient_checkpointing_enable(bert_.model, {.mode = arguments_.gradient_checkpointing});
+      gradient_checkpointing_enable(model_, {.mode = arguments_.gradient_checkpointing});
     }
-    optimizer_.emplace(std::get<1>(accelerator_.prepare(bert_.model, torch_optimizer_)));
+    optimizer_.emplace(std::get<1>(accelerator_.prepare(model_, torch_optimizer_)));
     meet(); // includes the peak of building the model
   }
 
@@ -79,19 +79,18 @@ class CompareRun {
 
  private:
   void make_model() {
-    LoadBertOptions options;
-    options.vocab_size = command_.vocab_size;
-    bert_ = load_bert_classifier(command_.model, options);
+    model_ = AutoModelForSequenceClassification::from_pretrained(
+        command_.model, {.vocab_size = command_.vocab_size});
     const int64_t tokens = arguments_.max_length;
-    const int64_t most = bert_.config.max_position_embeddings;
+    const int64_t most = model_->config().max_tokens();
     if (tokens < 2 || tokens > most) {
       throw InputError("cli::compare", "--max-length=" + std::to_string(tokens),
                        "2 to the model's " + std::to_string(most) + " tokens");
     }
-    loss_ = head_loss(bert_.model, Head::single_label);
-    torch_optimizer_ = make_optimizer(spelling(arguments_.optim),
-                                      decay_groups(*bert_.model, arguments_.weight_decay),
-                                      optimizer_settings(arguments_));
+    loss_ = head_loss(model_, Head::single_label);
+    torch_optimizer_ =
+        make_optimizer(spelling(arguments_.optim), decay_groups(*model_, arguments_.weight_decay),
+                       optimizer_settings(arguments_));
   }
 
   /// Two steps, because the first one allocates the optimizer's state. More than two
@@ -141,7 +140,7 @@ class CompareRun {
   Batch begin(int64_t rows, int64_t accumulation) {
     trying_ = rows;
     accelerator_.set_gradient_accumulation_steps(accumulation);
-    return made_up_batch(bert_.config, rows, arguments_.max_length).to(device_);
+    return made_up_batch(model_->config(), rows, arguments_.max_length).to(device_);
   }
 
   /// The maximum over ranks of each: peak since its reset, seconds, share.
@@ -157,12 +156,12 @@ class CompareRun {
   void update(const Batch& batch) {
     do {
       throw_if_interrupted();
-      auto window = accelerator_.accumulate(bert_.model);
+      auto window = accelerator_.accumulate(model_);
       const LossOutput loss = loss_(batch);
       accelerator_.backward(loss.loss_sum, loss.weight);
       if (accelerator_.sync_gradients()) {
         if (arguments_.max_grad_norm > 0) {
-          accelerator_.clip_grad_norm_(bert_.model, arguments_.max_grad_norm);
+          accelerator_.clip_grad_norm_(model_, arguments_.max_grad_norm);
         }
         optimizer_->step();
         optimizer_->zero_grad();
@@ -176,7 +175,7 @@ class CompareRun {
   const at::Device device_ = accelerator_.device();
   CompareState& state_;
   int64_t& trying_;
-  LoadedBert bert_{};
+  PreTrainedModel model_{nullptr};
   LossFunction loss_{};
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_{};
   std::optional<PreparedOptimizer<torch::optim::Optimizer>> optimizer_{};

@@ -93,7 +93,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
   const nlohmann::json defaults = TrainingArguments{};
 
   BannerLines lines = banner_facts(command, in);
-  RunDescription description = describe_run(a, plan, *in.bert.model, world_size);
+  RunDescription description = describe_run(a, plan, *in.model, world_size);
   description.threads = threads_per_rank(world_size);
   description.device = "cpu or a GPU";
   std::ranges::move(run_lines(description), std::back_inserter(lines));
@@ -113,8 +113,8 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
     }
     const int64_t bytes = estimated_peak_bytes(
         {.model = command.model,
-         .vocab_size = in.bert.config.vocab_size,
-         .num_labels = in.bert.config.num_labels(),
+         .vocab_size = in.model->config().vocab_size,
+         .num_labels = in.model->config().num_labels(),
          .rows = a.per_device_train_batch_size,
          .tokens = longest,
          .strategy = a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy),
@@ -124,7 +124,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
                                      " of tensors per process on the longest samples (" +
                                      format_count(longest) + " tokens)");
   }
-  lines.emplace_back("disk", "at most " + format_bytes(bytes_on_disk(a, *in.bert.model)));
+  lines.emplace_back("disk", "at most " + format_bytes(bytes_on_disk(a, *in.model)));
   const ResumePoint point = find_resume_point(a, /*verify_checksums=*/false);
   if (!point.folder.empty()) {
     lines.emplace_back("resume", "from " + point.folder.string());

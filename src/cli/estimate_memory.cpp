@@ -9,8 +9,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"
-#include "hasten/models/bert_memory.h"
-#include "hasten/models/bert_pretrained.h"
+#include "hasten/models/step_memory.h"
 #include "hasten/optim/make_optimizer.h"
 #include "run.h"
 
@@ -35,11 +34,11 @@ bool has_16_bits(const EstimateMemoryCommand& command) {
   return precision == Precision::bf16 || precision == Precision::fp16;
 }
 
-BertConfig config_of(const EstimateMemoryCommand& command) {
+PreTrainedConfig config_of(const EstimateMemoryCommand& command) {
   if (!is_model_shape(command.model)) {
-    return read_bert_config(command.model);
+    return AutoConfig::from_pretrained(command.model);
   }
-  BertConfig config = BertConfig::from_shape(command.model, command.vocab_size);
+  PreTrainedConfig config = AutoConfig::from_shape(command.model, command.vocab_size);
   config.id2label.resize(static_cast<size_t>(command.num_labels));
   return config;
 }
@@ -79,8 +78,8 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
 /// zero1 and zero2 all blocks), the largest unit's gradient, and copies of its small parameters
 /// and gradients.
 void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
-                const BertConfig& config, const OptimizerSettings& settings) {
-  const Shapes shapes = bert_parameter_shapes(config);
+                const PreTrainedConfig& config, const OptimizerSettings& settings) {
+  const Shapes shapes = parameter_shapes(config);
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
   const int64_t ranks = copies_beside && command.arguments.shard_size > 0
@@ -89,12 +88,12 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   const Shapes shards = shards_of(shapes, ranks);
   const int64_t rows = 4 * padded_numel(shards);
   const int64_t all = ranks * rows;
-  const int64_t block = ranks * 4 * padded_numel(shards_of(bert_layer_shapes(config), ranks));
+  const int64_t block = ranks * 4 * padded_numel(shards_of(block_shapes(config), ranks));
   const int64_t root = all - config.num_hidden_layers * block;
   const int64_t blocks =
       gathers ? std::min<int64_t>(2, config.num_hidden_layers) : config.num_hidden_layers;
   estimate.parameters = rows + root + blocks * block / (has_16_bits(command) ? 2 : 1);
-  const int64_t copies = copied_bytes(shards_of(bert_layer_shapes(config), ranks), ranks);
+  const int64_t copies = copied_bytes(shards_of(block_shapes(config), ranks), ranks);
   if (gathers) { // parameters and gradients are sent at the same time
     estimate.parameters += copies;
   }
@@ -110,8 +109,8 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
 /// exists. A rank that reduces nothing and does not accumulate has no gradients in forward.
 /// Gradients that are reduced have buffers. Local SGD has these buffers and a rank's own gradients.
 MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
-  const BertConfig config = config_of(command);
-  const Shapes shapes = bert_parameter_shapes(config);
+  const PreTrainedConfig config = config_of(command);
+  const Shapes shapes = parameter_shapes(config);
   MemoryEstimate estimate;
   for (const auto& shape : shapes) {
     estimate.parameter_count += c10::multiply_integers(shape);
@@ -141,9 +140,9 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
     estimate.peak = kept + estimate.gradients;
     return estimate;
   }
-  const BertStepMemory step = bert_step_memory(
-      config, command.rows, command.tokens, fresh ? GradientPlace::fresh : GradientPlace::existing,
-      has_16_bits(command) ? at::kBFloat16 : at::kFloat);
+  const StepMemory step = step_memory(config, command.rows, command.tokens,
+                                      fresh ? GradientPlace::fresh : GradientPlace::existing,
+                                      has_16_bits(command) ? at::kBFloat16 : at::kFloat);
   estimate.activations = step.activation_bytes;
   if (fresh) { // the gradients that exist at the peak
     estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;

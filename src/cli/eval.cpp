@@ -26,7 +26,7 @@ TextClassificationOptions eval_options(const EvalCommand& command,
   options.label_names = classifier.labels();
   options.max_train_rows = command.max_rows;
   options.table =
-      labelled_table(command.table, head_of(classifier.bert.config), classifier.labels());
+      labelled_table(command.table, head_of(classifier.model->config()), classifier.labels());
   auto& asked = options.table.label_columns;
   if (!asked.empty()) {
     if (!std::is_permutation(asked.begin(), asked.end(), options.label_names.begin(),
@@ -89,7 +89,7 @@ void write_eval_predictions(const EvalCommand& command, const TextClassifier& cl
                          " samples, and had " + std::to_string(rows.size()),
                      "a file that nobody changes during the run");
   }
-  const Head head = head_of(classifier.bert.config);
+  const Head head = head_of(classifier.model->config());
   const std::vector<std::vector<int64_t>> no_ids;
   Predictions predictions = make_predictions(texts, no_ids, classifier.labels(), logits, head);
   for (int64_t row = 0; row < rows.size(); ++row) {

@@ -70,11 +70,12 @@ std::string front_matter(const TrainCommand& command, const nlohmann::json& eval
 std::string model_card(const TrainCommand& command, const TrainInputs& in, Trainer& trainer,
                        const nlohmann::json& train, const nlohmann::json& evaluation) {
   const TrainingArguments& a = trainer.arguments();
-  std::string text =
-      front_matter(command, evaluation) + kCardMark + "\n\n# " + markdown_text(command.model) +
-      " fine-tuned on " + markdown_text(data_name(command.train_file)) + "\n\nA text classifier (" +
-      spelling(in.head) + ").\nLabels: " + joined(mapped(in.bert.config.id2label, markdown_text)) +
-      ".\n\n## Results\n\n| metric | value |\n|---|---|\n";
+  std::string text = front_matter(command, evaluation) + kCardMark + "\n\n# " +
+                     markdown_text(command.model) + " fine-tuned on " +
+                     markdown_text(data_name(command.train_file)) + "\n\nA text classifier (" +
+                     spelling(in.head) +
+                     ").\nLabels: " + joined(mapped(in.model->config().id2label, markdown_text)) +
+                     ".\n\n## Results\n\n| metric | value |\n|---|---|\n";
   for (const nlohmann::json& values : {train, evaluation}) {
     for (const auto& [name, value] : values.items()) {
       if (value.is_number() || value.is_string()) {

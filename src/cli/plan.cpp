@@ -35,18 +35,15 @@ std::string plan_lines(const ActivationPlan& plan) {
 int run_command(const PlanCommand& command) {
   install_memory_meter();
   set_seed(42);
-  LoadBertOptions options;
-  const LoadedBert loaded = load_bert_classifier(command.model, options);
-  BertForSequenceClassification model = loaded.model;
-  model->train();
-  if (command.tokens > loaded.config.max_position_embeddings) {
+  PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(command.model);
+  if (command.tokens > model->config().max_tokens()) {
     throw InputError(
         "cli::plan",
         "--batch=" + std::to_string(command.rows) + "x" + std::to_string(command.tokens),
-        "at most the model's " + std::to_string(loaded.config.max_position_embeddings) +
+        "at most the model's " + std::to_string(model->config().max_tokens()) +
             " tokens per sample");
   }
-  const Batch batch = detail::made_up_batch(loaded.config, command.rows, command.tokens);
+  const Batch batch = detail::made_up_batch(model->config(), command.rows, command.tokens);
   const LossFunction sum = detail::head_loss(model, Head::single_label);
   const auto loss = [&] { return sum(batch).loss_sum; };
   loss().backward(); // a warm-up for allocations and caches

@@ -217,7 +217,7 @@ int run_command(const PredictCommand& command) {
                                 command.file.empty() ? "the texts" : command.file);
   detail::write_predictions(command,
                             detail::make_predictions(texts, tokens.ids, classifier.labels(), logits,
-                                                     detail::head_of(classifier.bert.config)));
+                                                     detail::head_of(classifier.model->config())));
   return kExitOk;
 }
 

@@ -15,7 +15,7 @@
 #include "hasten/base/progress_bar.h"
 #include "hasten/base/text.h"
 #include "hasten/io/commit.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/pretrained_config.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/utf8.h"
 #include "run.h"
@@ -70,7 +70,7 @@ int encode_texts(const TokenizerCommand& command) {
 int learn_tokenizer(const TokenizerCommand& command) {
   WordPieceOptions options;
   options.do_lower_case = !command.cased;
-  options.model_max_length = BertConfig{}.max_position_embeddings;
+  options.model_max_length = PreTrainedConfig{}.max_position_embeddings;
   WordPieceLearner learner(options);
   int64_t bytes = 0;
   for (const std::string& file : command.files) {

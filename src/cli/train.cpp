@@ -30,7 +30,7 @@ const auto kProgramStart = std::filesystem::file_time_type::clock::now();
 
 /// `config`: of the model to fine-tune. `classifier`: it has a classifier.
 TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
-                                                const BertConfig& config, bool classifier,
+                                                const PreTrainedConfig& config, bool classifier,
                                                 TrainInputs& inputs) {
   TokenizedClassificationOptions options;
   options.texts.eval_split = command.eval_split;
@@ -50,7 +50,7 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
     inputs.vocabulary = "from " + command.tokenizer;
   } else {
     options.learned.do_lower_case = !command.cased;
-    options.learned.model_max_length = config.max_position_embeddings;
+    options.learned.model_max_length = config.max_tokens();
     options.vocab.vocab_size = command.vocab_size;
     inputs.vocabulary = "learned from the training texts";
   }
@@ -133,9 +133,9 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
   return bytes * (saves > 0 ? 1 + each * (saves + 1) : 2);
 }
 
-LoadedBert train_model(const TrainCommand& command, const BertConfig& config,
-                       const TrainInputs& inputs) {
-  LoadBertOptions options;
+PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig& config,
+                            const TrainInputs& inputs) {
+  FromPretrainedOptions options;
   // A regression model from a folder keeps its head; the name of the label column does not matter.
   const bool keeps_head = inputs.head == Head::regression && !is_model_shape(command.model) &&
                           head_of(config) == Head::regression;
@@ -147,14 +147,15 @@ LoadedBert train_model(const TrainCommand& command, const BertConfig& config,
   }
   options.vocab_size = inputs.data->tokenizer.vocab_size();
   options.pad_token_id = inputs.data->tokenizer.pad_id();
-  return load_bert_classifier(command.model, options);
+  return AutoModelForSequenceClassification::from_pretrained(command.model, options);
 }
 
-void add_model_facts(BannerLines& lines, const TrainCommand& command, const LoadedBert& bert) {
-  lines.emplace_back("model", command.model + ": " + std::to_string(bert.config.num_hidden_layers) +
-                                  " layers, hidden size " +
-                                  std::to_string(bert.config.hidden_size));
-  for (const std::string& line : bert.report) {
+void add_model_facts(BannerLines& lines, const TrainCommand& command,
+                     const PreTrainedModelImpl& model) {
+  lines.emplace_back("model",
+                     command.model + ": " + std::to_string(model.config().num_hidden_layers) +
+                         " layers, hidden size " + std::to_string(model.config().hidden_size));
+  for (const std::string& line : model.loading_info().report) {
     lines.emplace_back("model", line);
   }
   if (is_model_shape(command.model)) {
@@ -184,13 +185,11 @@ void require_row_each(int64_t rows, int world_size) {
 TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool is_main) {
   check_inputs(command);
   const bool shape = is_model_shape(command.model);
-  const BertConfig config =
-      shape ? BertConfig::from_shape(command.model) : read_bert_config(command.model);
+  const PreTrainedConfig config =
+      shape ? AutoConfig::from_shape(command.model) : AutoConfig::from_pretrained(command.model);
   // The configuration has two labels even for an encoder without a classifier. Only its
   // architecture tells whether there is a classifier.
-  const auto& classes = config.architectures;
-  const bool classifier = !shape && std::find(classes.begin(), classes.end(),
-                                              "BertForSequenceClassification") != classes.end();
+  const bool classifier = !shape && config.has_head(ModelTask::sequence_classification);
   TrainInputs inputs;
   inputs.head = spelled<Head>(command.problem_type)
                     .value_or(classifier ? head_of(config) : Head::single_label);
@@ -203,10 +202,9 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
                                 inputs.head == Head::single_label, is_main);
   require_row_each(std::ssize(inputs.data->train.rows), world_size);
   require_class_weights(command, std::ssize(inputs.data->label_names));
-  inputs.bert = train_model(command, config, inputs);
-  check_vocabulary(command.model, inputs.bert.config, inputs.data->tokenizer);
-  check_free_space(command.arguments.output_dir,
-                   bytes_on_disk(command.arguments, *inputs.bert.model));
+  inputs.model = train_model(command, config, inputs);
+  check_vocabulary(command.model, inputs.model->config(), inputs.data->tokenizer);
+  check_free_space(command.arguments.output_dir, bytes_on_disk(command.arguments, *inputs.model));
   inputs.train = make_dataset(inputs.data->train, inputs.data->tokenizer);
   if (!inputs.data->eval.rows.empty()) {
     inputs.eval = make_dataset(inputs.data->eval, inputs.data->tokenizer);
@@ -241,13 +239,13 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
     lines.emplace_back("vocabulary",
                        format_count(in.data->tokenizer.vocab_size()) + " pieces, " + in.vocabulary);
   }
-  add_model_facts(lines, command, in.bert);
+  add_model_facts(lines, command, *in.model);
   return lines;
 }
 
 /// The model's files, and the command line that made them.
 ModelFiles run_files(const TrainCommand& command, const TrainInputs& in) {
-  ModelFiles files = classifier_files(in.bert.model, in.data->tokenizer);
+  ModelFiles files = classifier_files(in.model, in.data->tokenizer);
   files.save = [save = std::move(files.save),
                 config = command.run_config](const std::filesystem::path& folder) {
     save(folder);
@@ -284,8 +282,8 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
                   const std::shared_ptr<Accelerator>& accelerator) {
   TrainingArguments arguments = command.arguments;
   arguments.max_length = in.max_length; // predict and eval truncate to this, too
-  Trainer trainer(in.bert.model.ptr(), head_loss(in.bert.model, in.head), arguments, in.train,
-                  in.eval, head_metrics(in.head, in.bert.config.id2label), accelerator);
+  Trainer trainer(in.model.ptr(), head_loss(in.model, in.head), arguments, in.train, in.eval,
+                  head_metrics(in.head, in.model->config().id2label), accelerator);
   trainer.set_model_files(run_files(command, in));
   if (accelerator->is_main_process()) {
     trainer.set_run_facts(described_inputs(command),

@@ -24,7 +24,7 @@ struct TrainInputs {
   std::string vocabulary{};
   /// Maximum number of tokens of a text.
   int64_t max_length = 0;
-  LoadedBert bert{};
+  PreTrainedModel model{nullptr};
 };
 
 /// Lines of the banner on data and model.

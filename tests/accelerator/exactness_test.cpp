@@ -18,7 +18,7 @@
 #include "accelerator/plain_steps.h"
 #include "adopt/disc_nets.h"
 #include "hasten/data/loader.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/text/tokenized_dataset.h"
 #include "support/on_device.h"
 
@@ -53,7 +53,7 @@ int64_t row_count(Rows rows, int64_t k, int64_t world) {
 
 struct Bert {
   static constexpr const char* kName = "BERT";
-  using Model = BertForSequenceClassification;
+  using Model = PreTrainedModel;
 
   explicit Bert(int64_t rows) {
     auto generator = torch::make_generator<at::CPUGeneratorImpl>(11);
@@ -66,19 +66,19 @@ struct Bert {
     dataset = std::make_shared<TokenizedDataset>(texts, labels);
   }
   static Model make(uint64_t seed) {
-    BertConfig config = BertConfig::from_shape("bert-tiny", 64);
+    PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", 64);
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
     config.max_position_embeddings = 16;
     config.id2label = {"a", "b", "c"};
     torch::manual_seed(seed);
-    Model model(config);
+    Model model = AutoModelForSequenceClassification::from_config(config);
     model->to(testing_support::run_device(), torch::kDouble);
     return model;
   }
   static Tensor losses(Model& model, const Tensor& ids, const Tensor& mask,
                        const Tensor& labels) { // [B]
     return torch::nn::functional::cross_entropy(
-        model->forward(ids, mask), labels,
+        model->forward({ids, mask}).logits, labels,
         torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
   }
   static Tensor losses(Model& model, const Batch& batch) {

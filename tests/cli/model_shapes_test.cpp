@@ -3,15 +3,15 @@
 #include <variant>
 
 #include "commands.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/pretrained_config.h"
 
 namespace hasten {
 
 TEST(ModelShapes, TheCommandLineTakesThoseThatTheModelsHave) {
-  EXPECT_EQ(model_shapes_text(), BertConfig::shapes_text());
+  EXPECT_EQ(model_shapes_text(), AutoConfig::shapes_text());
   const Command help = parse_command_line({"train", "--help"});
   for (const std::string& shape : model_shapes()) {
-    EXPECT_TRUE(BertConfig::is_shape(shape)) << shape;
+    EXPECT_TRUE(AutoConfig::is_shape(shape)) << shape;
     EXPECT_NE(std::get<Answer>(help).text.find(shape), std::string::npos);
   }
 }

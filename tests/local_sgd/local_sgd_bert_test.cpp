@@ -7,7 +7,7 @@
 
 #include "golden_folder.h"
 #include "hasten/io/safetensors.h"
-#include "hasten/models/bert_pretrained.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/optim/adamw.h"
 #include "local_sgd/local_sgd_rig.h"
 #include "support/on_device.h"
@@ -37,7 +37,7 @@ TEST(LocalSGDBert, TrajectoryIsThatOfTransformersWithAdamW) {
   }
   const bool first = accelerator.process_index() == 0;
   const auto batches = SafetensorsReader(folder + "/golden.safetensors").read_all();
-  auto bert = load_bert_classifier(folder).model;
+  auto bert = AutoModelForSequenceClassification::from_pretrained(folder);
   bert->to(testing_support::run_device(), torch::kDouble);
   bert->train();
   AdamW inner(bert->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
@@ -52,7 +52,7 @@ TEST(LocalSGDBert, TrajectoryIsThatOfTransformersWithAdamW) {
       auto window = accelerator.accumulate(model);
       accelerator.backward(
           torch::nn::functional::cross_entropy(
-              model->forward(rows("input_ids"), rows("attention_mask")), rows("labels"),
+              model->forward({rows("input_ids"), rows("attention_mask")}).logits, rows("labels"),
               torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
           2);
       optimizer.step();

@@ -12,7 +12,7 @@
 #include "dropout.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/op_scope.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
@@ -157,10 +157,10 @@ TEST(Dropout, InBf16IsThatOfTheSameNumbersInFp32) {
 // Loss and gradients of a whole model are close to those in fp32, and its products ran in bf16.
 TEST(NarrowAttention, ABertInBf16FollowsTheOneInFp32) {
   torch::manual_seed(6);
-  BertConfig config = BertConfig::from_shape("bert-mini");
+  PreTrainedConfig config = AutoConfig::from_shape("bert-mini");
   config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
   config.num_hidden_layers = 2;
-  BertForSequenceClassification model(config);
+  auto model = AutoModelForSequenceClassification::from_config(config);
   const Tensor ids = torch::randint(1, 1000, {4, 33});
   Tensor mask = torch::ones({4, 33}, torch::kLong);
   mask[1].slice(0, 20).zero_();
@@ -170,7 +170,7 @@ TEST(NarrowAttention, ABertInBf16FollowsTheOneInFp32) {
     Tensor loss;
     {
       const Autocast autocast({.enabled = bf16});
-      const Tensor logits = model->forward(ids, mask);
+      const Tensor logits = model->forward({ids, mask}).logits;
       EXPECT_EQ(logits.scalar_type(), bf16 ? at::kBFloat16 : at::kFloat);
       loss = torch::cross_entropy_loss(logits, labels);
     }

@@ -11,7 +11,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/core/deferred_init.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/trainer/trainer.h"
 #include "support/device_backend.h"
 #include "support/error_of.h"
@@ -25,12 +25,12 @@ using testing_support::device_counters;
 using testing_support::DeviceCounters;
 using testing_support::FaultRank;
 
-BertForSequenceClassification bert() {
-  BertConfig config = BertConfig::from_shape("bert-tiny", toy::kWords);
+PreTrainedModel bert() {
+  PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", toy::kWords);
   config.max_position_embeddings = 16;
   config.id2label = {"no", "maybe", "yes"};
   torch::manual_seed(5);
-  return BertForSequenceClassification(config);
+  return AutoModelForSequenceClassification::from_config(config);
 }
 
 /// What each step costs on the device, and the parameters after it.
@@ -65,9 +65,9 @@ std::shared_ptr<Accelerator> accelerator_for(const TrainingArguments& a, Communi
                                        world.duplicate({.name = "run " + std::to_string(runs++)}));
 }
 
-LossFunction loss_of(BertForSequenceClassification model) {
+LossFunction loss_of(PreTrainedModel model) {
   return [model](const Batch& rows) mutable {
-    const at::Tensor logits = model->forward(rows["input_ids"], rows["attention_mask"]);
+    const at::Tensor logits = model->forward({rows["input_ids"], rows["attention_mask"]}).logits;
     return LossOutput{torch::nn::functional::cross_entropy(
                           logits, rows["labels"],
                           torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),
@@ -79,7 +79,7 @@ constexpr int64_t kSteps = 7;
 
 /// Of the steps after the first three.
 nlohmann::json count_steps(Communicator& world, const TrainingArguments& a) {
-  BertForSequenceClassification model = bert();
+  PreTrainedModel model = bert();
   const auto accelerator = accelerator_for(a, world);
   const auto rows =
       kSteps * a.per_device_train_batch_size * a.gradient_accumulation_steps * world.world_size();
@@ -177,7 +177,7 @@ HASTEN_RANK_FUNCTION(TrainADeferredModel) {
   a.strategy = Strategy::fsdp;
   std::vector<at::Tensor> shards[2];
   for (const bool deferred : {false, true}) {
-    BertForSequenceClassification model = deferred ? deferred_init(bert) : bert();
+    PreTrainedModel model = deferred ? deferred_init(bert) : bert();
     Trainer trainer(model.ptr(), loss_of(model), a, std::make_shared<toy::Texts>(24), nullptr, {},
                     accelerator_for(a, *world));
     EXPECT_EQ(is_deferred(*model), deferred) << "prepare() makes it";
@@ -257,7 +257,7 @@ struct Parameters : TrainerCallback {
 /// Trains until a value of step 5 is not finite, on the last rank. Records are due every 4 steps.
 /// With Local SGD the ranks average every 3 steps.
 std::string train_to_the_end(Communicator& world, TrainingArguments a, bool bad_loss) {
-  BertForSequenceClassification model = bert();
+  PreTrainedModel model = bert();
   const auto accelerator = accelerator_for(a, world);
   int64_t batches = 0;
   const bool last_rank = world.rank() + 1 == world.world_size();

@@ -8,7 +8,7 @@
 #include <map>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/trainer/trainer.h"
 #include "support/device_backend.h"
 #include "support/spawn.h"
@@ -20,13 +20,13 @@ namespace hasten::device_trainer_test {
 using testing_support::FaultRank;
 using testing_support::TemporaryFolder;
 
-BertForSequenceClassification bert() {
-  BertConfig config = BertConfig::from_shape("bert-tiny", toy::kWords);
+PreTrainedModel bert() {
+  PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", toy::kWords);
   config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
   config.max_position_embeddings = 16;
   config.id2label = {"no", "maybe", "yes"};
   torch::manual_seed(5);
-  return BertForSequenceClassification(config);
+  return AutoModelForSequenceClassification::from_config(config);
 }
 
 struct Trained {
@@ -36,13 +36,13 @@ struct Trained {
 
 Trained train(Communicator& world, const std::string& device, TrainingArguments a) {
   static int runs = 0;
-  BertForSequenceClassification model = bert();
+  PreTrainedModel model = bert();
   AcceleratorOptions options = accelerator_options(a);
   options.device = device;
   const auto accelerator = std::make_shared<Accelerator>(
       options, world.duplicate({.name = "run " + std::to_string(runs++)}));
   const auto loss = [model](const Batch& rows) mutable {
-    const at::Tensor logits = model->forward(rows["input_ids"], rows["attention_mask"]);
+    const at::Tensor logits = model->forward({rows["input_ids"], rows["attention_mask"]}).logits;
     return LossOutput{torch::nn::functional::cross_entropy(
                           logits, rows["labels"],
                           torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum)),

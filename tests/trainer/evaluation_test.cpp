@@ -8,7 +8,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/metrics/regression.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/trainer/trainer.h"
 #include "support/communicator.h"
 #include "support/world.h"
@@ -25,7 +25,7 @@ std::shared_ptr<Accelerator> accelerator_of(int64_t window) {
 // Logits near 0. If a sum is not divided, or not divided often enough, the first record and the
 // evaluation show it.
 TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
-  BertConfig config = BertConfig::from_shape("bert-tiny", toy::kWords);
+  PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", toy::kWords);
   config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
   config.max_position_embeddings = 16;
   config.id2label = {"no", "yes"};
@@ -34,14 +34,14 @@ TEST(TrainerEvaluation, TwoClassesStartAtTheLogarithmOfTwoOnAnySplit) {
   for (const int64_t window : {1, 3}) {
     SCOPED_TRACE("accumulation " + std::to_string(window));
     torch::manual_seed(5);
-    BertForSequenceClassification bert(config);
+    auto bert = AutoModelForSequenceClassification::from_config(config);
     TrainingArguments arguments = toy::arguments();
     arguments.per_device_train_batch_size = 2;
     arguments.gradient_accumulation_steps = window;
     arguments.max_steps = 1;
     arguments.warmup_steps = 0;
     const auto loss_of = [bert](const Batch& rows) mutable {
-      const at::Tensor logits = bert->forward(rows["input_ids"], rows["attention_mask"]);
+      const at::Tensor logits = bert->forward({rows["input_ids"], rows["attention_mask"]}).logits;
       const at::Tensor loss = torch::nn::functional::cross_entropy(
           logits, rows["labels"] % 2,
           torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));

@@ -1,4 +1,4 @@
-#include "hasten/models/bert_pretrained.h"
+#include "hasten/models/auto_model.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -34,8 +34,8 @@ class BertFolderOnDisk {
     write_safetensors(folder_ / "model.safetensors", weights);
   }
   std::filesystem::path operator/(const std::string& name) const { return folder_ / name; }
-  LoadedBert load(const LoadBertOptions& options = {}) const {
-    return load_bert_classifier(folder_.path().string(), options);
+  PreTrainedModel load(const FromPretrainedOptions& options = {}) const {
+    return AutoModelForSequenceClassification::from_pretrained(folder_.path().string(), options);
   }
   std::string error() const {
     try {
@@ -54,7 +54,7 @@ static void expect_contains(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
 }
 
-static void expect_equal_weights(BertForSequenceClassification model, const NamedTensors& weights,
+static void expect_equal_weights(PreTrainedModel model, const NamedTensors& weights,
                                  bool classifier = true) {
   for (const auto& parameter : model->named_parameters()) {
     if (classifier || parameter.key().find("classifier") == std::string::npos) {
@@ -65,12 +65,12 @@ static void expect_equal_weights(BertForSequenceClassification model, const Name
 
 TEST(BertPretrained, SavedFolderIsTheLoadedOneByteForByte) {
   const TemporaryFolder folder;
-  auto loaded = load_bert_classifier(kBertGoldenFolder);
-  EXPECT_TRUE(loaded.report.empty());
-  EXPECT_FALSE(loaded.fresh_classifier);
-  EXPECT_TRUE(loaded.model->is_training());
+  auto loaded = AutoModelForSequenceClassification::from_pretrained(kBertGoldenFolder);
+  EXPECT_TRUE(loaded->loading_info().report.empty());
+  EXPECT_FALSE(loaded->loading_info().new_output);
+  EXPECT_TRUE(loaded->is_training());
   FolderCommit commit(folder / "model");
-  save_bert_classifier(commit.folder(), *loaded.model);
+  loaded->save_pretrained(commit.folder());
   commit.commit();
   verify_manifest(folder / "model");
   const std::string golden = kBertGoldenFolder;
@@ -99,14 +99,13 @@ TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
   weights["cls.predictions.bias"] = torch::zeros({101});
   const BertFolderOnDisk folder(weights);
   const auto loaded = folder.load({.id2label = {{"a", "b", "c", "d"}}});
-  expect_equal_weights(loaded.model, golden_weights(), false);
-  EXPECT_TRUE(loaded.fresh_classifier);
-  EXPECT_FALSE(loaded.fresh_pooler);
-  EXPECT_EQ(loaded.model->classifier->weight.size(0), 4);
-  EXPECT_NEAR(loaded.model->classifier->weight.std().item<double>(), 0.3, 0.1);
-  ASSERT_EQ(loaded.report.size(), 2u);
-  expect_contains(loaded.report[0], "the classifier is new");
-  expect_contains(loaded.report[1], "cls.predictions.bias");
+  expect_equal_weights(loaded, golden_weights(), false);
+  EXPECT_TRUE(loaded->loading_info().new_output);
+  EXPECT_EQ(loaded->named_parameters()["classifier.weight"].size(0), 4);
+  EXPECT_NEAR(loaded->named_parameters()["classifier.weight"].std().item<double>(), 0.3, 0.1);
+  ASSERT_EQ(loaded->loading_info().report.size(), 2u);
+  expect_contains(loaded->loading_info().report[0], "the classifier is new");
+  expect_contains(loaded->loading_info().report[1], "cls.predictions.bias");
 }
 
 // Weights that are all random, all from a file, or partly each.
@@ -115,17 +114,21 @@ TEST(BertPretrained, DeferredModelsHaveTheSameWeights) {
   weights.erase("bert.pooler.dense.weight");
   weights.erase("bert.pooler.dense.bias");
   const BertFolderOnDisk partial(weights);
-  const std::vector<std::function<LoadedBert()>> loads = {
-      [] { return load_bert_classifier("bert-mini", {.vocab_size = 300}); },
-      [] { return load_bert_classifier(kBertGoldenFolder); }, [&] { return partial.load(); }};
+  const std::vector<std::function<PreTrainedModel()>> loads = {
+      [] {
+        return AutoModelForSequenceClassification::from_pretrained("bert-mini",
+                                                                   {.vocab_size = 300});
+      },
+      [] { return AutoModelForSequenceClassification::from_pretrained(kBertGoldenFolder); },
+      [&] { return partial.load(); }};
   for (const auto& load : loads) {
     set_seed(4);
-    const auto plain = load().model;
+    const auto plain = load();
     const at::Tensor next = torch::rand({3});
     set_seed(4);
-    const auto deferred = deferred_init([&] { return load().model; }, {.resident_bytes = 0});
+    const auto deferred = deferred_init([&] { return load(); }, {.resident_bytes = 0});
     EXPECT_TRUE(torch::equal(next, torch::rand({3})));
-    EXPECT_TRUE(is_deferred(deferred->classifier->weight));
+    EXPECT_TRUE(is_deferred(deferred->named_parameters()["classifier.weight"]));
     materialize(*deferred);
     const auto wanted = plain->named_parameters();
     for (const auto& parameter : deferred->named_parameters()) {
@@ -139,9 +142,8 @@ TEST(BertPretrained, EncoderWithoutPoolerGetsOne) {
   weights.erase("bert.pooler.dense.weight");
   weights.erase("bert.pooler.dense.bias");
   const auto loaded = BertFolderOnDisk(weights).load();
-  EXPECT_TRUE(loaded.fresh_pooler);
-  EXPECT_FALSE(loaded.fresh_classifier);
-  expect_contains(loaded.report.at(0), "the pooler is new");
+  EXPECT_FALSE(loaded->loading_info().new_output);
+  expect_contains(loaded->loading_info().report.at(0), "the pooler is new");
 }
 
 TEST(BertPretrained, OtherLabelsGetAFreshClassifierAndReorderedOnesTheirRows) {
@@ -150,17 +152,18 @@ TEST(BertPretrained, OtherLabelsGetAFreshClassifierAndReorderedOnesTheirRows) {
   const auto a = folder.load({.id2label = {{"no", "yes"}}});
   set_seed(1);
   const auto b = folder.load({.id2label = {{"no", "yes"}}});
-  EXPECT_TRUE(a.fresh_classifier);
-  expect_contains(a.report.at(0), "bad, fair, good");
-  EXPECT_EQ(a.config.id2label.size(), 2u);
-  EXPECT_TRUE(torch::equal(a.model->classifier->weight, b.model->classifier->weight));
+  EXPECT_TRUE(a->loading_info().new_output);
+  expect_contains(a->loading_info().report.at(0), "bad, fair, good");
+  EXPECT_EQ(a->config().id2label.size(), 2u);
+  EXPECT_TRUE(torch::equal(a->named_parameters()["classifier.weight"],
+                           b->named_parameters()["classifier.weight"]));
 
   const auto turned = folder.load({.id2label = {{"good", "bad", "fair"}}});
-  EXPECT_FALSE(turned.fresh_classifier);
+  EXPECT_FALSE(turned->loading_info().new_output);
   const auto weight = golden_weights().at("classifier.weight");
-  EXPECT_TRUE(torch::equal(turned.model->classifier->weight[0], weight[2]));
-  EXPECT_TRUE(torch::equal(turned.model->classifier->weight[1], weight[0]));
-  EXPECT_EQ(turned.model->config().id2label[0], "good");
+  EXPECT_TRUE(torch::equal(turned->named_parameters()["classifier.weight"][0], weight[2]));
+  EXPECT_TRUE(torch::equal(turned->named_parameters()["classifier.weight"][1], weight[0]));
+  EXPECT_EQ(turned->config().id2label[0], "good");
 }
 
 TEST(BertPretrained, SizesAreComparedBeforeAnythingIsAllocated) {
@@ -218,11 +221,11 @@ TEST(BertPretrained, HalfWeightsBecomeFloat) {
     tensor = tensor.to(torch::kBFloat16);
   }
   const auto loaded = BertFolderOnDisk(weights).load();
-  for (const auto& parameter : loaded.model->named_parameters()) {
+  for (const auto& parameter : loaded->named_parameters()) {
     EXPECT_EQ(parameter.value().scalar_type(), torch::kFloat);
     EXPECT_TRUE(torch::equal(parameter.value(), weights.at(parameter.key()).to(torch::kFloat)));
   }
-  EXPECT_EQ(loaded.config.dtype, "float32");
+  EXPECT_EQ(loaded->config().dtype, "float32");
 }
 
 TEST(BertPretrained, ShardedFilesAreJoined) {
@@ -240,7 +243,7 @@ TEST(BertPretrained, ShardedFilesAreJoined) {
   }
   const auto index = folder / "model.safetensors.index.json";
   std::ofstream(index) << nlohmann::json({{"weight_map", map}});
-  expect_equal_weights(folder.load().model, golden_weights());
+  expect_equal_weights(folder.load(), golden_weights());
 
   const std::string moved = map.begin().key();
   map[moved] = "part1.safetensors";
@@ -270,17 +273,17 @@ TEST(BertPretrained, FoldersThatAreNoModelSayWhatToDo) {
   expect_contains(folder.error(), "config.json");
   std::filesystem::remove(folder / "config.json");
   expect_contains(folder.error(), "bert-tiny");
-  EXPECT_THROW(load_bert_classifier("/nowhere/at/all"), InputError);
+  EXPECT_THROW(AutoModelForSequenceClassification::from_pretrained("/nowhere/at/all"), InputError);
 }
 
 TEST(BertPretrained, ShapesGiveRandomModelsOfTheCallersVocabulary) {
   set_seed(3);
-  const auto loaded =
-      load_bert_classifier("bert-tiny", {.id2label = {{"x", "y", "z"}}, .vocab_size = 77});
-  EXPECT_EQ(loaded.model->bert->word_embeddings->weight.size(0), 77);
-  EXPECT_EQ(loaded.model->classifier->weight.size(0), 3);
-  EXPECT_TRUE(loaded.fresh_classifier);
-  expect_contains(loaded.report.at(0), "random");
+  const auto loaded = AutoModelForSequenceClassification::from_pretrained(
+      "bert-tiny", {.id2label = {{"x", "y", "z"}}, .vocab_size = 77});
+  EXPECT_EQ(loaded->named_parameters()["bert.embeddings.word_embeddings.weight"].size(0), 77);
+  EXPECT_EQ(loaded->named_parameters()["classifier.weight"].size(0), 3);
+  EXPECT_TRUE(loaded->loading_info().new_output);
+  expect_contains(loaded->loading_info().report.at(0), "random");
 }
 
 } // namespace hasten

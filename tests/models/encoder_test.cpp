@@ -1,5 +1,3 @@
-#include "hasten/models/bert.h"
-
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -10,7 +8,7 @@
 #include "hasten/core/block_call.h"
 #include "hasten/core/random.h"
 #include "hasten/io/safetensors.h"
-#include "hasten/models/bert_pretrained.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
@@ -22,13 +20,13 @@ static const NamedTensors& bert_golden() {
   return golden;
 }
 
-static BertForSequenceClassification golden_bert() {
-  return load_bert_classifier(kBertGoldenFolder).model;
+static PreTrainedModel golden_bert() {
+  return AutoModelForSequenceClassification::from_pretrained(kBertGoldenFolder);
 }
 
 // A small BERT with dropout.
-static BertConfig small_bert_config() {
-  BertConfig config;
+static PreTrainedConfig small_bert_config() {
+  PreTrainedConfig config;
   config.vocab_size = 50;
   config.hidden_size = 32;
   config.num_hidden_layers = 2;
@@ -44,7 +42,7 @@ static double max_difference(const at::Tensor& a, const at::Tensor& b) {
 
 static std::string config_error(const nlohmann::json& json) {
   try {
-    BertConfig::from_json(json);
+    PreTrainedConfig::from_json(json);
   } catch (const InputError& error) {
     return error.what();
   }
@@ -58,9 +56,8 @@ TEST(Bert, LogitsOnAPaddedBatchEqualTransformers) {
   const auto& golden = bert_golden();
   const auto& ids = golden.at("input_ids");
   const auto& mask = golden.at("attention_mask");
-  EXPECT_LE(max_difference(model->bert->forward(ids, mask), golden.at("hidden")), 1e-5);
-  EXPECT_LE(max_difference(model->forward(ids, mask), golden.at("logits")), 1e-5);
-  EXPECT_LE(max_difference(model->forward(ids, mask, golden.at("token_type_ids")),
+  EXPECT_LE(max_difference(model->forward({ids, mask}).logits, golden.at("logits")), 1e-5);
+  EXPECT_LE(max_difference(model->forward({ids, mask, golden.at("token_type_ids")}).logits,
                            golden.at("logits_with_types")),
             1e-5);
   EXPECT_GT(max_difference(golden.at("logits_with_types"), golden.at("logits")), 1e-2);
@@ -74,9 +71,11 @@ TEST(Bert, TenAdamWStepsHaveTheLossesOfTransformers) {
   const auto& golden = bert_golden();
   for (int step = 0; step < 10; ++step) {
     const std::string name = "step" + std::to_string(step) + ".";
-    const auto loss = torch::nn::functional::cross_entropy(
-        model->forward(golden.at(name + "input_ids"), golden.at(name + "attention_mask")),
-        golden.at(name + "labels"));
+    const auto loss = model
+                          ->forward({.input_ids = golden.at(name + "input_ids"),
+                                     .attention_mask = golden.at(name + "attention_mask"),
+                                     .labels = golden.at(name + "labels")})
+                          .loss;
     EXPECT_NEAR(loss.item<double>(), golden.at("losses")[step].item<double>(), 1e-5) << step;
     optimizer.zero_grad();
     loss.backward();
@@ -102,19 +101,20 @@ TEST(Bert, PaddingFurtherChangesNoLogit) {
   };
   for (const bool training : {false, true}) {
     model->train(training);
-    const auto logits = model->forward(ids, mask);
+    const auto logits = model->forward({ids, mask}).logits;
     // The content of the padding does not matter.
-    EXPECT_LE(max_difference(logits, model->forward(pad(ids, 7), pad(mask, 0))), 1e-6);
+    EXPECT_LE(max_difference(logits, model->forward({pad(ids, 7), pad(mask, 0)}).logits), 1e-6);
     // A sample alone, without mask, equals the sample in a batch. Its last block is a product with
     // one vector, which sums in another order.
-    EXPECT_LE(
-        max_difference(logits.slice(0, 1, 2), model->forward(ids.slice(0, 1, 2).slice(1, 0, 3))),
-        2e-6);
+    EXPECT_LE(max_difference(logits.slice(0, 1, 2),
+                             model->forward({ids.slice(0, 1, 2).slice(1, 0, 3)}).logits),
+              2e-6);
   }
 }
 
 TEST(Bert, ParameterNamesAndShapesAreThoseOfTheFile) {
-  const BertForSequenceClassification model(read_bert_config(kBertGoldenFolder));
+  const auto model = AutoModelForSequenceClassification::from_config(
+      AutoConfig::from_pretrained(kBertGoldenFolder));
   const SafetensorsReader file(std::string(kBertGoldenFolder) + "/model.safetensors");
   const auto parameters = model->named_parameters();
   EXPECT_EQ(parameters.size(), file.names().size());
@@ -129,9 +129,9 @@ TEST(Bert, FreshWeightsFollowSeedAndRange) {
   auto config = small_bert_config();
   config.hidden_size = 128;
   set_seed(5);
-  BertForSequenceClassification a(config);
+  auto a = AutoModelForSequenceClassification::from_config(config);
   set_seed(5);
-  const BertForSequenceClassification b(config);
+  const auto b = AutoModelForSequenceClassification::from_config(config);
   for (const auto& parameter : a->named_parameters()) {
     const auto& name = parameter.key();
     const auto& value = parameter.value();
@@ -145,19 +145,19 @@ TEST(Bert, FreshWeightsFollowSeedAndRange) {
       EXPECT_NEAR(value.std().item<double>(), 0.02, 0.003) << name;
     }
   }
-  const auto words = a->bert->word_embeddings->weight;
+  const auto words = a->named_parameters()["bert.embeddings.word_embeddings.weight"];
   EXPECT_TRUE(words[0].eq(0).all().item<bool>());
-  a->forward(torch::tensor({{3, 0, 4}})).sum().backward();
+  a->forward({torch::tensor({{3, 0, 4}})}).logits.sum().backward();
   EXPECT_TRUE(words.grad()[0].eq(0).all().item<bool>()); // padding row
   EXPECT_GT(words.grad()[3].abs().max().item<double>(), 0);
 }
 
 TEST(Bert, DropoutDependsOnTheGeneratorAndOnTrainingMode) {
-  BertForSequenceClassification model(small_bert_config());
+  auto model = AutoModelForSequenceClassification::from_config(small_bert_config());
   const auto ids = torch::randint(1, 50, {4, 10});
   const auto run = [&](uint64_t seed) {
     torch::manual_seed(seed);
-    return model->forward(ids);
+    return model->forward({ids}).logits;
   };
   EXPECT_TRUE(torch::equal(run(1), run(1)));
   EXPECT_FALSE(torch::equal(run(1), run(2)));
@@ -182,11 +182,11 @@ TEST(Bert, EveryBlockIsCalledOncePerForward) {
   const auto& golden = bert_golden();
   for (const auto& block : model->blocks()) {
     counters.push_back(std::make_shared<CountingInterceptor>());
-    attachments.push_back(attach_block(block.ptr(), BlockStage::checkpoint, counters.back()));
+    attachments.push_back(attach_block(block, BlockStage::checkpoint, counters.back()));
   }
   model->eval();
   for (const auto& mask : {golden.at("attention_mask"), at::Tensor()}) {
-    model->forward(golden.at("input_ids"), mask);
+    model->forward({golden.at("input_ids"), mask});
   }
   ASSERT_EQ(counters.size(), 3u);
   for (const auto& counter : counters) {
@@ -195,16 +195,16 @@ TEST(Bert, EveryBlockIsCalledOncePerForward) {
 }
 
 TEST(Bert, LongRowsAreRefusedByNumber) {
-  BertForSequenceClassification model(small_bert_config());
-  EXPECT_THROW(model->forward(torch::ones({1, 25}, torch::kLong)), InputError);
+  auto model = AutoModelForSequenceClassification::from_config(small_bert_config());
+  EXPECT_THROW(model->forward({torch::ones({1, 25}, torch::kLong)}), InputError);
 }
 
-TEST(BertConfig, ShapesAreThoseOfTheirNames) {
+TEST(PreTrainedConfig, ShapesAreThoseOfTheirNames) {
   const auto count = [](const std::string& shape) {
     int64_t numbers = 0;
-    const BertForSequenceClassificationImpl model(BertConfig::from_shape(shape),
-                                                  /*initialize=*/false);
-    for (const auto& parameter : model.parameters()) {
+    const auto model =
+        model_from_config(AutoConfig::from_shape(shape), ModelTask::sequence_classification, false);
+    for (const auto& parameter : model->parameters()) {
       numbers += parameter.numel();
     }
     return numbers;
@@ -212,12 +212,12 @@ TEST(BertConfig, ShapesAreThoseOfTheirNames) {
   EXPECT_EQ(count("bert-tiny"), 4'385'920 + 2 * 129);
   EXPECT_EQ(count("bert-mini"), 11'170'560 + 2 * 257);
   EXPECT_EQ(count("bert-base"), 109'482'240 + 2 * 769);
-  EXPECT_EQ(BertConfig::from_shape("bert-small").num_attention_heads, 8);
-  EXPECT_THROW(BertConfig::from_shape("bert-huge"), InputError);
+  EXPECT_EQ(AutoConfig::from_shape("bert-small").num_attention_heads, 8);
+  EXPECT_THROW(AutoConfig::from_shape("bert-huge"), InputError);
 }
 
-TEST(BertConfig, UnknownKeysComeBackAndKnownOnesAreWritten) {
-  auto config = read_bert_config(kBertGoldenFolder);
+TEST(PreTrainedConfig, UnknownKeysComeBackAndKnownOnesAreWritten) {
+  auto config = AutoConfig::from_pretrained(kBertGoldenFolder);
   EXPECT_EQ(config.id2label, (std::vector<std::string>{"bad", "fair", "good"}));
   EXPECT_EQ(config.problem_type, "single_label_classification");
   EXPECT_FALSE(config.classifier_dropout);
@@ -227,11 +227,11 @@ TEST(BertConfig, UnknownKeysComeBackAndKnownOnesAreWritten) {
   EXPECT_EQ(json["a_key_of_somebody_else"], nlohmann::json({{"kept", {1, 2}}}));
   EXPECT_EQ(json["label2id"], nlohmann::json({{"no", 0}, {"yes", 1}}));
   EXPECT_EQ(json["dtype"], "float32");
-  EXPECT_EQ(BertConfig::from_json(json).to_json(), json);
+  EXPECT_EQ(PreTrainedConfig::from_json(json).to_json(), json);
 }
 
-TEST(BertConfig, WhatNoModelCanHaveIsNamed) {
-  const nlohmann::json good = BertConfig().to_json();
+TEST(PreTrainedConfig, WhatNoModelCanHaveIsNamed) {
+  const nlohmann::json good = PreTrainedConfig().to_json();
   EXPECT_EQ(config_error(good), "");
   const auto with = [&](const char* key, const nlohmann::json& value) {
     auto json = good;

@@ -1,5 +1,5 @@
 // The memory of a rehearsed training step compared with the memory meter in a real one.
-#include "hasten/models/bert_memory.h"
+#include "hasten/models/step_memory.h"
 
 #include <ATen/cpu/Utils.h>
 #include <gtest/gtest.h>
@@ -10,13 +10,13 @@
 #include "hasten/base/error.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/memory.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 
 namespace hasten {
 
 struct MemoryCase {
   const char* name;
-  BertConfig config{};
+  PreTrainedConfig config{};
   int64_t rows = 0;
   int64_t tokens = 0;
 };
@@ -24,13 +24,13 @@ struct MemoryCase {
 /// Large enough that oneDNN's scratch memory of about 0.5 MB does not matter.
 std::vector<MemoryCase> memory_cases() {
   std::vector<MemoryCase> cases{
-      {"tiny", BertConfig::from_shape("bert-tiny", 500), 48, 64},
-      {"tiny, a large vocabulary", BertConfig::from_shape("bert-tiny"), 2, 16},
-      {"mini, long rows", BertConfig::from_shape("bert-mini", 500), 4, 256},
-      {"mini", BertConfig::from_shape("bert-mini", 2000), 8, 128},
-      {"without dropout", BertConfig::from_shape("bert-mini", 500), 8, 64},
-      {"attention keeps all", BertConfig::from_shape("bert-mini", 500), 8, 64},
-      {"three layers", BertConfig::from_shape("bert-tiny", 500), 48, 64}};
+      {"tiny", AutoConfig::from_shape("bert-tiny", 500), 48, 64},
+      {"tiny, a large vocabulary", AutoConfig::from_shape("bert-tiny"), 2, 16},
+      {"mini, long rows", AutoConfig::from_shape("bert-mini", 500), 4, 256},
+      {"mini", AutoConfig::from_shape("bert-mini", 2000), 8, 128},
+      {"without dropout", AutoConfig::from_shape("bert-mini", 500), 8, 64},
+      {"attention keeps all", AutoConfig::from_shape("bert-mini", 500), 8, 64},
+      {"three layers", AutoConfig::from_shape("bert-tiny", 500), 48, 64}};
   cases[4].config.hidden_dropout_prob = 0;
   cases[4].config.attention_probs_dropout_prob = 0;
   cases[5].config.attention_probs_dropout_prob = 0;
@@ -40,7 +40,7 @@ std::vector<MemoryCase> memory_cases() {
 
 // CPUs without 16-bit instructions make fp32 copies for 16-bit products. A rehearsal does not
 // include them, so the tolerance is a tenth there.
-TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
+TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
   install_memory_meter();
   const auto cpu = at::cpu::get_cpu_capabilities();
   const auto narrow_products = cpu.find("avx512_bf16");
@@ -48,7 +48,7 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
   for (const MemoryCase& c : memory_cases()) {
     for (const bool fresh : {true, false}) {
       for (const bool narrow : {false, true}) {
-        BertForSequenceClassification model(c.config);
+        auto model = AutoModelForSequenceClassification::from_config(c.config);
         model->train();
         for (const at::Tensor& p : model->parameters()) {
           if (!fresh) {
@@ -63,7 +63,7 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
           const at::Tensor loss = [&] {
             const Autocast autocast({.enabled = narrow});
             return torch::nn::functional::cross_entropy(
-                model->forward(ids, mask), torch::zeros({c.rows}, torch::kLong),
+                model->forward({ids, mask}).logits, torch::zeros({c.rows}, torch::kLong),
                 torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
           }();
           const int64_t saved = memory_stats().live_bytes - before;
@@ -73,7 +73,7 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
         reset_peak_memory();
         const int64_t saved = step();
         const int64_t peak = memory_stats().peak_bytes - before;
-        const BertStepMemory formula = bert_step_memory(
+        const StepMemory formula = step_memory(
             c.config, c.rows, c.tokens, fresh ? GradientPlace::fresh : GradientPlace::existing,
             narrow ? at::kBFloat16 : at::kFloat);
         SCOPED_TRACE(c.name);
@@ -91,23 +91,23 @@ TEST(BertStepMemory, IsWithinThreePercentOfTheMeter) {
   }
 }
 
-TEST(BertStepMemory, ParameterShapesAreTheModels) {
-  const BertConfig config = BertConfig::from_shape("bert-tiny", 77);
-  const BertForSequenceClassification model(config);
+TEST(StepMemory, ParameterShapesAreTheModels) {
+  const PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", 77);
+  const auto model = AutoModelForSequenceClassification::from_config(config);
   std::vector<std::vector<int64_t>> shapes;
   for (const at::Tensor& p : model->parameters()) {
     shapes.push_back(p.sizes().vec());
   }
-  auto formula = bert_parameter_shapes(config);
+  auto formula = parameter_shapes(config);
   std::sort(shapes.begin(), shapes.end());
   std::sort(formula.begin(), formula.end());
   EXPECT_EQ(formula, shapes);
 }
 
-TEST(BertStepMemory, RefusesBatchesThatTheModelDoes) {
-  const BertConfig config = BertConfig::from_shape("bert-tiny");
+TEST(StepMemory, RefusesBatchesThatTheModelDoes) {
+  const PreTrainedConfig config = AutoConfig::from_shape("bert-tiny");
   for (const auto& [rows, tokens] : {std::pair<int64_t, int64_t>{0, 8}, {8, 0}, {1, 513}}) {
-    EXPECT_THROW(bert_step_memory(config, rows, tokens, GradientPlace::fresh), InputError);
+    EXPECT_THROW(step_memory(config, rows, tokens, GradientPlace::fresh), InputError);
   }
 }
 

@@ -1,17 +1,18 @@
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/model_family.h"
 
 namespace hasten {
 
 namespace detail {
 
-constexpr const char* kConfigWhere = "models::BertConfig";
+constexpr const char* kConfigWhere = "models::PreTrainedConfig";
 
 struct BertShape {
   std::string_view name;
@@ -31,7 +32,7 @@ const BertShape* find_shape(std::string_view name) {
   return found == kBertShapes.end() ? nullptr : found;
 }
 
-// Call visit(key, value) for keys of config.json.
+// Call visit(name, value) for fields of PreTrainedConfig.
 void visit_sizes(auto& config, const auto& visit) {
   visit("vocab_size", config.vocab_size);
   visit("hidden_size", config.hidden_size);
@@ -41,7 +42,7 @@ void visit_sizes(auto& config, const auto& visit) {
   visit("max_position_embeddings", config.max_position_embeddings);
   visit("type_vocab_size", config.type_vocab_size);
 }
-void visit_plain_keys(auto& config, const auto& visit) {
+void visit_fields(auto& config, const auto& visit) {
   visit_sizes(config, visit);
   visit("pad_token_id", config.pad_token_id);
   visit("hidden_act", config.hidden_act);
@@ -51,6 +52,12 @@ void visit_plain_keys(auto& config, const auto& visit) {
   visit("layer_norm_eps", config.layer_norm_eps);
 }
 
+// The family's key for a field; empty if it has none.
+std::string key_of(const ModelFamily& family, const char* field) {
+  const auto found = family.attribute_map.find(field);
+  return found == family.attribute_map.end() ? field : found->second;
+}
+
 [[noreturn]] void throw_bad_config(std::string_view source, const std::string& what,
                                    const std::string& expected) {
   throw InputError(kConfigWhere, std::string(source) + ": " + what, expected);
@@ -58,7 +65,7 @@ void visit_plain_keys(auto& config, const auto& visit) {
 
 // Moves `key` from `json` to `value`; null counts as absent.
 template <typename T>
-void take_key(nlohmann::json& json, std::string_view source, const char* key, T& value) {
+void take_key(nlohmann::json& json, std::string_view source, const std::string& key, T& value) {
   const auto found = json.find(key);
   if (found == json.end()) {
     return;
@@ -69,7 +76,7 @@ void take_key(nlohmann::json& json, std::string_view source, const char* key, T&
         : std::is_same_v<T, int64_t>   ? std::pair(found->is_number_integer(), "a whole number")
                                        : std::pair(found->is_number(), "a number");
     if (!fits) {
-      throw_bad_config(source, std::string(key) + "=" + found->dump(), expected);
+      throw_bad_config(source, key + "=" + found->dump(), expected);
     }
     value = found->template get<T>();
   }
@@ -109,11 +116,6 @@ std::vector<std::string> take_labels(nlohmann::json& json, std::string_view sour
 
 // Rejects settings that would silently give other results than in transformers.
 void refuse_other_architectures(const nlohmann::json& json, std::string_view source) {
-  const auto type = json.find("model_type");
-  if (type == json.end() || *type != "bert") {
-    throw_bad_config(source, type == json.end() ? "no model_type" : "model_type=" + type->dump(),
-                     "a type that hasten supports: \"bert\"");
-  }
   const auto position = json.find("position_embedding_type");
   if (position != json.end() && !position->is_null() && *position != "absolute") {
     throw_bad_config(source, "position_embedding_type=" + position->dump(), "\"absolute\"");
@@ -127,25 +129,46 @@ void refuse_other_architectures(const nlohmann::json& json, std::string_view sou
 
 } // namespace detail
 
-BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view source) {
+std::string_view task_name(ModelTask task) {
+  return task == ModelTask::sequence_classification ? "SequenceClassification"
+         : task == ModelTask::token_classification  ? "TokenClassification"
+                                                    : "MaskedLM";
+}
+
+int64_t PreTrainedConfig::max_tokens() const {
+  const bool after_padding = model_family(model_type).positions_after_padding;
+  return max_position_embeddings - (after_padding ? pad_token_id + 1 : 0);
+}
+
+bool PreTrainedConfig::has_head(ModelTask task) const {
+  const std::string name = "For" + std::string(task_name(task));
+  return std::ranges::any_of(architectures, [&](const auto& each) { return each.ends_with(name); });
+}
+
+PreTrainedConfig PreTrainedConfig::from_json(const nlohmann::json& json, std::string_view source) {
   if (!json.is_object()) {
     detail::throw_bad_config(source, "not a JSON object", "a configuration");
   }
-  detail::refuse_other_architectures(json, source);
   nlohmann::json rest = json;
-  BertConfig config;
-  const auto take = [&](const char* key, auto& value) {
-    detail::take_key(rest, source, key, value);
+  std::string type;
+  detail::take_key(rest, source, "model_type", type);
+  const ModelFamily& family = model_family(type, source);
+  detail::refuse_other_architectures(json, source);
+  PreTrainedConfig config = family.defaults;
+  const auto take = [&](const char* field, auto& value) {
+    if (const std::string key = detail::key_of(family, field); !key.empty()) {
+      detail::take_key(rest, source, key, value);
+    }
   };
-  detail::visit_plain_keys(config, take);
+  detail::visit_fields(config, take);
   double classifier_dropout = -1;
   take("classifier_dropout", classifier_dropout);
   if (classifier_dropout >= 0) {
     config.classifier_dropout = classifier_dropout;
   }
-  take("problem_type", config.problem_type);
-  take("torch_dtype", config.dtype);
-  take("dtype", config.dtype);
+  detail::take_key(rest, source, "problem_type", config.problem_type);
+  detail::take_key(rest, source, "torch_dtype", config.dtype);
+  detail::take_key(rest, source, "dtype", config.dtype);
   config.id2label = detail::take_labels(rest, source);
   const auto classes = rest.find("architectures");
   if (classes != rest.end()) {
@@ -154,37 +177,14 @@ BertConfig BertConfig::from_json(const nlohmann::json& json, std::string_view so
     }
     rest.erase(classes);
   }
-  rest.erase("model_type");
   rest.erase("transformers_version"); // the version that wrote the base model, which this is not
   config.other_keys = rest.dump();
   config.validate(source);
   return config;
 }
 
-BertConfig BertConfig::from_shape(std::string_view shape, int64_t vocab_size) {
-  const auto* known = detail::find_shape(shape);
-  if (known == nullptr) {
-    throw InputError(detail::kConfigWhere, "unknown shape=" + std::string(shape),
-                     "one of " + shapes_text() + ", or a model folder");
-  }
-  BertConfig config;
-  config.vocab_size = vocab_size;
-  config.num_hidden_layers = known->layers;
-  config.hidden_size = known->hidden;
-  config.num_attention_heads = known->hidden / 64;
-  config.intermediate_size = known->hidden * 4;
-  config.validate(shape);
-  return config;
-}
-
-std::string BertConfig::shapes_text() {
-  return joined(
-      mapped(detail::kBertShapes, [](const auto& shape) { return std::string(shape.name); }));
-}
-
-bool BertConfig::is_shape(std::string_view name) { return detail::find_shape(name) != nullptr; }
-
-nlohmann::json BertConfig::to_json() const {
+nlohmann::json PreTrainedConfig::to_json() const {
+  const ModelFamily& family = model_family(model_type);
   nlohmann::json json = parse_json(detail::kConfigWhere, "other_keys", other_keys);
   nlohmann::json ids = nlohmann::json::object();
   nlohmann::json names = nlohmann::json::object();
@@ -192,21 +192,26 @@ nlohmann::json BertConfig::to_json() const {
     ids[std::to_string(i)] = id2label[i];
     names[id2label[i]] = i;
   }
-  json.update({{"architectures", {"BertForSequenceClassification"}},
-               {"model_type", "bert"},
-               {"id2label", ids},
-               {"label2id", names},
-               {"dtype", dtype}});
-  detail::visit_plain_keys(*this, [&](const char* key, const auto& value) { json[key] = value; });
-  json["classifier_dropout"] =
-      classifier_dropout ? nlohmann::json(*classifier_dropout) : nlohmann::json();
+  json.update(
+      {{"model_type", model_type}, {"id2label", ids}, {"label2id", names}, {"dtype", dtype}});
+  if (!architectures.empty()) {
+    json["architectures"] = architectures;
+  }
+  const auto put = [&](const char* field, const auto& value) {
+    if (const std::string key = detail::key_of(family, field); !key.empty()) {
+      json[key] = value;
+    }
+  };
+  detail::visit_fields(*this, put);
+  put("classifier_dropout",
+      classifier_dropout ? nlohmann::json(*classifier_dropout) : nlohmann::json());
   if (!problem_type.empty()) {
     json["problem_type"] = problem_type;
   }
   return json;
 }
 
-void BertConfig::validate(std::string_view source) const {
+void PreTrainedConfig::validate(std::string_view source) const {
   const auto check_size = [&](const char* key, int64_t value) {
     // The limit keeps the product of two sizes far from overflow.
     if (value < 1 || value > 100'000'000) {
@@ -229,6 +234,13 @@ void BertConfig::validate(std::string_view source) const {
     detail::throw_bad_config(source, "hidden_act=\"" + hidden_act + "\"",
                              "\"gelu\", \"gelu_new\" or \"relu\"");
   }
+  if (max_tokens() < 1) {
+    detail::throw_bad_config(
+        source,
+        "max_position_embeddings=" + std::to_string(max_position_embeddings) +
+            ", pad_token_id=" + std::to_string(pad_token_id),
+        "more positions, because they begin after pad_token_id in this family");
+  }
   const auto probability = [&](const char* key, double value) {
     if (!(value >= 0 && value < 1)) {
       detail::throw_bad_config(source, key + ("=" + std::to_string(value)), "from 0 to below 1");
@@ -244,5 +256,42 @@ void BertConfig::validate(std::string_view source) const {
                              "positive numbers");
   }
 }
+
+PreTrainedConfig AutoConfig::from_pretrained(const std::string& folder) {
+  std::error_code ignored;
+  const auto path = std::filesystem::path(folder) / "config.json";
+  if (!std::filesystem::is_directory(folder, ignored) || !std::filesystem::exists(path, ignored)) {
+    throw InputError("models::AutoConfig", path.string() + ": the file is missing",
+                     "a Hugging Face model folder, or one of the shapes " + shapes_text());
+  }
+  return PreTrainedConfig::from_json(read_json_file("models::AutoConfig", path), path.string());
+}
+
+PreTrainedConfig AutoConfig::for_model(std::string_view model_type) {
+  return model_family(model_type, "AutoConfig::for_model").defaults;
+}
+
+PreTrainedConfig AutoConfig::from_shape(std::string_view shape, int64_t vocab_size) {
+  const auto* known = detail::find_shape(shape);
+  if (known == nullptr) {
+    throw InputError("models::AutoConfig", "unknown shape=" + std::string(shape),
+                     "one of " + shapes_text() + ", or a model folder");
+  }
+  PreTrainedConfig config;
+  config.vocab_size = vocab_size;
+  config.num_hidden_layers = known->layers;
+  config.hidden_size = known->hidden;
+  config.num_attention_heads = known->hidden / 64;
+  config.intermediate_size = known->hidden * 4;
+  config.validate(shape);
+  return config;
+}
+
+std::string AutoConfig::shapes_text() {
+  return joined(
+      mapped(detail::kBertShapes, [](const auto& shape) { return std::string(shape.name); }));
+}
+
+bool AutoConfig::is_shape(std::string_view name) { return detail::find_shape(name) != nullptr; }
 
 } // namespace hasten

@@ -1,0 +1,54 @@
+// The registry of model families, by the model_type of config.json. hasten has "bert",
+// "distilbert", "modernbert", "roberta" and "xlm-roberta". A program registers others at its
+// start; then AutoConfig and the AutoModelFor… classes know them.
+// Threading: any thread may call every function.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "hasten/models/pretrained_model.h"
+
+namespace hasten {
+
+struct ModelFamily {
+  /// Of config.json: "distilbert".
+  std::string model_type{};
+  /// Start of the names of transformers' classes: "DistilBert" for
+  /// "DistilBertForSequenceClassification".
+  std::string class_prefix{};
+  /// The module with the encoder, without the head: "distilbert" for "distilbert.embeddings.…". A
+  /// folder may have names without it.
+  std::string base_model_prefix{};
+  /// Values of keys that a config.json does not have.
+  PreTrainedConfig defaults{};
+  /// PreTrainedConfig's field -> the family's key in config.json: {"hidden_size", "dim"}. An empty
+  /// key means that the family has none. Fields that are not named have their own names.
+  std::map<std::string, std::string> attribute_map{};
+  /// Position embeddings begin after row pad_token_id, as RoBERTa's do.
+  bool positions_after_padding = false;
+  /// Makes a model whose weights may be uninitialised (init_weight draws them). Throws InputError
+  /// for a task or an option that the family does not have.
+  std::function<std::shared_ptr<PreTrainedModelImpl>(const PreTrainedConfig& config,
+                                                     ModelTask task)>
+      make{};
+  /// Optional: the parameter's name for a tensor's name in a file, such as an older one; empty for
+  /// tensors that the model makes itself (buffers, copies of tied weights).
+  std::function<std::string(const std::string& name)> current_name{};
+};
+
+/// Adds a family, for the rest of the process. Throws InputError if model_type, class_prefix or make
+/// is empty, or if there is a family of that model_type.
+void register_model_family(ModelFamily family);
+
+/// Throws InputError that names `source` and all families if there is none of that type.
+const ModelFamily& model_family(std::string_view model_type, std::string_view source = "model");
+
+/// The model_type of each family, sorted.
+std::vector<std::string> model_types();
+
+} // namespace hasten

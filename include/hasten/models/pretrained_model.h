@@ -1,0 +1,101 @@
+// A model with a head, of any family: named inputs, {loss, logits}, a Hugging Face folder.
+// auto_model.h makes them. model_family.h adds families.
+// Shapes: B samples, T tokens, H hidden_size, L num_labels, V vocab_size.
+// Threading: one thread per model, as for torch::nn::Module.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/models/pretrained_config.h"
+
+namespace hasten {
+
+struct ModelInputs {
+  /// [B, T] int64, below vocab_size.
+  at::Tensor input_ids{};
+  /// [B, T] int64 or bool: 1 for tokens, 0 for padding. Undefined means all 1.
+  at::Tensor attention_mask{};
+  /// [B, T] int64. Undefined means all 0. Families without token types ignore it.
+  at::Tensor token_type_ids{};
+  /// Sequence classification: [B] classes, or numbers ([B] or [B, L]) for a regression, or [B, L] of
+  /// 0 and 1 for several labels. The other tasks: [B, T] classes; -100 has no loss.
+  at::Tensor labels{};
+};
+
+struct ModelOutput {
+  /// The mean over the labels; undefined without labels.
+  at::Tensor loss{};
+  /// [B, L], or [B, T, L], or [B, T, V].
+  at::Tensor logits{};
+};
+
+/// What from_pretrained() found in a folder.
+struct LoadingInfo {
+  /// Parameters that the folder does not have. They have new, random weights.
+  std::vector<std::string> missing_keys{};
+  /// Tensors of the folder that this model does not use, such as the heads of other tasks.
+  std::vector<std::string> unexpected_keys{};
+  /// Whether the last layer of the head (output_layer) is new.
+  bool new_output = false;
+  /// Sentences for the user ("the classifier is new, with random weights: …"). Nothing is logged.
+  std::vector<std::string> report{};
+};
+
+/// The base of all models. A family derives from it and implements logits(). It calls its repeated
+/// blocks, which it has in a torch::nn::ModuleList, through hasten::call_block. Its parameters have
+/// the names of transformers.
+class PreTrainedModelImpl : public torch::nn::Module {
+ public:
+  /// Throws InputError as PreTrainedConfig::validate does.
+  PreTrainedModelImpl(PreTrainedConfig config, ModelTask task);
+
+  /// The loss is transformers' for the task. For sequence classification problem_type decides; if it
+  /// is empty, one label is a regression, labels of an integer type are classes, and others are
+  /// several labels for each sample.
+  /// Throws InputError if T is above max_tokens().
+  ModelOutput forward(const ModelInputs& inputs);
+
+  /// The head's result for the inputs; it does not read the labels.
+  virtual at::Tensor logits(const ModelInputs& inputs) = 0;
+  /// Draws new values for a parameter, without gradient: normal(0, initializer_range) for matrices,
+  /// 0 for biases, 1 for other vectors. Draws from torch's default generator.
+  virtual void init_weight(const std::string& name, const at::Tensor& weight);
+  /// Name of the module with the head's last projection, whose rows are the labels.
+  virtual std::string output_layer() const { return "classifier"; }
+
+  /// Draws all parameters, in named_parameters() order. After hasten::set_seed they are equal on all
+  /// ranks.
+  void init_weights();
+  /// Writes config.json and model.safetensors into an existing folder. To replace a whole model
+  /// folder atomically, pass FolderCommit::folder(), add the other files and commit. Local: call it
+  /// on one rank. Throws Error with path and reason.
+  void save_pretrained(const std::filesystem::path& folder) const;
+  /// As the functions of gradient_checkpointing.h.
+  void gradient_checkpointing_enable(const GradientCheckpointingOptions& options = {});
+  void gradient_checkpointing_disable();
+
+  const PreTrainedConfig& config() const { return config_; }
+  ModelTask task() const { return task_; }
+  /// The repeated blocks, in order: the units of checkpointing and of sharding.
+  std::vector<std::shared_ptr<torch::nn::Module>> blocks() const;
+  const LoadingInfo& loading_info() const { return loading_info_; }
+  void set_loading_info(LoadingInfo info) { loading_info_ = std::move(info); }
+
+ private:
+  at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& labels) const;
+
+  PreTrainedConfig config_;
+  ModelTask task_;
+  LoadingInfo loading_info_{};
+};
+TORCH_MODULE(PreTrainedModel);
+
+} // namespace hasten

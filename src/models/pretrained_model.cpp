@@ -1,0 +1,109 @@
+#include "hasten/models/pretrained_model.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/io/safetensors.h"
+#include "hasten/models/auto_model.h"
+#include "hasten/models/model_family.h"
+#include "hasten/parallel/fully_shard.h"
+
+namespace hasten {
+
+PreTrainedModelImpl::PreTrainedModelImpl(PreTrainedConfig config, ModelTask task)
+    : config_(std::move(config)), task_(task) {
+  config_.validate();
+  config_.architectures = {model_family(config_.model_type).class_prefix + "For" +
+                           std::string(task_name(task))};
+}
+
+ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
+  if (!inputs.input_ids.defined() || inputs.input_ids.dim() != 2 ||
+      inputs.input_ids.size(1) > config_.max_tokens()) {
+    throw InputError("models::PreTrainedModel",
+                     "input_ids=" + (inputs.input_ids.defined() ? c10::str(inputs.input_ids.sizes())
+                                                                : std::string("undefined")),
+                     "[samples, tokens] of at most max_tokens=" +
+                         std::to_string(config_.max_tokens()) + " tokens",
+                     "truncate the texts (max_length)");
+  }
+  ModelOutput output;
+  output.logits = logits(inputs);
+  if (inputs.labels.defined()) {
+    output.loss = loss_of(output.logits, inputs.labels);
+  }
+  return output;
+}
+
+at::Tensor PreTrainedModelImpl::loss_of(const at::Tensor& logits, const at::Tensor& labels) const {
+  if (task_ != ModelTask::sequence_classification) {
+    return at::cross_entropy_loss(logits.flatten(0, 1), labels.flatten());
+  }
+  std::string type = config_.problem_type;
+  if (type.empty()) {
+    type = config_.num_labels() == 1                         ? "regression"
+           : at::isIntegralType(labels.scalar_type(), false) ? "single_label_classification"
+                                                             : "multi_label_classification";
+  }
+  if (type == "single_label_classification") {
+    return at::cross_entropy_loss(logits, labels.flatten());
+  }
+  const at::Tensor numbers = labels.to(logits.scalar_type());
+  if (type == "multi_label_classification") {
+    return at::binary_cross_entropy_with_logits(logits, numbers);
+  }
+  if (type != "regression") {
+    throw InputError("models::PreTrainedModel", "problem_type=" + type.substr(0, 80),
+                     "regression, single_label_classification or multi_label_classification");
+  }
+  return at::mse_loss(logits, numbers.view_as(logits));
+}
+
+void PreTrainedModelImpl::init_weight(const std::string& name, const at::Tensor& weight) {
+  if (weight.dim() > 1) {
+    weight.normal_(0, config_.initializer_range);
+  } else {
+    weight.fill_(name.ends_with("bias") ? 0 : 1);
+  }
+}
+
+void PreTrainedModelImpl::init_weights() {
+  const at::NoGradGuard no_grad;
+  for (const auto& parameter : named_parameters()) {
+    init_weight(parameter.key(), parameter.value());
+  }
+}
+
+void PreTrainedModelImpl::save_pretrained(const std::filesystem::path& folder) const {
+  NamedTensors weights;
+  for (const auto& parameter : named_parameters()) {
+    weights[parameter.key()] = parameter.value().detach();
+  }
+  write_file_atomically(folder / "config.json", config_.to_json().dump(2) + "\n");
+  write_safetensors(folder / "model.safetensors", weights);
+}
+
+void PreTrainedModelImpl::gradient_checkpointing_enable(
+    const GradientCheckpointingOptions& options) {
+  hasten::gradient_checkpointing_enable(shared_from_this(), options);
+}
+
+void PreTrainedModelImpl::gradient_checkpointing_disable() {
+  hasten::gradient_checkpointing_disable(shared_from_this());
+}
+
+std::vector<std::shared_ptr<torch::nn::Module>> PreTrainedModelImpl::blocks() const {
+  return repeated_blocks(*this);
+}
+
+PreTrainedModel model_from_config(const PreTrainedConfig& config, ModelTask task, bool initialize) {
+  PreTrainedModel model(model_family(config.model_type).make(config, task));
+  if (initialize) {
+    model->init_weights();
+  }
+  return model;
+}
+
+} // namespace hasten
