@@ -221,10 +221,14 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     const Extent extent{q_in.size(1), k_in.size(1)};
     const int64_t rows_of_text = heads * extent.rows;
     const float* masks = mask && !in_memory_rehearsal() ? mask->const_data_ptr<float>() : nullptr;
+    // The mask's row of a text and of a query; 0 where all share one.
+    const int64_t of_text = mask && mask->size(0) > 1 ? mask->size(2) : 0;
+    const int64_t of_query = mask && mask->size(2) > 1 ? 1 : 0;
     for_rows(scores, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* to = narrow_data(p) + offset;
+      const int64_t mask_row = row / rows_of_text * of_text + row % extent.rows * of_query;
       softmax_row(narrow_data(scores) + offset,
-                  masks == nullptr ? nullptr : masks + row / rows_of_text * extent.columns, scale,
+                  masks == nullptr ? nullptr : masks + mask_row * extent.columns, scale,
                   extent.columns, work, to);
       std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
     });

@@ -9,7 +9,7 @@
 namespace hasten::detail {
 
 /// softmax(q k^T / sqrt(H / heads) + mask), dropout p, times v, for each head.
-/// q [B, Q, H]; k, v [B, T, H]; mask undefined or [B, 1, 1, T] additive.
+/// q [B, Q, H]; k, v [B, T, H]; mask undefined or additive, [B or 1, 1, Q or 1, T].
 /// Returns [B, Q, H].
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mask, int64_t heads, double dropout);

@@ -45,16 +45,21 @@ TEST(NarrowAttention, IsThatOfTheRoundedNumbers) {
   torch::manual_seed(2);
   for (const AttentionCase& c : {AttentionCase{2, 5, 5, 2, 8}, AttentionCase{3, 1, 37, 4, 16},
                                  AttentionCase{2, 64, 64, 3, 32}}) {
-    for (const bool masked : {false, true}) {
+    // Masks of a text's tokens, of each query, and of both.
+    for (const char* masked : {"no", "texts", "queries", "both"}) {
+      SCOPED_TRACE(masked);
       std::vector<Tensor> own, wide;
       for (const int64_t length : {c.queries, c.tokens, c.tokens}) {
         own.push_back(narrow(torch::randn({c.rows, length, c.heads * c.width})).requires_grad_());
         wide.push_back(own.back().detach().to(at::kDouble).requires_grad_());
       }
       Tensor mask;
-      if (masked) {
-        mask = torch::zeros({c.rows, 1, 1, c.tokens});
-        mask[0][0][0].slice(0, c.tokens - 2).fill_(std::numeric_limits<float>::lowest());
+      if (masked != std::string("no")) {
+        mask = torch::zeros({masked == std::string("queries") ? 1 : c.rows, 1,
+                             masked == std::string("texts") ? 1 : c.queries, c.tokens});
+        const Tensor ignored = torch::rand_like(mask) < 0.4;
+        ignored.select(3, 0).fill_(false);
+        mask.masked_fill_(ignored, std::numeric_limits<float>::lowest());
       }
       const Tensor mine = detail::self_attention(own[0], own[1], own[2], mask, c.heads, 0);
       const Tensor theirs = reference_attention(wide[0], wide[1], wide[2], mask, c.heads);
