@@ -2,6 +2,7 @@
 
 #include "encoder.h"
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/models/model_family.h"
 
@@ -23,7 +24,8 @@ constexpr EncoderNames kBertNames = {.layers = "encoder.layer",
 // Older names, buffers, and copies of the word embeddings in the head for language models.
 std::string current_encoder_name(const std::string& name) {
   for (const char* copy : {"position_ids", "token_type_ids", "cls.predictions.decoder.weight",
-                           "cls.predictions.decoder.bias"}) {
+                           "cls.predictions.decoder.bias", "vocab_projector.weight",
+                           "lm_head.decoder.weight", "lm_head.decoder.bias"}) {
     if (name.ends_with(copy)) {
       return "";
     }
@@ -53,6 +55,140 @@ std::shared_ptr<PreTrainedModelImpl> make_bert(const PreTrainedConfig& config, M
   return make_encoder_model(config, task, "bert", make_bert_encoder(config, kBertNames), head);
 }
 
+constexpr EncoderNames kDistilBertNames = {.layers = "transformer.layer",
+                                           .query = "attention.q_lin",
+                                           .key = "attention.k_lin",
+                                           .value = "attention.v_lin",
+                                           .attention_output = "attention.out_lin",
+                                           .attention_norm = "sa_layer_norm",
+                                           .intermediate = "ffn.lin1",
+                                           .output = "ffn.lin2",
+                                           .output_norm = "output_layer_norm",
+                                           .positions_after_padding = false};
+
+std::shared_ptr<PreTrainedModelImpl> make_distilbert(const PreTrainedConfig& config,
+                                                     ModelTask task) {
+  HeadPlan head;
+  head.output = "classifier";
+  if (task == ModelTask::sequence_classification) {
+    head.dense = "pre_classifier";
+    head.activation = "relu";
+    head.dropout = config.classifier_dropout.value_or(config.hidden_dropout_prob);
+  } else if (task == ModelTask::token_classification) {
+    head.dropout = config.hidden_dropout_prob;
+  } else {
+    head = {.dense = "vocab_transform",
+            .norm = "vocab_layer_norm",
+            .output = "vocab_projector.bias",
+            .activation = config.hidden_act};
+  }
+  return make_encoder_model(config, task, "distilbert", make_bert_encoder(config, kDistilBertNames),
+                            head);
+}
+
+ModelFamily distilbert_family() {
+  ModelFamily family{.model_type = "distilbert",
+                     .class_prefix = "DistilBert",
+                     .base_model_prefix = "distilbert",
+                     .attribute_map = {{"hidden_size", "dim"},
+                                       {"num_hidden_layers", "n_layers"},
+                                       {"num_attention_heads", "n_heads"},
+                                       {"intermediate_size", "hidden_dim"},
+                                       {"hidden_act", "activation"},
+                                       {"hidden_dropout_prob", "dropout"},
+                                       {"attention_probs_dropout_prob", "attention_dropout"},
+                                       {"classifier_dropout", "seq_classif_dropout"},
+                                       {"type_vocab_size", ""},
+                                       {"layer_norm_eps", ""}},
+                     .make = make_distilbert,
+                     .current_name = current_encoder_name};
+  family.defaults.num_hidden_layers = 6;
+  family.defaults.type_vocab_size = 0;
+  family.defaults.classifier_dropout = 0.2;
+  return family;
+}
+
+std::shared_ptr<PreTrainedModelImpl> make_roberta(const PreTrainedConfig& config, ModelTask task) {
+  HeadPlan head;
+  head.dropout = config.classifier_dropout.value_or(config.hidden_dropout_prob);
+  head.output = "classifier";
+  if (task == ModelTask::sequence_classification) {
+    head.dense = "classifier.dense";
+    head.output = "classifier.out_proj";
+    head.activation = "tanh";
+    head.dropout_before = head.dropout;
+  } else if (task == ModelTask::masked_lm) {
+    head = {.dense = "lm_head.dense", .norm = "lm_head.layer_norm", .output = "lm_head.bias"};
+  }
+  EncoderNames names = kBertNames;
+  names.positions_after_padding = true;
+  return make_encoder_model(config, task, "roberta", make_bert_encoder(config, names), head);
+}
+
+ModelFamily roberta_family(const char* model_type, const char* class_prefix, int64_t vocab_size) {
+  ModelFamily family{.model_type = model_type,
+                     .class_prefix = class_prefix,
+                     .base_model_prefix = "roberta",
+                     .positions_after_padding = true,
+                     .make = make_roberta,
+                     .current_name = current_encoder_name};
+  family.defaults.vocab_size = vocab_size;
+  family.defaults.pad_token_id = 1;
+  return family;
+}
+
+std::shared_ptr<PreTrainedModelImpl> make_modern_bert(const PreTrainedConfig& config,
+                                                      ModelTask task) {
+  const auto options = parse_json("models::ModernBert", "other_keys", config.other_keys);
+  HeadPlan head{.dense = "head.dense",
+                .norm = "head.norm",
+                .activation = family_option<std::string>(options, "classifier_activation", "gelu"),
+                .dense_bias = family_option(options, "classifier_bias", false),
+                .norm_bias = family_option(options, "norm_bias", false)};
+  if (head.activation != "gelu" && head.activation != "relu" && head.activation != "tanh") {
+    throw InputError("models::ModernBert", "config.json: classifier_activation=" + head.activation,
+                     "\"gelu\", \"relu\" or \"tanh\"");
+  }
+  if (task == ModelTask::masked_lm) {
+    head.output = family_option(options, "decoder_bias", true) ? "decoder.bias" : "";
+  } else {
+    const auto pooling = family_option<std::string>(options, "classifier_pooling", "cls");
+    if (pooling != "cls" && pooling != "mean") {
+      throw InputError("models::ModernBert", "config.json: classifier_pooling=" + pooling,
+                       "\"cls\" or \"mean\"");
+    }
+    head.output = "classifier";
+    head.dropout = config.classifier_dropout.value_or(config.hidden_dropout_prob);
+    head.mean_pooling = pooling == "mean";
+  }
+  return make_encoder_model(config, task, "model", make_modern_bert_encoder(config), head);
+}
+
+ModelFamily modern_bert_family() {
+  ModelFamily family{.model_type = "modernbert",
+                     .class_prefix = "ModernBert",
+                     .base_model_prefix = "model",
+                     .attribute_map = {{"hidden_act", "hidden_activation"},
+                                       {"hidden_dropout_prob", "mlp_dropout"},
+                                       {"attention_probs_dropout_prob", "attention_dropout"},
+                                       {"layer_norm_eps", "norm_eps"},
+                                       {"type_vocab_size", ""}},
+                     .make = make_modern_bert,
+                     .current_name = [](const std::string& name) {
+                       return name == "decoder.weight" ? std::string() : name;
+                     }};
+  PreTrainedConfig& defaults = family.defaults;
+  defaults.vocab_size = 50368;
+  defaults.num_hidden_layers = 22;
+  defaults.intermediate_size = 1152;
+  defaults.max_position_embeddings = 8192;
+  defaults.pad_token_id = 50283;
+  defaults.hidden_dropout_prob = defaults.attention_probs_dropout_prob = 0;
+  defaults.classifier_dropout = 0;
+  defaults.layer_norm_eps = 1e-5;
+  return family;
+}
+
 class FamilyRegistry {
  public:
   FamilyRegistry() {
@@ -61,6 +197,10 @@ class FamilyRegistry {
          .base_model_prefix = "bert",
          .make = make_bert,
          .current_name = current_encoder_name});
+    add(distilbert_family());
+    add(modern_bert_family());
+    add(roberta_family("roberta", "Roberta", 50265));
+    add(roberta_family("xlm-roberta", "XLMRoberta", 30522));
   }
 
   void add(ModelFamily family) {

@@ -212,7 +212,11 @@ nlohmann::json PreTrainedConfig::to_json() const {
 }
 
 void PreTrainedConfig::validate(std::string_view source) const {
+  const ModelFamily& family = model_family(model_type, source);
   const auto check_size = [&](const char* key, int64_t value) {
+    if (detail::key_of(family, key).empty()) {
+      return;
+    }
     // The limit keeps the product of two sizes far from overflow.
     if (value < 1 || value > 100'000'000) {
       detail::throw_bad_config(source, key + ("=" + std::to_string(value)), "1 to 100000000");
@@ -220,7 +224,8 @@ void PreTrainedConfig::validate(std::string_view source) const {
   };
   detail::visit_sizes(*this, check_size);
   check_size("number of labels", num_labels());
-  if (hidden_size % num_attention_heads != 0) {
+  if (!detail::key_of(family, "num_attention_heads").empty() &&
+      hidden_size % num_attention_heads != 0) {
     detail::throw_bad_config(source,
                              "hidden_size=" + std::to_string(hidden_size) +
                                  ", num_attention_heads=" + std::to_string(num_attention_heads),

@@ -3,8 +3,11 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/text.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/models/auto_model.h"
 #include "hasten/models/model_family.h"
@@ -99,7 +102,14 @@ std::vector<std::shared_ptr<torch::nn::Module>> PreTrainedModelImpl::blocks() co
 }
 
 PreTrainedModel model_from_config(const PreTrainedConfig& config, ModelTask task, bool initialize) {
-  PreTrainedModel model(model_family(config.model_type).make(config, task));
+  const ModelFamily& family = model_family(config.model_type);
+  if (std::ranges::find(family.tasks, task) == family.tasks.end()) {
+    throw InputError(
+        "models::AutoModel", config.model_type + " has no head for " + std::string(task_name(task)),
+        "one for " + joined(mapped(family.tasks,
+                                   [](ModelTask each) { return std::string(task_name(each)); })));
+  }
+  PreTrainedModel model(family.make(config, task));
   if (initialize) {
     model->init_weights();
   }

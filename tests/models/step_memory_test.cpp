@@ -11,8 +11,11 @@
 #include "hasten/core/autocast.h"
 #include "hasten/core/memory.h"
 #include "hasten/models/auto_model.h"
+#include "small_family.h"
 
 namespace hasten {
+
+using testing_support::small_config;
 
 struct MemoryCase {
   const char* name;
@@ -31,6 +34,18 @@ std::vector<MemoryCase> memory_cases() {
       {"without dropout", AutoConfig::from_shape("bert-mini", 500), 8, 64},
       {"attention keeps all", AutoConfig::from_shape("bert-mini", 500), 8, 64},
       {"three layers", AutoConfig::from_shape("bert-tiny", 500), 48, 64}};
+  for (const char* type : {"distilbert", "roberta", "modernbert"}) {
+    MemoryCase family{type, AutoConfig::for_model(type), 16, 96};
+    family.config.vocab_size = 500;
+    family.config.num_hidden_layers = 4;
+    family.config.hidden_size = 256;
+    family.config.num_attention_heads = 4;
+    family.config.intermediate_size = 1024;
+    family.config.max_position_embeddings = 128;
+    family.config.pad_token_id = 0;
+    cases.push_back(family);
+  }
+  cases.back().config.other_keys = R"({"local_attention": 32})";
   cases[4].config.hidden_dropout_prob = 0;
   cases[4].config.attention_probs_dropout_prob = 0;
   cases[5].config.attention_probs_dropout_prob = 0;
@@ -92,16 +107,21 @@ TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
 }
 
 TEST(StepMemory, ParameterShapesAreTheModels) {
-  const PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", 77);
-  const auto model = AutoModelForSequenceClassification::from_config(config);
-  std::vector<std::vector<int64_t>> shapes;
-  for (const at::Tensor& p : model->parameters()) {
-    shapes.push_back(p.sizes().vec());
+  for (const std::string& type : model_types()) {
+    for (const ModelTask task : {ModelTask::sequence_classification, ModelTask::masked_lm}) {
+      const PreTrainedConfig config = small_config(type);
+      const PreTrainedModel model = model_from_config(config, task);
+      std::vector<std::vector<int64_t>> shapes;
+      for (const at::Tensor& p : model->parameters()) {
+        shapes.push_back(p.sizes().vec());
+      }
+      auto formula = parameter_shapes(config, task);
+      std::sort(shapes.begin(), shapes.end());
+      std::sort(formula.begin(), formula.end());
+      EXPECT_EQ(formula, shapes) << type;
+      EXPECT_EQ(block_shapes(config).size(), model->blocks().back()->parameters().size()) << type;
+    }
   }
-  auto formula = parameter_shapes(config);
-  std::sort(shapes.begin(), shapes.end());
-  std::sort(formula.begin(), formula.end());
-  EXPECT_EQ(formula, shapes);
 }
 
 TEST(StepMemory, RefusesBatchesThatTheModelDoes) {

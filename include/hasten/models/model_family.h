@@ -24,6 +24,9 @@ struct ModelFamily {
   /// The module with the encoder, without the head: "distilbert" for "distilbert.embeddings.…". A
   /// folder may have names without it.
   std::string base_model_prefix{};
+  /// The tasks for which it has a head.
+  std::vector<ModelTask> tasks = {ModelTask::sequence_classification,
+                                  ModelTask::token_classification, ModelTask::masked_lm};
   /// Values of keys that a config.json does not have.
   PreTrainedConfig defaults{};
   /// PreTrainedConfig's field -> the family's key in config.json: {"hidden_size", "dim"}. An empty
@@ -32,7 +35,7 @@ struct ModelFamily {
   /// Position embeddings begin after row pad_token_id, as RoBERTa's do.
   bool positions_after_padding = false;
   /// Makes a model whose weights may be uninitialised (init_weight draws them). Throws InputError
-  /// for a task or an option that the family does not have.
+  /// for an option that the family does not have.
   std::function<std::shared_ptr<PreTrainedModelImpl>(const PreTrainedConfig& config,
                                                      ModelTask task)>
       make{};

@@ -1,0 +1,237 @@
+// ModernBERT: rotary positions, blocks that attend globally or in a window, gated feed-forward,
+// LayerNorm before each part.
+#include <ATen/ATen.h>
+#include <torch/nn/modules/container/modulelist.h>
+
+#include <cmath>
+
+#include "attention.h"
+#include "dropout.h"
+#include "encoder.h"
+#include "hasten/base/json.h"
+#include "hasten/core/autocast.h"
+#include "hasten/core/block_call.h"
+
+namespace hasten::detail {
+
+struct ModernBertOptions {
+  explicit ModernBertOptions(const PreTrainedConfig& config);
+
+  std::vector<bool> local{}; // [block]
+  int64_t window = 0; // tokens to each side
+  double global_theta = 160'000;
+  double local_theta = 10'000;
+  double embedding_dropout = 0;
+  bool norm_bias = false;
+  bool attention_bias = false;
+  bool mlp_bias = false;
+};
+
+[[noreturn]] static void throw_modern_bert(const std::string& what, const std::string& expected) {
+  throw InputError("models::ModernBert", "config.json: " + what, expected);
+}
+
+// Older files have global_rope_theta and local_rope_theta, newer ones rope_parameters.
+static double rope_theta(const nlohmann::json& options, const char* type, const char* old_key,
+                         double fallback) {
+  const auto of_type = options.value("rope_parameters", nlohmann::json::object())
+                           .value(type, nlohmann::json::object());
+  const auto kind = family_option<std::string>(of_type, "rope_type", "default");
+  const double theta =
+      family_option(of_type, "rope_theta", family_option(options, old_key, fallback));
+  if (kind != "default" || !(theta > 0)) {
+    throw_modern_bert("rope_type=" + kind + ", rope_theta=" + std::to_string(theta),
+                      "\"default\", and a positive rope_theta");
+  }
+  return theta;
+}
+
+ModernBertOptions::ModernBertOptions(const PreTrainedConfig& config) {
+  const auto options = parse_json("models::ModernBert", "other_keys", config.other_keys);
+  window = family_option<int64_t>(options, "local_attention", 128) / 2;
+  global_theta = rope_theta(options, "full_attention", "global_rope_theta", global_theta);
+  local_theta = rope_theta(options, "sliding_attention", "local_rope_theta", local_theta);
+  embedding_dropout = family_option(options, "embedding_dropout", 0.0);
+  norm_bias = family_option(options, "norm_bias", false);
+  attention_bias = family_option(options, "attention_bias", false);
+  mlp_bias = family_option(options, "mlp_bias", false);
+  const auto types = family_option(options, "layer_types", std::vector<std::string>());
+  const auto every = family_option<int64_t>(options, "global_attn_every_n_layers", 3);
+  if (window < 1 || every < 1 || !(embedding_dropout >= 0 && embedding_dropout < 1)) {
+    throw_modern_bert("local_attention=" + std::to_string(window * 2) +
+                          ", global_attn_every_n_layers=" + std::to_string(every) +
+                          ", embedding_dropout=" + std::to_string(embedding_dropout),
+                      "2 or more, 1 or more, and from 0 to below 1");
+  }
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    local.push_back(i < std::ssize(types) ? types[static_cast<size_t>(i)] == "sliding_attention"
+                                          : i % every != 0);
+  }
+}
+
+/// Cosines and sines of the angles by which positions turn queries and keys: [T, 1, width / 2].
+struct RotaryTable {
+  RotaryTable(double theta, int64_t tokens, int64_t width, const at::Tensor& hidden) {
+    const auto options = at::TensorOptions().dtype(at::kFloat).device(hidden.device());
+    const at::Tensor exponents = at::arange(0, width, 2, options) / static_cast<double>(width);
+    const at::Tensor angles =
+        at::arange(tokens, options).unsqueeze(1) * (1.0 / at::pow(theta, exponents));
+    cosines = angles.cos().to(hidden.scalar_type()).unsqueeze(1);
+    sines = angles.sin().to(hidden.scalar_type()).unsqueeze(1);
+  }
+  at::Tensor cosines;
+  at::Tensor sines;
+};
+
+/// x [B, T, heads * width], each head's vector turned by its position's angles.
+static at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines,
+                          int64_t heads) {
+  const at::Tensor by_head = x.reshape({x.size(0), x.size(1), heads, -1}).to(cosines.scalar_type());
+  const auto halves = by_head.chunk(2, -1);
+  return at::cat({halves[0] * cosines - halves[1] * sines, halves[1] * cosines + halves[0] * sines},
+                 -1)
+      .to(x.scalar_type())
+      .view({x.size(0), x.size(1), x.size(2)});
+}
+
+class ModernBertLayerImpl : public torch::nn::Module {
+ public:
+  ModernBertLayerImpl(const PreTrainedConfig& config, const ModernBertOptions& options, bool first);
+  /// `hidden` [B, T, H]. `mask` is undefined, or additive, [B or 1, 1, T or 1, T]. Returns [B, T,
+  /// H]; with first_token_only [B, 1, H], without the other tokens' feed-forward.
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines, at::Tensor sines,
+                     bool first_token_only);
+
+ private:
+  torch::nn::LayerNorm attn_norm_{nullptr}; // the first block reads normalised embeddings
+  torch::nn::Linear qkv_, attn_output_;
+  torch::nn::LayerNorm mlp_norm_;
+  torch::nn::Linear wide_, output_;
+  int64_t heads_;
+  double attention_dropout_;
+  double mlp_dropout_;
+  std::string activation_;
+};
+TORCH_MODULE(ModernBertLayer);
+
+ModernBertLayerImpl::ModernBertLayerImpl(const PreTrainedConfig& config,
+                                         const ModernBertOptions& options, bool first)
+    : qkv_(make_linear(config.hidden_size, 3 * config.hidden_size, options.attention_bias)),
+      attn_output_(make_linear(config.hidden_size, config.hidden_size, options.attention_bias)),
+      mlp_norm_(make_norm(config, options.norm_bias)),
+      wide_(make_linear(config.hidden_size, 2 * config.intermediate_size, options.mlp_bias)),
+      output_(make_linear(config.intermediate_size, config.hidden_size, options.mlp_bias)),
+      heads_(config.num_attention_heads),
+      attention_dropout_(config.attention_probs_dropout_prob),
+      mlp_dropout_(config.hidden_dropout_prob),
+      activation_(config.hidden_act) {
+  if (!first) {
+    attn_norm_ = register_module("attn_norm", make_norm(config, options.norm_bias));
+  }
+  register_path(*this, "attn.Wqkv", qkv_.ptr());
+  register_path(*this, "attn.Wo", attn_output_.ptr());
+  register_module("mlp_norm", mlp_norm_);
+  register_path(*this, "mlp.Wi", wide_.ptr());
+  register_path(*this, "mlp.Wo", output_.ptr());
+}
+
+at::Tensor ModernBertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
+                                        at::Tensor sines, bool first_token_only) {
+  const double p = is_training() ? attention_dropout_ : 0.0;
+  const auto qkv =
+      linear_of(qkv_, attn_norm_.is_empty() ? hidden : attn_norm_->forward(hidden)).chunk(3, -1);
+  at::Tensor query = qkv[0];
+  if (first_token_only) { // its angle is 0
+    query = query.narrow(1, 0, 1).contiguous();
+    hidden = hidden.narrow(1, 0, 1).contiguous();
+    mask = mask.defined() ? mask.narrow(2, 0, 1) : mask;
+  } else {
+    query = rotated(query, cosines, sines, heads_);
+  }
+  const at::Tensor context =
+      self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2], mask, heads_, p);
+  hidden = dropout_add(linear_of(attn_output_, context), hidden, p);
+  const auto halves = linear_of(wide_, mlp_norm_->forward(hidden)).chunk(2, -1);
+  const at::Tensor gated = dropout_add(activate(activation_, halves[0]) * halves[1], {},
+                                       is_training() ? mlp_dropout_ : 0.0);
+  return hidden + linear_of(output_, gated);
+}
+
+class ModernBertEncoder : public TextEncoder {
+ public:
+  explicit ModernBertEncoder(const PreTrainedConfig& config);
+  at::Tensor encode(const ModelInputs& inputs, bool first_token_only) override;
+  const torch::nn::Embedding& words() const override { return words_; }
+  double range_of(const std::string& name, double initializer_range) const override;
+
+ private:
+  ModernBertOptions options_;
+  int64_t head_width_;
+  torch::nn::Embedding words_;
+  torch::nn::LayerNorm norm_;
+  torch::nn::ModuleList layers_{};
+  torch::nn::LayerNorm final_norm_;
+};
+
+ModernBertEncoder::ModernBertEncoder(const PreTrainedConfig& config)
+    : options_(config),
+      head_width_(config.hidden_size / config.num_attention_heads),
+      words_(make_embedding(config.vocab_size, config.hidden_size, config.pad_token_id)),
+      norm_(make_norm(config, options_.norm_bias)),
+      final_norm_(make_norm(config, options_.norm_bias)) {
+  if (head_width_ % 2 != 0) {
+    throw_modern_bert("hidden_size / num_attention_heads=" + std::to_string(head_width_),
+                      "an even width, whose halves are turned");
+  }
+  register_path(*this, "embeddings.tok_embeddings", words_.ptr());
+  register_path(*this, "embeddings.norm", norm_.ptr());
+  register_module("layers", layers_);
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    layers_->push_back(ModernBertLayer(config, options_, i == 0));
+  }
+  register_module("final_norm", final_norm_);
+}
+
+at::Tensor ModernBertEncoder::encode(const ModelInputs& inputs, bool first_token_only) {
+  const int64_t tokens = inputs.input_ids.size(1);
+  at::Tensor hidden = dropout_add(norm_->forward(words_->forward(inputs.input_ids)), {},
+                                  is_training() ? options_.embedding_dropout : 0.0);
+  at::Tensor ignored = padding_of(inputs.attention_mask);
+  at::Tensor masks[2]; // of global and local blocks
+  if (ignored.defined()) {
+    ignored = ignored.view({ignored.size(0), 1, 1, tokens});
+    masks[0] = masks[1] = additive_mask(ignored, hidden);
+  }
+  if (tokens > options_.window + 1) {
+    const at::Tensor at = at::arange(tokens, inputs.input_ids.options());
+    const at::Tensor far =
+        (at.unsqueeze(0) - at.unsqueeze(1)).abs().gt(options_.window).view({1, 1, tokens, tokens});
+    masks[1] = additive_mask(ignored.defined() ? far.logical_or(ignored) : far, hidden);
+  }
+  const RotaryTable tables[2] = {{options_.global_theta, tokens, head_width_, hidden},
+                                 {options_.local_theta, tokens, head_width_, hidden}};
+  for (size_t i = 0; i < layers_->size(); ++i) {
+    const size_t local = options_.local[i] ? 1 : 0;
+    hidden =
+        call_block(layers_->at<ModernBertLayerImpl>(i), hidden, masks[local], tables[local].cosines,
+                   tables[local].sines, first_token_only && i + 1 == layers_->size());
+  }
+  return final_norm_->forward(hidden);
+}
+
+// The projections at the end of a block's parts are drawn smaller, because the sum of all blocks'
+// results should not grow with their number.
+double ModernBertEncoder::range_of(const std::string& name, double initializer_range) const {
+  if (name == "classifier.weight") {
+    return 1 / std::sqrt(static_cast<double>(words_->weight.size(1)));
+  }
+  return name.ends_with("Wo.weight") || name == "head.dense.weight"
+             ? initializer_range / std::sqrt(2.0 * static_cast<double>(layers_->size()))
+             : initializer_range;
+}
+
+std::shared_ptr<TextEncoder> make_modern_bert_encoder(const PreTrainedConfig& config) {
+  return std::make_shared<ModernBertEncoder>(config);
+}
+
+} // namespace hasten::detail
