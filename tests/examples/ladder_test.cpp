@@ -231,6 +231,19 @@ TEST(Ladder, OnlyTheMainProcessCallsATracker) {
   }
 }
 
+TEST(Ladder, AModelOfAFamilyOfItsOwnIsSavedAndLoaded) {
+  for (const int nproc : {1, 2}) {
+    const TemporaryFolder folder;
+    const std::string reviews = std::string(HASTEN_EXAMPLES_FOLDER) + "/reviews.csv";
+    const std::string out =
+        run_example(nproc, {"13_model_family", reviews, folder.path().string()}).out;
+    EXPECT_GE(number_after(out, "right:"), 5) << out;
+    EXPECT_NE(out.find("saved: the same logits"), std::string::npos) << out;
+    EXPECT_NE(read_file(folder / "config.json").find("\"model_type\": \"conv-reader\""),
+              std::string::npos);
+  }
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;
