@@ -8,7 +8,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/models/bert.h"
 #include "hasten/trainer/trainer.h"
-#include "support/device_communicator.h"
+#include "support/device_backend.h"
 #include "support/error_of.h"
 #include "support/spawn.h"
 #include "support/temporary_folder.h"
@@ -91,8 +91,7 @@ Trained train(Communicator& world, const TrainingArguments& a, std::shared_ptr<c
   options.grad_scaler.init_scale = 1024;
   options.dataloader_config.non_blocking = true;
   const auto accelerator = std::make_shared<Accelerator>(
-      options, testing_support::device_communicator(
-                   world.duplicate({.name = "run " + std::to_string(runs++)})));
+      options, world.duplicate({.name = "run " + std::to_string(runs++)}));
   const auto loss = [model](const Batch& rows) mutable {
     const at::Tensor logits = model->forward(rows["input_ids"], rows["attention_mask"]);
     return LossOutput{at::cross_entropy_loss(logits, rows["labels"], {}, at::Reduction::Sum),
@@ -149,13 +148,13 @@ void expect_bit_for_bit(Communicator& world) {
 }
 
 HASTEN_RANK_FUNCTION(TrainWithGraphs) {
-  const auto world = Communicator::create(rank.world());
+  const auto world = testing_support::device_world(rank.world());
   expect_bit_for_bit(*world);
   world->close();
 }
 
 TEST(DeviceGraphs, StepsAreThoseWithoutBitForBit) {
-  expect_bit_for_bit(*Communicator::create(World{}));
+  expect_bit_for_bit(*testing_support::device_world(World{}));
   for (const auto& report :
        testing_support::spawn(2, "TrainWithGraphs", {}, {.deadline = std::chrono::seconds(300)})) {
     EXPECT_EQ(report.error, "");
@@ -164,7 +163,7 @@ TEST(DeviceGraphs, StepsAreThoseWithoutBitForBit) {
 }
 
 TEST(DeviceGraphs, EachShapeHasItsOwn) {
-  const auto world = Communicator::create(World{});
+  const auto world = testing_support::device_world(World{});
   TrainingArguments a = arguments();
   a.bf16 = true;
   const auto texts = std::make_shared<toy::Texts>(4 * 24);
@@ -174,7 +173,7 @@ TEST(DeviceGraphs, EachShapeHasItsOwn) {
 }
 
 TEST(DeviceGraphs, AParameterThatIsFrozenOrMovedIsCapturedAgain) {
-  const auto world = Communicator::create(World{});
+  const auto world = testing_support::device_world(World{});
   struct Change : TrainerCallback {
     explicit Change(BertForSequenceClassification model) : model(std::move(model)) {}
     void on_step_end(const StepProgress&) override {
@@ -199,7 +198,7 @@ TEST(DeviceGraphs, AParameterThatIsFrozenOrMovedIsCapturedAgain) {
 }
 
 TEST(DeviceGraphs, AResumedRunEndsAsTheWhole) {
-  const auto world = Communicator::create(World{});
+  const auto world = testing_support::device_world(World{});
   const TemporaryFolder folder;
   TrainingArguments a = arguments();
   a.bf16 = true;
