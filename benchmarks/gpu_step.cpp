@@ -23,7 +23,7 @@
 #include "hasten/core/device.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/trainer/trainer.h"
 
 namespace hasten {
@@ -145,14 +145,14 @@ class SyntheticTokens final : public Dataset {
   at::Tensor ids_, labels_;
 };
 
-static BertForSequenceClassification gpu_model(const GpuFlags& flags) {
+static PreTrainedModel gpu_model(const GpuFlags& flags) {
   set_seed(1);
-  return BertForSequenceClassification(
-      BertConfig::from_shape(flags.smoke ? "bert-tiny" : "bert-base"));
+  return AutoModelForSequenceClassification::from_config(
+      AutoConfig::from_shape(flags.smoke ? "bert-tiny" : "bert-base"));
 }
 
 static void run_trainer(const GpuFlags& flags, const at::Device& device) {
-  BertForSequenceClassification model = gpu_model(flags);
+  PreTrainedModel model = gpu_model(flags);
   GpuMeasure measure(device, flags.steps);
   TrainingArguments arguments;
   arguments.device = device.str();
@@ -168,7 +168,8 @@ static void run_trainer(const GpuFlags& flags, const at::Device& device) {
   Trainer trainer(
       model.ptr(),
       [&](const Batch& batch) {
-        const at::Tensor logits = model->forward(batch["input_ids"], batch["attention_mask"]);
+        const at::Tensor logits =
+            model->forward({batch["input_ids"], batch["attention_mask"]}).logits;
         const auto rows = static_cast<double>(batch.rows());
         return LossOutput{torch::cross_entropy_loss(logits, batch["labels"]) * rows, rows, logits};
       },
@@ -207,7 +208,7 @@ struct PlainOptimizer {
 };
 
 static void run_plain(const GpuFlags& flags, const at::Device& device) {
-  BertForSequenceClassification model = gpu_model(flags);
+  PreTrainedModel model = gpu_model(flags);
   model->to(device);
   model->train();
   GpuMeasure measure(device, flags.steps);
@@ -225,8 +226,8 @@ static void run_plain(const GpuFlags& flags, const at::Device& device) {
     const at::Tensor labels = to("labels");
     at::autocast::set_autocast_enabled(device.type(), true);
     at::autocast::set_autocast_dtype(device.type(), at::kBFloat16);
-    const at::Tensor loss =
-        torch::cross_entropy_loss(model->forward(to("input_ids"), to("attention_mask")), labels);
+    const at::Tensor loss = torch::cross_entropy_loss(
+        model->forward({to("input_ids"), to("attention_mask")}).logits, labels);
     at::autocast::clear_cache();
     at::autocast::set_autocast_enabled(device.type(), false);
     loss.backward();

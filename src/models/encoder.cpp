@@ -98,10 +98,15 @@ at::Tensor padding_of(const at::Tensor& attention_mask) {
 }
 
 at::Tensor additive_mask(const at::Tensor& ignored, const at::Tensor& hidden) {
-  const double lowest = hidden.scalar_type() == at::kHalf
-                            ? -65504.0
-                            : static_cast<double>(std::numeric_limits<float>::lowest());
-  return (ignored * lowest).to(hidden.scalar_type());
+  // In the dtype of the products, for which attention has kernels; else each block converts it.
+  const at::ScalarType dtype =
+      ignored.is_cpu() ? hidden.scalar_type()
+                       : autocast_dtype(ignored.device().type()).value_or(hidden.scalar_type());
+  const float lowest = dtype == at::kHalf ? -65504.0f
+                       : dtype == at::kBFloat16
+                           ? static_cast<float>(std::numeric_limits<c10::BFloat16>::lowest())
+                           : std::numeric_limits<float>::lowest();
+  return (ignored * lowest).to(dtype);
 }
 
 /// One block: self-attention and feed-forward, each followed by residual and LayerNorm.

@@ -50,7 +50,7 @@ void register_path(torch::nn::Module& root, const std::string& path, const at::T
 
 /// [B, T], true at padding; undefined if there is none (which a CPU looks up) or no mask.
 at::Tensor padding_of(const at::Tensor& attention_mask);
-/// Lowest finite value where `ignored`, else 0, in hidden's dtype.
+/// Lowest finite value where `ignored`, else 0, in the dtype of attention's products.
 at::Tensor additive_mask(const at::Tensor& ignored, const at::Tensor& hidden);
 
 class TextEncoder : public torch::nn::Module {

@@ -5,7 +5,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/core/precision_probe.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "support/captured_stderr.h"
 #include "support/error_of.h"
 #include "support/test_device.h"
@@ -78,7 +78,8 @@ TEST(DevicePrecision, OperatorsRunInTheDtypesOfTorchsListForTheDevice) {
 
 TEST(DevicePrecision, ABatchWithoutPaddingNeedsNoMask) {
   torch::manual_seed(3);
-  BertForSequenceClassification bert(BertConfig::from_shape("bert-tiny", 50));
+  PreTrainedModel bert =
+      AutoModelForSequenceClassification::from_config(AutoConfig::from_shape("bert-tiny", 50));
   bert->to(test_device());
   bert->eval();
   const at::NoGradGuard no_grad;
@@ -91,7 +92,7 @@ TEST(DevicePrecision, ABatchWithoutPaddingNeedsNoMask) {
                              .cache_enabled = false});
     const auto run = [&](const at::Tensor& attention_mask) {
       const auto before = device_counters();
-      const at::Tensor logits = bert->forward(ids, attention_mask).cpu();
+      const at::Tensor logits = bert->forward({ids, attention_mask}).logits.cpu();
       return std::pair(logits, (device_counters() - before).operators);
     };
     const auto [masked, with] = run(mask);

@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/models/bert.h"
+#include "hasten/models/auto_model.h"
 #include "hasten/trainer/trainer.h"
 #include "support/device_backend.h"
 #include "support/error_of.h"
@@ -22,12 +22,12 @@ using testing_support::error_of;
 using testing_support::FaultRank;
 using testing_support::TemporaryFolder;
 
-BertForSequenceClassification bert() {
-  BertConfig config = BertConfig::from_shape("bert-tiny", toy::kWords);
+PreTrainedModel bert() {
+  PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", toy::kWords);
   config.max_position_embeddings = 16;
   config.id2label = {"no", "maybe", "yes"};
   torch::manual_seed(5);
-  return BertForSequenceClassification(config); // with dropout
+  return AutoModelForSequenceClassification::from_config(config); // with dropout
 }
 
 /// Texts padded to 9 tokens.
@@ -80,12 +80,12 @@ struct Trained {
   std::vector<double> losses{}, norms{};
 };
 
-using Wrap = std::function<void(Trainer&, BertForSequenceClassification)>;
+using Wrap = std::function<void(Trainer&, PreTrainedModel)>;
 
 Trained train(Communicator& world, const TrainingArguments& a, std::shared_ptr<const Dataset> texts,
               const Wrap& wrap = {}) {
   static int runs = 0;
-  BertForSequenceClassification model = bert();
+  PreTrainedModel model = bert();
   AcceleratorOptions options = accelerator_options(a);
   options.device = "test_device";
   options.grad_scaler.init_scale = 1024;
@@ -93,7 +93,7 @@ Trained train(Communicator& world, const TrainingArguments& a, std::shared_ptr<c
   const auto accelerator = std::make_shared<Accelerator>(
       options, world.duplicate({.name = "run " + std::to_string(runs++)}));
   const auto loss = [model](const Batch& rows) mutable {
-    const at::Tensor logits = model->forward(rows["input_ids"], rows["attention_mask"]);
+    const at::Tensor logits = model->forward({rows["input_ids"], rows["attention_mask"]}).logits;
     return LossOutput{at::cross_entropy_loss(logits, rows["labels"], {}, at::Reduction::Sum),
                       static_cast<double>(rows.rows()), logits};
   };
@@ -175,19 +175,20 @@ TEST(DeviceGraphs, EachShapeHasItsOwn) {
 TEST(DeviceGraphs, AParameterThatIsFrozenOrMovedIsCapturedAgain) {
   const auto world = testing_support::device_world(World{});
   struct Change : TrainerCallback {
-    explicit Change(BertForSequenceClassification model) : model(std::move(model)) {}
+    explicit Change(PreTrainedModel model) : model(std::move(model)) {}
     void on_step_end(const StepProgress&) override {
       if (++steps == 8) {
-        model->bert->position_embeddings->weight.requires_grad_(false);
+        model->named_parameters()["bert.embeddings.position_embeddings.weight"].requires_grad_(
+            false);
       } else if (steps == 14) {
-        at::Tensor weight = model->classifier->weight;
+        at::Tensor weight = model->named_parameters()["classifier.weight"];
         weight.set_data(weight.detach().clone());
       }
     }
-    BertForSequenceClassification model;
+    PreTrainedModel model;
     int steps = 0;
   };
-  const Wrap wrap = [](Trainer& trainer, BertForSequenceClassification model) {
+  const Wrap wrap = [](Trainer& trainer, PreTrainedModel model) {
     trainer.add_callback(std::make_shared<Change>(std::move(model)));
   };
   TrainingArguments a = arguments();
