@@ -63,8 +63,8 @@ class Hasten(ConanFile):
 
     def system_requirements(self):
         Apt(self).check([
-            "nlohmann-json3-dev", "libcli11-dev", "libutf8proc-dev", "libsodium-dev",
-            "libjemalloc-dev", "libxxhash-dev", "ninja-build",
+            "nlohmann-json3-dev", "libcli11-dev", "libutf8proc-dev", "libonig-dev",
+            "libsodium-dev", "libjemalloc-dev", "libxxhash-dev", "ninja-build",
         ])
 
     def generate(self):

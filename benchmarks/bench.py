@@ -28,6 +28,7 @@ from local_sgd import LocalSGDAverage, LocalSGDReviews, LocalSGDW8a, SlowLink
 from precision import Precision
 from resident_memory import ResidentMemory
 from sides import PICTURES, RANKS, ROOT, Bench, Case, at_once, environment, launched, peer_ranks, wait_all
+from tokenizers_bench import Tokenizers
 
 PEER = "Hugging Face Trainer"
 MOST_OF_BEFORE = 1.03  # of an earlier commit, in cases that are held to a ratio at all
@@ -396,6 +397,7 @@ BENCHMARKS = {
         Precision,
         ResidentMemory,
         Gpu,
+        Tokenizers,
     )
 }
 

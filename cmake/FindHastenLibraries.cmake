@@ -2,6 +2,7 @@
 # CMake looks for such: pkg-config need not be there.
 set(_header_gtest gtest/gtest.h)
 set(_header_jemalloc jemalloc/jemalloc.h)
+set(_header_onig oniguruma.h)
 set(_header_sodium sodium.h)
 set(_header_utf8proc utf8proc.h)
 set(_header_xxhash xxhash.h)

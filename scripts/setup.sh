@@ -47,6 +47,7 @@ missing_packages() {
     [nlohmann-json3-dev]=nlohmann/json.hpp
     [libcli11-dev]=CLI/CLI.hpp
     [libutf8proc-dev]=utf8proc.h
+    [libonig-dev]=oniguruma.h
     [libsodium-dev]=sodium.h
     [libjemalloc-dev]=jemalloc/jemalloc.h
     [libxxhash-dev]=xxhash.h

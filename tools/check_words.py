@@ -27,7 +27,7 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 PUBLIC = ("include/", "docs/", "examples/", *PAGES)
 TEXT = (".h", ".cpp", ".py", ".sh", ".md", ".txt", ".cmake", ".json", ".in", "")
 # Texts to tokenize are of any script and quote.
-SKIP = ("tools/golden/", "tests/data/", "LICENSE")
+SKIP = ("tools/golden/", "tests/golden/", "tests/data/", "LICENSE")
 # Its literals are pieces of generated reviews.
 REVIEWS = "src/text/synthetic_reviews.cpp"
 

@@ -78,7 +78,7 @@ void check_tokenizer_folder(const std::string& where, const std::string& folder)
   std::error_code error;
   if (!files::is_directory(folder, error)) {
     throw InputError(where, "--tokenizer=" + folder + " is not a folder",
-                     "a folder with vocab.txt or tokenizer.json");
+                     "a folder with tokenizer.json or vocab.txt");
   }
 }
 

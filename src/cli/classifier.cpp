@@ -42,21 +42,20 @@ std::string trained_class_weights(const std::filesystem::path& folder, int64_t l
   return joined(weights, ",");
 }
 
-int64_t allowed_length(int64_t asked, const PreTrainedConfig& config,
-                       const WordPieceOptions& tokenizer) {
+int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t model_max_length) {
   int64_t length = config.max_tokens();
-  if (const int64_t most = tokenizer.model_max_length; most > 0) {
-    length = std::min(length, most);
+  if (model_max_length > 0) {
+    length = std::min(length, model_max_length);
   }
   return asked > 0 ? std::min(asked, length) : length;
 }
 
 void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
-                      const WordPieceTokenizer& tokenizer) {
-  if (tokenizer.vocab_size() > config.vocab_size) {
+                      const Tokenizer& tokenizer) {
+  if (tokenizer.size() > config.vocab_size) {
     throw InputError(
         "cli::model",
-        folder + ": the vocabulary has " + std::to_string(tokenizer.vocab_size()) +
+        folder + ": the vocabulary has " + std::to_string(tokenizer.size()) +
             " pieces, but config.json has vocab_size=" + std::to_string(config.vocab_size),
         "a vocabulary no larger than the model's",
         "take vocab.txt and config.json from the same model");
@@ -64,7 +63,7 @@ void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
 }
 
 TextClassifier load_text_classifier(const std::string& folder, int64_t max_length) {
-  WordPieceTokenizer tokenizer = WordPieceTokenizer::load(folder);
+  Tokenizer tokenizer = AutoTokenizer::from_pretrained(folder);
   PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(folder);
   check_vocabulary(folder, model->config(), tokenizer);
   if (model->loading_info().new_output) {
@@ -84,7 +83,7 @@ TextClassifier load_text_classifier(const std::string& folder, int64_t max_lengt
   const int64_t asked = max_length > 0 || !trained_length.is_number_integer()
                             ? max_length
                             : trained_length.get<int64_t>();
-  const int64_t length = allowed_length(asked, model->config(), tokenizer.options());
+  const int64_t length = allowed_length(asked, model->config(), tokenizer.model_max_length());
   const int64_t labels = model->config().num_labels();
   return {std::move(model),
           std::move(tokenizer),
@@ -144,11 +143,11 @@ Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens
   return batch;
 }
 
-ModelFiles classifier_files(PreTrainedModel model, WordPieceTokenizer tokenizer) {
+ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer) {
   ModelFiles files;
   files.save = [model, tokenizer](const std::filesystem::path& folder) mutable {
     model->save_pretrained(folder);
-    tokenizer.save(folder);
+    tokenizer.save_pretrained(folder);
   };
   files.load = [model](const std::filesystem::path& folder) mutable {
     const auto saved = AutoModelForSequenceClassification::from_pretrained(folder.string());
@@ -162,9 +161,8 @@ ModelFiles classifier_files(PreTrainedModel model, WordPieceTokenizer tokenizer)
 }
 
 std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
-                                                     const WordPieceTokenizer& tokenizer) {
-  return std::make_shared<const TokenizedDataset>(rows,
-                                                  PaddingOptions{.pad_id = tokenizer.pad_id()});
+                                                     const Tokenizer& tokenizer) {
+  return std::make_shared<const TokenizedDataset>(rows, tokenizer.padding());
 }
 
 int tokenizer_threads() { return threads_per_rank(world_from_environment()); }

@@ -16,7 +16,7 @@ namespace hasten::detail {
 
 struct TextClassifier {
   PreTrainedModel model{nullptr};
-  WordPieceTokenizer tokenizer;
+  Tokenizer tokenizer;
   /// Maximum number of tokens of a text, including [CLS] and [SEP].
   int64_t max_length = 0;
   /// Precision of the evaluations of the run that trained it.
@@ -34,12 +34,11 @@ struct TextClassifier {
 TextClassifier load_text_classifier(const std::string& folder, int64_t max_length);
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length); `asked` 0 means no limit.
-int64_t allowed_length(int64_t asked, const PreTrainedConfig& config,
-                       const WordPieceOptions& tokenizer);
+int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t model_max_length);
 
 /// Throws InputError if the tokenizer has ids outside the model's embedding.
 void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
-                      const WordPieceTokenizer& tokenizer);
+                      const Tokenizer& tokenizer);
 
 /// The problem type by transformers' rule: one label without a problem_type is a regression.
 Head head_of(const PreTrainedConfig& config);
@@ -53,11 +52,11 @@ ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels);
 Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens);
 
 /// config.json, model.safetensors and the tokenizer's files.
-ModelFiles classifier_files(PreTrainedModel model, WordPieceTokenizer tokenizer);
+ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer);
 
 /// The samples as a dataset, padded with the tokenizer's pad id.
 std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
-                                                     const WordPieceTokenizer& tokenizer);
+                                                     const Tokenizer& tokenizer);
 
 /// Threads with which this rank tokenizes.
 int tokenizer_threads();

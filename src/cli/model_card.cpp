@@ -129,7 +129,8 @@ void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInp
         const Batch batch = in.eval->collate({sample["sample"].get<int64_t>()});
         const at::Tensor& ids = batch["input_ids"];
         sample["text"] = in.data->tokenizer.decode(
-            {ids.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + ids.numel()});
+            {ids.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + ids.numel()},
+            {.skip_special_tokens = true});
       }
     }
     trainer.save_metrics("eval", evaluation);

@@ -211,7 +211,7 @@ int run_command(const PredictCommand& command) {
   if (!command.output.empty() || !command.file.empty()) {
     trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
   }
-  const TokenizedDataset dataset(tokens.ids, {}, {.pad_id = classifier.tokenizer.pad_id()});
+  const TokenizedDataset dataset(tokens.ids, {}, classifier.tokenizer.padding());
   const at::Tensor logits = trainer->predict(dataset).outputs;
   detail::require_finite_logits(classifier, logits, "cli::predict",
                                 command.file.empty() ? "the texts" : command.file);

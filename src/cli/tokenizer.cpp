@@ -48,12 +48,12 @@ void for_each_text(const std::string& path, const std::string& text_column,
 
 /// Prints one line per text: {"input_ids": [...]}.
 int encode_texts(const TokenizerCommand& command) {
-  const auto tokenizer = WordPieceTokenizer::load(command.tokenizer);
+  const auto tokenizer = AutoTokenizer::from_pretrained(command.tokenizer);
   std::string out;
   for (const std::string& file : command.files) {
     for_each_text(file, command.text_column, [&](std::string_view text, int64_t) {
       throw_if_interrupted();
-      const auto ids = tokenizer.encode(text, command.max_length).ids;
+      const auto ids = tokenizer.encode(text, {.max_length = command.max_length}).ids;
       out += nlohmann::json{{"input_ids", ids}}.dump() + "\n";
       if (out.size() > size_t{1} << 20) {
         std::cout << std::exchange(out, {});
@@ -102,15 +102,16 @@ int learn_tokenizer(const TokenizerCommand& command) {
     before += read;
   }
   bar.finish();
-  const WordPieceTokenizer tokenizer(learner.learn({.vocab_size = command.vocab_size,
-                                                    .min_frequency = command.min_frequency,
-                                                    .limit_alphabet = command.limit_alphabet}),
-                                     options);
+  const Tokenizer tokenizer =
+      WordPieceTokenizer(learner.learn({.vocab_size = command.vocab_size,
+                                        .min_frequency = command.min_frequency,
+                                        .limit_alphabet = command.limit_alphabet}),
+                         options);
   std::error_code missing;
   FolderCommit commit(command.output, std::filesystem::exists(command.output, missing)
                                           ? CommitMode::merge
                                           : CommitMode::create);
-  tokenizer.save(commit.folder());
+  tokenizer.save_pretrained(commit.folder());
   commit.commit();
   log_info(format_count(tokenizer.vocab_size()) + " pieces from " + format_count(learner.texts()) +
            " texts with " + format_count(learner.words()) + " distinct words, in " +

@@ -44,9 +44,9 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
     options.texts.replace_label_names = true;
   }
   if (!is_model_shape(command.model)) {
-    options.tokenizer = WordPieceTokenizer::load(command.model);
+    options.tokenizer = AutoTokenizer::from_pretrained(command.model);
   } else if (!command.tokenizer.empty()) {
-    options.tokenizer = WordPieceTokenizer::load(command.tokenizer);
+    options.tokenizer = AutoTokenizer::from_pretrained(command.tokenizer);
     inputs.vocabulary = "from " + command.tokenizer;
   } else {
     options.learned.do_lower_case = !command.cased;
@@ -54,9 +54,9 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
     options.vocab.vocab_size = command.vocab_size;
     inputs.vocabulary = "learned from the training texts";
   }
-  inputs.max_length = options.max_length =
-      allowed_length(command.arguments.max_length, config,
-                     options.tokenizer ? options.tokenizer->options() : options.learned);
+  inputs.max_length = options.max_length = allowed_length(
+      command.arguments.max_length, config,
+      options.tokenizer ? options.tokenizer->model_max_length() : options.learned.model_max_length);
   options.threads = tokenizer_threads();
   options.cache_dir = cache_folder(command.cache_dir);
   return options;
@@ -145,7 +145,7 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   if (inputs.head != Head::single_label) {
     options.problem_type = spelling(inputs.head);
   }
-  options.vocab_size = inputs.data->tokenizer.vocab_size();
+  options.vocab_size = inputs.data->tokenizer.size();
   options.pad_token_id = inputs.data->tokenizer.pad_id();
   return AutoModelForSequenceClassification::from_pretrained(command.model, options);
 }

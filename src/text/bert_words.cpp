@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "hasten/text/tokenizer.h"
+#include "unicode_text.h"
 
 namespace hasten::detail {
 
@@ -25,14 +26,6 @@ constexpr std::array<BertChar, 128> bert_ascii_table() {
 }
 
 constexpr auto kBertAscii = bert_ascii_table();
-
-// The ranges in BERT's code. BERT has 2B920 where Unicode has 2B820.
-bool is_bert_cjk(int32_t code) {
-  return (code >= 0x4E00 && code <= 0x9FFF) || (code >= 0x3400 && code <= 0x4DBF) ||
-         (code >= 0x20000 && code <= 0x2A6DF) || (code >= 0x2A700 && code <= 0x2B73F) ||
-         (code >= 0x2B740 && code <= 0x2B81F) || (code >= 0x2B920 && code <= 0x2CEAF) ||
-         (code >= 0xF900 && code <= 0xFAFF) || (code >= 0x2F800 && code <= 0x2FA1F);
-}
 
 // Class of a code point. Separators count as white space, as in BERT. Unassigned code points stay,
 // as in Hugging Face's tokenizers (the original BERT removes them).
@@ -98,7 +91,7 @@ class BertWordSplitter {
     if (code < 128 || kind == BertChar::space) {
       flush_run();
       put_code(code);
-    } else if (options_.tokenize_chinese_chars && is_bert_cjk(code)) {
+    } else if (options_.tokenize_chinese_chars && is_bert_ideograph(code)) {
       out_.run += ' ';
       append(out_.run, code);
       out_.run += ' ';

@@ -32,7 +32,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextClassificationReport, rows_read, filtered
 namespace detail {
 
 // Increase it with every change of the ids that equal files and options give.
-constexpr int kTokenRules = 2;
+constexpr int kTokenRules = 3;
 
 class TextHasher {
  public:
@@ -70,21 +70,12 @@ nlohmann::json described_words(const WordPieceOptions& options) {
 }
 
 nlohmann::json described_tokenizer(const TokenizedClassificationOptions& options) {
-  if (!options.tokenizer) {
-    auto described = described_words(options.learned);
-    described["learned"] = {options.vocab.vocab_size, options.vocab.min_frequency,
-                            options.vocab.limit_alphabet};
-    return described;
+  if (options.tokenizer) {
+    return options.tokenizer->hash();
   }
-  auto described = described_words(options.tokenizer->options());
-  std::string pieces;
-  for (const std::string& piece : options.tokenizer->vocab()) {
-    pieces += piece + "\n";
-  }
-  for (const AddedToken& token : options.tokenizer->added_tokens()) {
-    pieces += token.content + "\t" + std::to_string(token.id) + "\n";
-  }
-  described["pieces"] = text_hash_hex(pieces);
+  auto described = described_words(options.learned);
+  described["learned"] = {options.vocab.vocab_size, options.vocab.min_frequency,
+                          options.vocab.limit_alphabet};
   return described;
 }
 
@@ -181,7 +172,7 @@ class TokenMaker {
     size_t bytes = 0;
   };
 
-  WordPieceTokenizer learned_tokenizer() {
+  Tokenizer learned_tokenizer() {
     WordPieceLearner learner(options_.learned);
     const SelectedRows& rows = selection_.files[0];
     TextRowReader reader(rows.file, rows.table);
@@ -191,7 +182,7 @@ class TokenMaker {
       }
       throw_if_interrupted();
     }
-    return {learner.learn(options_.vocab), options_.learned};
+    return WordPieceTokenizer(learner.learn(options_.vocab), options_.learned);
   }
 
   void read_file(const SelectedRows& rows, int64_t before, const Sink& sink) {
@@ -250,7 +241,7 @@ class TokenMaker {
   std::function<void(int64_t, int64_t)> tell_;
   int64_t total_;
   TextSelection selection_;
-  WordPieceTokenizer tokenizer_;
+  Tokenizer tokenizer_;
   std::vector<TokenRow> train_{};
   std::vector<TokenRow> eval_{};
   TextHasher checksum_{};

@@ -20,7 +20,7 @@ namespace detail {
 
 constexpr const char* kTokenizedDataset = "data::TokenizedDataset";
 
-std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
+std::vector<Encoding> tokenize_parallel(const Tokenizer& tokenizer,
                                         const std::vector<std::string>& texts, int64_t max_length,
                                         size_t parts) {
   std::vector<Encoding> encodings(texts.size());
@@ -28,7 +28,7 @@ std::vector<Encoding> tokenize_parallel(const WordPieceTokenizer& tokenizer,
     size_t row = texts.size() * part / parts;
     try {
       for (; row < texts.size() * (part + 1) / parts; ++row) {
-        encodings[row] = tokenizer.encode(texts[row], max_length);
+        encodings[row] = tokenizer.encode(texts[row], {.max_length = max_length});
       }
     } catch (const InputError& error) {
       throw InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what());
@@ -57,9 +57,8 @@ int32_t as_int32(int64_t value, size_t row, const char* what, int64_t smallest) 
 
 } // namespace detail
 
-TokenizedTexts tokenize_texts(const WordPieceTokenizer& tokenizer,
-                              const std::vector<std::string>& texts, int64_t max_length,
-                              int threads) {
+TokenizedTexts tokenize_texts(const Tokenizer& tokenizer, const std::vector<std::string>& texts,
+                              int64_t max_length, int threads) {
   if (threads < 1) {
     throw InputError("data::tokenize_texts", "threads=" + std::to_string(threads), "at least 1");
   }
@@ -105,11 +104,13 @@ TokenizedDataset::TokenizedDataset(TokenTable table, PaddingOptions padding)
 }
 
 void TokenizedDataset::check() const {
-  if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0) {
+  if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0 || padding_.pad_id < 0) {
     throw InputError(detail::kTokenizedDataset,
                      "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
-                         ", pad_to_length=" + std::to_string(padding_.pad_to_length),
-                     "pad_to_multiple_of at least 1, pad_to_length at least 0");
+                         ", pad_to_length=" + std::to_string(padding_.pad_to_length) +
+                         ", pad_id=" + std::to_string(padding_.pad_id),
+                     "pad_to_multiple_of at least 1, pad_to_length and pad_id at least 0",
+                     padding_.pad_id < 0 ? "give the tokenizer a pad_token" : "");
   }
   const int64_t ids = table_.ids ? table_.ids->size() : 0;
   for (size_t i = 0; i < table_.rows.size(); ++i) {
@@ -164,8 +165,10 @@ Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
     const TokenRow& from = row(indices[i]);
     ids.resize(static_cast<size_t>(from.tokens + classes(from)));
     table_.ids->read(from.begin, ids);
-    std::copy_n(ids.begin(), from.tokens, id_out + i * longest);
-    std::fill_n(mask_out + i * longest, from.tokens, 1);
+    const int64_t first =
+        i * longest + (padding_.padding_side == TokenSide::left ? longest - from.tokens : 0);
+    std::copy_n(ids.begin(), from.tokens, id_out + first);
+    std::fill_n(mask_out + first, from.tokens, 1);
     if (table_.problem_type == ProblemType::single_label) {
       labels.mutable_data_ptr<int64_t>()[i] = from.label;
     } else if (table_.problem_type == ProblemType::regression) {

@@ -1,278 +1,521 @@
 #include "hasten/text/tokenizer.h"
 
-#include <c10/util/flat_hash_map.h>
-
 #include <algorithm>
-#include <array>
-#include <set>
-#include <unordered_map>
+#include <map>
+#include <mutex>
 #include <utility>
 
+#include "added_tokens.h"
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/text/bert_words.h"
 #include "hasten/text/utf8.h"
+#include "text_steps.h"
+#include "text_tokens.h"
+#include "token_model.h"
+#include "tokenizer_files.h"
 
 namespace hasten {
 
 namespace detail {
 
-constexpr int64_t kMaxWordCharacters = 100;
-constexpr const char* kTokenizer = "data::WordPieceTokenizer";
+// Hugging Face writes a length of at least this for "no limit known".
+constexpr double kNoMaxLength = 1e9;
+constexpr size_t kMaxTextBytes = (size_t{1} << 31) - (size_t{1} << 20);
 
-// The pieces as a trie over bytes. One walk over a word finds the longest piece at a position.
-class PieceTrie {
- public:
-  static constexpr int32_t kStart = 0; // pieces that start a word
-  static constexpr int32_t kInside = 1; // pieces with "##", stored without it
+// The member of tokenizer_config.json, or null.
+nlohmann::json config_value(const nlohmann::json& config, const char* name) {
+  return config.is_object() ? config.value(name, nlohmann::json()) : nlohmann::json();
+}
 
-  explicit PieceTrie(const std::vector<std::string>& vocab) {
-    for (size_t id = 0; id < vocab.size(); ++id) {
-      const std::string_view piece = vocab[id];
-      const bool inside = piece.size() > 2 && piece.starts_with("##");
-      insert(inside ? kInside : kStart, inside ? piece.substr(2) : piece, static_cast<int32_t>(id));
-    }
-  }
-
-  // Id and bytes of the longest piece that `text` starts with; id -1 if there is none.
-  std::pair<int32_t, size_t> longest(std::string_view text, int32_t node) const {
-    std::pair<int32_t, size_t> best{-1, 0};
-    for (size_t i = 0; i < text.size(); ++i) {
-      const auto edge = edges_.find(key(node, text[i]));
-      if (edge == edges_.end()) {
-        break;
-      }
-      node = edge->second;
-      if (piece_[node] >= 0) {
-        best = {piece_[node], i + 1};
-      }
-    }
-    return best;
-  }
-
- private:
-  static uint64_t key(int32_t node, char byte) {
-    return static_cast<uint64_t>(node) << 8 | static_cast<unsigned char>(byte);
-  }
-
-  void insert(int32_t node, std::string_view piece, int32_t id) {
-    for (const char byte : piece) {
-      const auto [edge, fresh] =
-          edges_.emplace(key(node, byte), static_cast<int32_t>(piece_.size()));
-      if (fresh) {
-        piece_.push_back(-1);
-      }
-      node = edge->second;
-    }
-    piece_[node] = id; // if a piece occurs twice, the later id wins
-  }
-
-  ska::flat_hash_map<uint64_t, int32_t> edges_{}; // key() to the next node
-  std::vector<int32_t> piece_{-1, -1}; // [node] id of the piece that ends there, or -1
-};
+TokenSide config_side(const nlohmann::json& config, const char* name) {
+  return config_value(config, name) == "left" ? TokenSide::left : TokenSide::right;
+}
 
 } // namespace detail
 
-struct WordPieceTokenizer::Impl {
-  std::vector<std::string> vocab;
-  WordPieceOptions options;
-  std::vector<AddedToken> added; // the longest first
-  std::unordered_map<std::string_view, int64_t> ids; // views into vocab, added
-  detail::PieceTrie trie;
-  std::array<bool, 256> starts_added{}; // first bytes of added tokens
-  int64_t unk = 0;
-  int64_t cls = 0;
-  int64_t sep = 0;
-  int64_t pad = 0;
+struct Tokenizer::Impl {
+  detail::TokenizerFiles files;
+  nlohmann::json config;
+  std::vector<detail::NormalizerStep> normalizer{};
+  detail::PreTokenizer pre_tokenizer{};
+  std::unique_ptr<const detail::TokenModel> model{};
+  detail::PostProcessor post_processor{};
+  std::vector<detail::DecoderStep> decoder{};
+  detail::AddedTokens added{};
+  std::string model_type{};
+  std::map<std::string, int64_t> special{};
+  std::string hash{};
+  // BERT's parts in one pass, without offsets; null if the tokenizer has others.
+  const detail::WordPieceModel* short_way = nullptr;
+  WordPieceOptions short_way_options{};
+  mutable std::mutex mutex{};
+  mutable std::vector<std::unique_ptr<detail::TokenScratch>> idle{};
 
-  Impl(std::vector<std::string> pieces, WordPieceOptions given, std::vector<AddedToken> tokens)
-      : vocab(std::move(pieces)), options(std::move(given)), added(std::move(tokens)), trie(vocab) {
-    for (size_t id = 0; id < vocab.size(); ++id) {
-      ids[vocab[id]] = static_cast<int64_t>(id);
+  explicit Impl(const detail::TokenizerFiles& given);
+  void read_parts(nlohmann::json& json);
+  void read_added(const nlohmann::json& json);
+  void add_token(const AddedToken& token);
+  void read_special(const detail::TokenizerPart& part, const char* name);
+
+  void split_words(std::string_view text, detail::Words& words) const;
+  void add_words(std::string_view text, size_t at, detail::Words& words) const;
+  detail::TextTokens tokens_of(std::string_view text, const EncodeOptions& options,
+                               size_t limit) const;
+  void tokenize_short_way(std::string_view text, size_t limit, detail::TextTokens& out) const;
+  void tokenize_words(const detail::Words& words, size_t limit, detail::TokenScratch& scratch,
+                      detail::TextTokens& out) const;
+  void trim(detail::TextTokens& tokens) const;
+  Encoding assembled(detail::TextTokens& first, detail::TextTokens* second, size_t special_count,
+                     const EncodeOptions& options) const;
+  Encoding encode(std::string_view text, const std::string_view* pair,
+                  const EncodeOptions& options) const;
+
+  std::unique_ptr<detail::TokenScratch> take_scratch() const {
+    const std::lock_guard lock(mutex);
+    if (idle.empty()) {
+      return std::make_unique<detail::TokenScratch>();
     }
-    std::erase_if(added, [](const AddedToken& token) { return token.content.empty(); });
-    unk = special(options.unk_token, "unk_token");
-    cls = special(options.cls_token, "cls_token");
-    sep = special(options.sep_token, "sep_token");
-    pad = special(options.pad_token, "pad_token");
-    for (const auto& token : {options.unk_token, options.sep_token, options.pad_token,
-                              options.cls_token, options.mask_token}) {
-      if (const auto found = ids.find(token); !token.empty() && found != ids.end()) {
-        added.push_back({token, found->second, true});
-      }
-    }
-    std::ranges::stable_sort(added, [](const auto& a, const auto& b) {
-      return a.content.size() > b.content.size() ||
-             (a.content.size() == b.content.size() && a.content < b.content);
-    });
-    added.erase(std::unique(added.begin(), added.end(),
-                            [](const auto& a, const auto& b) { return a.content == b.content; }),
-                added.end());
-    for (const auto& token : added) {
-      ids[token.content] = token.id;
-      starts_added[static_cast<unsigned char>(token.content[0])] = true;
-    }
+    auto scratch = std::move(idle.back());
+    idle.pop_back();
+    return scratch;
   }
-
-  int64_t special(const std::string& token, const char* name) const {
-    for (const auto& other : added) {
-      if (other.content == token) {
-        return other.id;
-      }
-    }
-    const auto found = ids.find(token);
-    if (token.empty() || found == ids.end()) {
-      throw InputError(detail::kTokenizer,
-                       std::string("the vocabulary lacks ") + name + "=" + token,
-                       "[UNK], [CLS], [SEP] and [PAD] among its pieces",
-                       "use the vocabulary the model was trained with");
-    }
-    return found->second;
-  }
-
-  // The longest added token at position `at` of `text`, or null.
-  const AddedToken* added_at(std::string_view text, size_t at) const {
-    for (const auto& token : added) {
-      if (text.compare(at, token.content.size(), token.content) == 0) {
-        return &token;
-      }
-    }
-    return nullptr;
-  }
-
-  // Appends the ids of `text`. Stops when there are more than `limit`.
-  void append_text(std::string_view text, size_t limit, detail::BertWords& scratch,
-                   std::vector<int64_t>& out) const {
-    size_t begin = 0;
-    for (size_t at = 0; at < text.size();) {
-      const AddedToken* token =
-          starts_added[static_cast<unsigned char>(text[at])] ? added_at(text, at) : nullptr;
-      if (token == nullptr) {
-        ++at;
-        continue;
-      }
-      append_words(text.substr(begin, at - begin), limit, scratch, out);
-      out.push_back(token->id);
-      at += token->content.size();
-      begin = at;
-    }
-    append_words(text.substr(begin), limit, scratch, out);
-  }
-
-  void append_words(std::string_view text, size_t limit, detail::BertWords& scratch,
-                    std::vector<int64_t>& out) const {
-    if (text.empty() || out.size() > limit) {
-      return;
-    }
-    detail::split_bert_words(text, options, scratch);
-    for (size_t i = 0; i < scratch.words.size() && out.size() <= limit; ++i) {
-      append_pieces(scratch[i], scratch.words[i].characters, out);
-    }
-  }
-
-  void append_pieces(std::string_view word, int64_t characters, std::vector<int64_t>& out) const {
-    const size_t before = out.size();
-    bool known = characters <= detail::kMaxWordCharacters;
-    int32_t node = detail::PieceTrie::kStart;
-    while (known && !word.empty()) {
-      const auto [id, bytes] = trie.longest(word, node);
-      known = id >= 0;
-      if (known) {
-        out.push_back(id);
-        word.remove_prefix(bytes);
-        node = detail::PieceTrie::kInside;
-      }
-    }
-    if (!known) {
-      out.resize(before);
-      out.push_back(unk);
-    }
-  }
-
-  void check_utf8(std::string_view text) const {
-    if (const size_t bad = invalid_utf8_position(text); bad != std::string_view::npos) {
-      throw InputError(detail::kTokenizer,
-                       "invalid UTF-8 in the text: " + byte_name(text[bad]) +
-                           " at position=" + std::to_string(bad),
-                       "UTF-8", "convert the text");
-    }
+  void give_back(std::unique_ptr<detail::TokenScratch> scratch) const {
+    const std::lock_guard lock(mutex);
+    idle.push_back(std::move(scratch));
   }
 };
 
-WordPieceTokenizer::WordPieceTokenizer(std::vector<std::string> vocab, WordPieceOptions options,
-                                       std::vector<AddedToken> added_tokens)
-    : impl_(std::make_shared<const Impl>(std::move(vocab), std::move(options),
-                                         std::move(added_tokens))) {}
-
-Encoding WordPieceTokenizer::encode(std::string_view text, int64_t max_length) const {
-  if (max_length < 0 || max_length == 1) {
-    throw InputError(detail::kTokenizer, "max_length=" + std::to_string(max_length),
-                     "at least 2 ([CLS] and [SEP]), or 0 for no limit");
+Tokenizer::Impl::Impl(const detail::TokenizerFiles& given) : files(given) {
+  constexpr const char* kWhere = "text::AutoTokenizer";
+  auto json = parse_json(kWhere, files.name, files.tokenizer);
+  if (!json.is_object()) {
+    detail::fail_tokenizer_file(files.name, "not a JSON object", "an object");
   }
-  impl_->check_utf8(text);
-  // The ids already have [CLS]; so more than `limit` ids are too many.
-  const size_t limit = max_length == 0 ? ~size_t{0} - 1 : static_cast<size_t>(max_length) - 1;
-  detail::BertWords scratch;
-  Encoding encoding{.ids = {impl_->cls}};
-  impl_->append_text(text, limit, scratch, encoding.ids);
-  if (encoding.ids.size() > limit) {
-    encoding.ids.resize(limit);
-    encoding.truncated = true;
+  if (!files.config.empty()) {
+    config = parse_json(kWhere, "tokenizer_config.json", files.config);
   }
-  encoding.ids.push_back(impl_->sep);
-  return encoding;
+  nlohmann::json map;
+  if (!files.special_tokens.empty()) {
+    map = parse_json(kWhere, "special_tokens_map.json", files.special_tokens);
+  }
+  read_parts(json);
+  read_added(json);
+  const detail::TokenizerPart config_part(config, "tokenizer_config.json");
+  const detail::TokenizerPart map_part(map, "special_tokens_map.json");
+  for (const char* name : detail::kSpecialTokens) {
+    read_special(config_part[name].is_null() ? map_part[name] : config_part[name], name);
+  }
+  added.sort();
+  hash = hash_hex(files.tokenizer + '\0' + files.config + '\0' + files.special_tokens);
 }
 
-std::vector<std::string> WordPieceTokenizer::tokenize(std::string_view text) const {
-  impl_->check_utf8(text);
-  detail::BertWords scratch;
-  std::vector<int64_t> ids;
-  impl_->append_text(text, ~size_t{0} - 1, scratch, ids);
-  return mapped(ids, [this](int64_t id) { return std::string(token(id)); });
-}
-
-std::string WordPieceTokenizer::decode(const std::vector<int64_t>& ids) const {
-  const WordPieceOptions& o = options();
-  const std::set<std::string> special{o.unk_token, o.sep_token, o.pad_token, o.cls_token,
-                                      o.mask_token};
-  std::string text;
-  for (const int64_t id : ids) {
-    const std::string& piece = token(id);
-    if (piece.starts_with("##")) {
-      text += piece.substr(2);
-    } else if (!special.contains(piece)) {
-      text += (text.empty() ? "" : " ") + piece;
+void Tokenizer::Impl::read_parts(nlohmann::json& json) {
+  // The options of tokenizer_config.json override BERT's normalizer.
+  auto& normal = json["normalizer"];
+  const bool bert =
+      normal.is_object() && normal.value("type", nlohmann::json()) == "BertNormalizer";
+  for (const auto& [option, member] : {std::pair{"do_lower_case", "lowercase"},
+                                       {"strip_accents", "strip_accents"},
+                                       {"tokenize_chinese_chars", "handle_chinese_chars"}}) {
+    if (bert && config.is_object() && config.contains(option)) {
+      normal[member] = config[option];
     }
+  }
+  const detail::TokenizerPart part(json, files.name);
+  const auto kind = part["model"]["type"];
+  const bool bpe = kind.is_null() ? !part["model"]["merges"].is_null() : kind.json() == "BPE";
+  detail::read_normalizer(part["normalizer"], normalizer);
+  pre_tokenizer = detail::read_pre_tokenizer(part["pre_tokenizer"], bpe);
+  model = detail::TokenModel::read(part["model"], pre_tokenizer.model_writes_bytes);
+  post_processor = detail::read_post_processor(part["post_processor"]);
+  if (!part["decoder"].is_null()) {
+    detail::read_decoder(part["decoder"], decoder);
+  }
+  const auto* word_piece = dynamic_cast<const detail::WordPieceModel*>(model.get());
+  model_type = word_piece != nullptr ? "WordPiece" : bpe ? "BPE" : "Unigram";
+  const auto pre = part["pre_tokenizer"];
+  if (word_piece != nullptr && bert && part["normalizer"]["clean_text"].flag(true) &&
+      pre.json().is_object() && pre.type() == "BertPreTokenizer") {
+    short_way = word_piece;
+    short_way_options.do_lower_case = part["normalizer"]["lowercase"].flag(true);
+    short_way_options.strip_accents =
+        part["normalizer"]["strip_accents"].flag(short_way_options.do_lower_case);
+    short_way_options.tokenize_chinese_chars =
+        part["normalizer"]["handle_chinese_chars"].flag(true);
+  }
+}
+
+void Tokenizer::Impl::add_token(const AddedToken& token) {
+  if (const int32_t known = model->id(token.content); known >= 0 && known != token.id) {
+    detail::fail_tokenizer_file(
+        files.name, "the added token " + token.content + " has id=" + std::to_string(token.id),
+        std::to_string(known) + ", its id in the vocabulary");
+  }
+  std::string shown = token.content;
+  if (token.normalized) {
+    detail::AlignedText text;
+    text.append_original(shown, 0);
+    for (const auto& step : normalizer) {
+      step(text);
+    }
+    shown = std::move(text.text);
+  }
+  added.add(token, std::move(shown));
+}
+
+void Tokenizer::Impl::read_added(const nlohmann::json& json) {
+  const auto part = detail::TokenizerPart(json, files.name)["added_tokens"];
+  for (const auto& entry : part.is_null() ? std::vector<detail::TokenizerPart>() : part.items()) {
+    add_token(detail::read_added_token(entry, entry["id"].integer()));
+  }
+  for (const AddedToken& token : detail::read_added_tokens_decoder(config)) {
+    add_token(token);
+  }
+}
+
+// A special token by its name. The model's vocabulary or the added tokens have it, or it is none.
+void Tokenizer::Impl::read_special(const detail::TokenizerPart& part, const char* name) {
+  const auto content = part.json().is_object() ? part["content"] : part;
+  if (content.is_null()) {
+    return;
+  }
+  const std::string text = content.text();
+  if (const AddedToken* token = added.find(text)) {
+    special[name] = token->id;
+  } else if (const int32_t id = model->id(text); id >= 0) {
+    AddedToken token{.content = text, .id = id};
+    if (part.json().is_object()) {
+      token.lstrip = part["lstrip"].flag(false);
+      token.rstrip = part["rstrip"].flag(false);
+      token.single_word = part["single_word"].flag(false);
+    }
+    added.add(token, text);
+    special[name] = id;
+  }
+}
+
+// Appends a part of the text without added tokens, which begins at byte `at` of the original.
+void Tokenizer::Impl::add_words(std::string_view text, size_t at, detail::Words& words) const {
+  detail::AlignedText section = words.text.emptied();
+  section.append_original(text, at);
+  for (const auto& step : normalizer) {
+    step(section);
+  }
+  const auto begin = static_cast<uint32_t>(words.text.text.size());
+  const size_t first = words.words.size();
+  added.split(section.text, true, words.words);
+  for (size_t i = first; i < words.words.size(); ++i) {
+    words.words[i].begin += begin;
+    words.words[i].end += begin;
+  }
+  words.text.append_from(section, 0, section.text.size());
+}
+
+void Tokenizer::Impl::split_words(std::string_view text, detail::Words& words) const {
+  std::vector<detail::Word> parts;
+  added.split(text, false, parts);
+  for (const detail::Word& part : parts) {
+    const auto piece = text.substr(part.begin, part.end - part.begin);
+    if (part.added < 0) {
+      add_words(piece, part.begin, words);
+      continue;
+    }
+    const auto begin = static_cast<uint32_t>(words.text.text.size());
+    words.text.append_original(piece, part.begin);
+    words.words.push_back({begin, static_cast<uint32_t>(words.text.text.size()), part.added});
+  }
+  for (const auto& step : pre_tokenizer.steps) {
+    step(words);
+  }
+}
+
+void Tokenizer::Impl::tokenize_short_way(std::string_view text, size_t limit,
+                                         detail::TextTokens& out) const {
+  std::vector<detail::Word> parts;
+  added.split(text, false, parts);
+  detail::BertWords words;
+  for (const detail::Word& part : parts) {
+    if (part.added >= 0) {
+      out.tokens.push_back({part.added});
+      continue;
+    }
+    detail::split_bert_words(text.substr(part.begin, part.end - part.begin), short_way_options,
+                             words);
+    for (size_t i = 0; i < words.words.size(); ++i) {
+      if (out.tokens.size() >= limit) {
+        out.cut = true;
+        return;
+      }
+      short_way->append(words[i], words.words[i].characters, out.tokens);
+    }
+  }
+}
+
+void Tokenizer::Impl::tokenize_words(const detail::Words& words, size_t limit,
+                                     detail::TokenScratch& scratch, detail::TextTokens& out) const {
+  for (const detail::Word& word : words.words) {
+    if (out.tokens.size() >= limit) {
+      out.cut = true;
+      return;
+    }
+    const size_t first = out.tokens.size();
+    if (word.added >= 0) {
+      out.tokens.push_back({word.added, 0, word.end - word.begin});
+    } else {
+      model->tokenize(std::string_view(words.text.text).substr(word.begin, word.end - word.begin),
+                      scratch, out.tokens);
+    }
+    for (size_t i = first; words.text.tracked && i < out.tokens.size(); ++i) {
+      auto& token = out.tokens[i];
+      const auto from = words.text.from(word.begin + token.begin, word.begin + token.end);
+      token.begin = from.begin;
+      token.end = from.end;
+    }
+  }
+}
+
+detail::TextTokens Tokenizer::Impl::tokens_of(std::string_view text, const EncodeOptions& options,
+                                              size_t limit) const {
+  if (const size_t bad = invalid_utf8_position(text); bad != std::string_view::npos) {
+    throw InputError(detail::kTokenizer,
+                     "invalid UTF-8 in the text: " + byte_name(text[bad]) +
+                         " at position=" + std::to_string(bad),
+                     "UTF-8", "convert the text, or call replace_invalid_utf8");
+  }
+  if (text.size() > detail::kMaxTextBytes) {
+    throw InputError(detail::kTokenizer, "the text has bytes=" + std::to_string(text.size()),
+                     "at most " + std::to_string(detail::kMaxTextBytes), "split the text");
+  }
+  detail::TextTokens made{.text = text};
+  if (short_way != nullptr && !added.any_normalized() && !options.return_offsets_mapping) {
+    tokenize_short_way(text, limit, made);
+    return made;
+  }
+  detail::Words words;
+  words.text.tracked = options.return_offsets_mapping || pre_tokenizer.needs_origins;
+  split_words(text, words);
+  auto scratch = take_scratch();
+  tokenize_words(words, limit, *scratch, made);
+  give_back(std::move(scratch));
+  return made;
+}
+
+// Leaves the white space of tokens out of their spans, except one space that was put in front.
+void Tokenizer::Impl::trim(detail::TextTokens& tokens) const {
+  static const int32_t kSpace = 0x120; // of ByteLevel
+  for (size_t i = 0; i < tokens.tokens.size(); ++i) {
+    auto& span = tokens.tokens[i];
+    const std::string_view shown =
+        added.find(int64_t{span.id}) != nullptr
+            ? tokens.text.substr(span.begin, span.end - span.begin)
+            : std::string_view(model->pieces()[static_cast<size_t>(span.id)]);
+    const auto blank = [&](size_t at) {
+      const int32_t code = detail::next_code(shown, at);
+      return code == kSpace || detail::is_white_space(code);
+    };
+    size_t leading = 0; // characters
+    for (size_t at = 0; at < shown.size() && blank(at); detail::next_code(shown, at)) {
+      ++leading;
+    }
+    size_t trailing = 0;
+    for (size_t end = shown.size(); end > 0 && blank(detail::code_before(shown, end));) {
+      end = detail::code_before(shown, end);
+      ++trailing;
+    }
+    if ((i == 0 || span.begin == 0) && *post_processor.trim_prefix_space && leading == 1) {
+      leading = 0;
+    }
+    size_t begin = span.begin;
+    for (; leading > 0 && begin < span.end; --leading) {
+      detail::next_code(tokens.text, begin);
+    }
+    size_t end = span.end;
+    for (; trailing > 0 && end > 0; --trailing) {
+      end = detail::code_before(tokens.text, end);
+    }
+    span.begin = static_cast<uint32_t>(begin);
+    span.end = trailing > 0 ? span.end : std::max(static_cast<uint32_t>(end), span.begin);
+  }
+}
+
+Encoding Tokenizer::Impl::assembled(detail::TextTokens& first, detail::TextTokens* second,
+                                    size_t special_count, const EncodeOptions& options) const {
+  const bool offsets = options.return_offsets_mapping;
+  if (offsets && post_processor.trim_prefix_space) {
+    trim(first);
+    if (second != nullptr) {
+      trim(*second);
+    }
+  }
+  Encoding made;
+  made.truncated = first.cut || (second != nullptr && second->cut);
+  const size_t count =
+      special_count + first.tokens.size() + (second != nullptr ? second->tokens.size() : 0);
+  made.ids.reserve(count);
+  made.token_type_ids.reserve(count);
+  made.special_tokens_mask.reserve(count);
+  made.attention_mask.assign(count, 1);
+  made.offset_mapping.reserve(offsets ? count : 0);
+  for (const auto& piece : second != nullptr ? post_processor.pair : post_processor.single) {
+    if (piece.sequence < 0 && options.add_special_tokens) {
+      made.ids.insert(made.ids.end(), piece.ids.begin(), piece.ids.end());
+    } else if (piece.sequence >= 0) {
+      for (const auto& token : (piece.sequence == 0 ? first : *second).tokens) {
+        made.ids.push_back(token.id);
+        if (offsets) {
+          made.offset_mapping.emplace_back(token.begin, token.end);
+        }
+      }
+    }
+    made.token_type_ids.resize(made.ids.size(), piece.type_id);
+    made.special_tokens_mask.resize(made.ids.size(), piece.sequence < 0);
+    made.offset_mapping.resize(offsets ? made.ids.size() : 0);
+  }
+  return made;
+}
+
+Encoding Tokenizer::Impl::encode(std::string_view text, const std::string_view* pair,
+                                 const EncodeOptions& options) const {
+  size_t special_count = 0;
+  for (const auto& piece : pair != nullptr ? post_processor.pair : post_processor.single) {
+    special_count += options.add_special_tokens ? piece.ids.size() : 0;
+  }
+  const bool truncates =
+      options.max_length != 0 && options.truncation != TruncationStrategy::do_not_truncate;
+  if (options.max_length < 0 ||
+      (truncates && options.max_length < static_cast<int64_t>(special_count))) {
+    throw InputError(detail::kTokenizer, "max_length=" + std::to_string(options.max_length),
+                     "at least the number of special tokens, " + std::to_string(special_count) +
+                         ", or 0 for no limit");
+  }
+  if (truncates && pair == nullptr && options.truncation == TruncationStrategy::only_second) {
+    throw InputError(detail::kTokenizer, "truncation=only_second without a second text",
+                     "a pair of texts", "use longest_first");
+  }
+  const auto side =
+      options.truncation_side.value_or(detail::config_side(config, "truncation_side"));
+  // Of a pair both lengths count, and from the left the end does.
+  const size_t most = static_cast<size_t>(options.max_length) - special_count;
+  const bool ends_early = truncates && pair == nullptr && side == TokenSide::right;
+  auto first = tokens_of(text, options, ends_early ? most : SIZE_MAX);
+  detail::TextTokens second;
+  if (pair != nullptr) {
+    second = tokens_of(*pair, options, SIZE_MAX);
+  }
+  if (truncates) {
+    detail::truncate_tokens(first, pair != nullptr ? &second : nullptr, most, options, side);
+  }
+  return assembled(first, pair != nullptr ? &second : nullptr, special_count, options);
+}
+
+Tokenizer::Tokenizer(const detail::TokenizerFiles& files)
+    : impl_(std::make_shared<const Impl>(files)) {}
+
+Encoding Tokenizer::encode(std::string_view text, const EncodeOptions& options) const {
+  return impl_->encode(text, nullptr, options);
+}
+
+Encoding Tokenizer::encode(std::string_view text, std::string_view text_pair,
+                           const EncodeOptions& options) const {
+  return impl_->encode(text, &text_pair, options);
+}
+
+std::vector<std::string> Tokenizer::tokenize(std::string_view text) const {
+  return mapped(encode(text, {.add_special_tokens = false}).ids,
+                [this](int64_t id) { return std::string(token(id)); });
+}
+
+std::string Tokenizer::decode(const std::vector<int64_t>& ids, const DecodeOptions& options) const {
+  std::vector<std::string> tokens;
+  for (const int64_t id : ids) {
+    const AddedToken* other = impl_->added.find(id);
+    if (other == nullptr) {
+      tokens.push_back(token(id));
+    } else if (!other->special || !options.skip_special_tokens) {
+      tokens.push_back(impl_->added.shown(*other));
+    }
+  }
+  for (const auto& step : impl_->decoder) {
+    step(tokens);
+  }
+  std::string text = joined(tokens, impl_->decoder.empty() ? " " : "");
+  if (model_type() != "BPE" &&
+      options.clean_up_tokenization_spaces.value_or(
+          detail::config_value(impl_->config, "clean_up_tokenization_spaces") == true)) {
+    detail::clean_up_spaces(text, false);
   }
   return text;
 }
 
-int64_t WordPieceTokenizer::vocab_size() const { return static_cast<int64_t>(impl_->vocab.size()); }
-
-const std::string& WordPieceTokenizer::token(int64_t id) const {
-  if (id >= 0 && id < vocab_size()) {
-    return impl_->vocab[id];
-  }
-  for (const auto& token : impl_->added) {
-    if (token.id == id) {
-      return token.content;
-    }
-  }
-  throw InputError(detail::kTokenizer, "no piece has id=" + std::to_string(id),
-                   "0 to " + std::to_string(vocab_size() - 1));
+PaddingOptions Tokenizer::padding() const {
+  return {.pad_id = pad_id(), .padding_side = detail::config_side(impl_->config, "padding_side")};
 }
 
-int64_t WordPieceTokenizer::id(std::string_view token) const {
-  const auto found = impl_->ids.find(token);
-  return found == impl_->ids.end() ? -1 : found->second;
+TokenSide Tokenizer::truncation_side() const {
+  return detail::config_side(impl_->config, "truncation_side");
 }
 
-const std::vector<std::string>& WordPieceTokenizer::vocab() const { return impl_->vocab; }
-const std::vector<AddedToken>& WordPieceTokenizer::added_tokens() const { return impl_->added; }
-int64_t WordPieceTokenizer::unk_id() const { return impl_->unk; }
-int64_t WordPieceTokenizer::cls_id() const { return impl_->cls; }
-int64_t WordPieceTokenizer::sep_id() const { return impl_->sep; }
-int64_t WordPieceTokenizer::pad_id() const { return impl_->pad; }
-const WordPieceOptions& WordPieceTokenizer::options() const { return impl_->options; }
+int64_t Tokenizer::model_max_length() const {
+  const auto length = detail::config_value(impl_->config, "model_max_length");
+  return length.is_number() && length.get<double>() >= 0 &&
+                 length.get<double>() < detail::kNoMaxLength
+             ? length.get<int64_t>()
+             : 0;
+}
+
+const std::string& Tokenizer::model_type() const { return impl_->model_type; }
+int64_t Tokenizer::vocab_size() const { return std::ssize(vocab()); }
+const std::vector<std::string>& Tokenizer::vocab() const { return impl_->model->pieces(); }
+
+int64_t Tokenizer::size() const {
+  const auto& tokens = added_tokens();
+  return std::max(vocab_size(), tokens.empty() ? 0 : tokens.back().id + 1);
+}
+
+const std::vector<AddedToken>& Tokenizer::added_tokens() const { return impl_->added.all(); }
+
+const std::string& Tokenizer::token(int64_t id) const {
+  if (const AddedToken* token = impl_->added.find(id)) {
+    return token->content;
+  }
+  if (id < 0 || id >= vocab_size() || vocab()[static_cast<size_t>(id)].empty()) {
+    throw InputError(detail::kTokenizer, "no piece has id=" + std::to_string(id),
+                     "0 to " + std::to_string(size() - 1));
+  }
+  return vocab()[static_cast<size_t>(id)];
+}
+
+int64_t Tokenizer::id(std::string_view token) const {
+  const AddedToken* found = impl_->added.find(token);
+  return found != nullptr ? found->id : impl_->model->id(token);
+}
+
+int64_t Tokenizer::special_id(const std::string& name) const {
+  const auto found = impl_->special.find(name);
+  return found == impl_->special.end() ? -1 : found->second;
+}
+
+const std::string& Tokenizer::hash() const { return impl_->hash; }
+
+void Tokenizer::save_pretrained(const std::filesystem::path& folder) const {
+  const auto& pieces = vocab();
+  if (model_type() == "WordPiece" && std::ranges::find(pieces, "") == pieces.end()) {
+    write_file_atomically(folder / "vocab.txt", joined(pieces, "\n") + "\n");
+  }
+  write_file_atomically(folder / "tokenizer.json", impl_->files.tokenizer);
+  if (!impl_->files.config.empty()) {
+    write_file_atomically(folder / "tokenizer_config.json", impl_->files.config);
+  }
+  if (!impl_->files.special_tokens.empty()) {
+    write_file_atomically(folder / "special_tokens_map.json", impl_->files.special_tokens);
+  }
+}
+
+Tokenizer AutoTokenizer::from_pretrained(const std::filesystem::path& folder) {
+  return Tokenizer(detail::read_tokenizer_files(folder));
+}
 
 } // namespace hasten

@@ -19,6 +19,22 @@ bool eight_ascii_bytes(const char* bytes) {
   return (word & kHighBits) == 0;
 }
 
+// Bytes of the invalid sequence that `text` begins with: as many as could begin a valid one.
+size_t broken_bytes(std::string_view text) {
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned lead = byte(0);
+  const size_t wanted = lead >= 0xF0 && lead <= 0xF4 ? 4 : lead >= 0xE0 && lead < 0xF0 ? 3 : 1;
+  size_t used = 1;
+  for (; used < wanted && used < text.size(); ++used) {
+    const unsigned least = used > 1 ? 0x80 : lead == 0xE0 ? 0xA0 : lead == 0xF0 ? 0x90 : 0x80;
+    const unsigned most = used > 1 ? 0xBF : lead == 0xED ? 0x9F : lead == 0xF4 ? 0x8F : 0xBF;
+    if (byte(used) < least || byte(used) > most) {
+      break;
+    }
+  }
+  return used;
+}
+
 constexpr std::string_view kAsciiBlank = " \t\n\v\f\r";
 
 } // namespace detail
@@ -38,6 +54,19 @@ size_t invalid_utf8_position(std::string_view text) {
     at += static_cast<size_t>(bytes);
   }
   return std::string_view::npos;
+}
+
+std::string replace_invalid_utf8(std::string_view text) {
+  std::string made;
+  for (;;) {
+    const size_t bad = invalid_utf8_position(text);
+    made += text.substr(0, bad);
+    if (bad == std::string_view::npos) {
+      return made;
+    }
+    made += "\xEF\xBF\xBD";
+    text.remove_prefix(bad + detail::broken_bytes(text.substr(bad)));
+  }
 }
 
 size_t utf8_length(std::string_view text) {

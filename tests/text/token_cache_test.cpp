@@ -125,7 +125,7 @@ TEST(TokenCache, IdsEqualThoseOfTheTexts) {
     const bool trains = file.sides[row] == SelectedRows::Side::train;
     const TokenTable& side = trains ? data.train : data.eval;
     const TokenRow& place = side.rows[next[trains]++];
-    const auto ids = data.tokenizer.encode(reader.text(), 8).ids;
+    const auto ids = data.tokenizer.encode(reader.text(), {.max_length = 8}).ids;
     std::vector<int32_t> made(static_cast<size_t>(place.tokens));
     side.ids->read(place.begin, made);
     EXPECT_TRUE(std::equal(ids.begin(), ids.end(), made.begin(), made.end()));

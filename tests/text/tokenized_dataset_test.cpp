@@ -15,6 +15,14 @@ at::Tensor longs(const std::vector<int64_t>& values, at::IntArrayRef shape) {
 
 const std::vector<std::vector<int64_t>> kRows{{2, 7, 3}, {2, 3}, {2, 7, 8, 9, 3}};
 
+TEST(TokenizedDataset, PaddingOnTheLeftEndsAllRowsTogether) {
+  const TokenizedDataset dataset(kRows, {}, {.pad_id = 6, .padding_side = TokenSide::left});
+  const auto batch = dataset.collate({1, 0});
+  EXPECT_TRUE(at::equal(batch["input_ids"], longs({6, 2, 3, 2, 7, 3}, {2, 3})));
+  EXPECT_TRUE(at::equal(batch["attention_mask"], longs({0, 1, 1, 1, 1, 1}, {2, 3})));
+  EXPECT_THROW(TokenizedDataset(kRows, {}, {.pad_id = -1}), InputError);
+}
+
 TEST(TokenizedDataset, PadsToTheLongestRowOfTheBatch) {
   const TokenizedDataset dataset(kRows, {1, 0, 1}, {.pad_id = 6});
   const auto batch = dataset.collate({1, 0});

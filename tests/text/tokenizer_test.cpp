@@ -32,7 +32,7 @@ std::string vocab_text(const Pieces& pieces, const char* line_end = "\n") {
 
 std::string load_error(const std::filesystem::path& folder) {
   try {
-    WordPieceTokenizer::load(folder);
+    AutoTokenizer::from_pretrained(folder);
     return "(no error)";
   } catch (const InputError& error) {
     return error.what();
@@ -50,8 +50,10 @@ TEST(Tokenizer, TakesTheLongestPieceAndUnkForAWordThatDoesNotFit) {
 
 TEST(Tokenizer, DecodeJoinsPiecesAndLeavesSpecialTokensOut) {
   const WordPieceTokenizer tokenizer(kSmallVocab, {});
-  EXPECT_EQ(tokenizer.decode(tokenizer.encode("The unaffable, unaffx good!").ids),
-            "the unaffable good !");
+  EXPECT_EQ(tokenizer.decode(tokenizer.encode("The unaffable, unaffx good!").ids,
+                             {.skip_special_tokens = true}),
+            "the unaffable good!");
+  EXPECT_EQ(tokenizer.decode({2, 8, 3}), "[CLS] the [SEP]");
   EXPECT_EQ(tokenizer.decode({}), "");
   EXPECT_THROW(tokenizer.decode({9999}), InputError);
 }
@@ -72,7 +74,8 @@ TEST(Tokenizer, InvalidUtf8AndLengthsAreNamed) {
   } catch (const InputError& error) {
     EXPECT_PART(std::string(error.what()), "byte 0xC3 at position=4");
   }
-  EXPECT_THROW(tokenizer.encode("the", 1), InputError);
+  EXPECT_THROW(tokenizer.encode("the", {.max_length = 1}), InputError);
+  EXPECT_THROW(tokenizer.encode("the", {.max_length = -1}), InputError);
   EXPECT_THROW(tokenizer.token(14), InputError);
   EXPECT_EQ(tokenizer.id("nothing"), -1);
 }
@@ -92,35 +95,41 @@ TEST(Tokenizer, SaveAndLoadGiveTheSameTokenizer) {
   EXPECT_EQ(saved.encode(text).ids, ids);
   for (const bool json_only : {false, true}) {
     const TemporaryFolder folder;
-    saved.save(folder.path());
+    saved.save_pretrained(folder.path());
     if (json_only) {
       std::filesystem::remove(folder / "vocab.txt");
     }
-    const auto loaded = WordPieceTokenizer::load(folder.path());
+    const auto loaded = AutoTokenizer::from_pretrained(folder.path());
     EXPECT_EQ(loaded.encode(text).ids, ids);
     EXPECT_EQ(loaded.vocab(), vocab);
-    EXPECT_EQ(loaded.options().model_max_length, 77);
-    EXPECT_EQ(loaded.options().do_lower_case, false);
-    EXPECT_EQ(loaded.options().strip_accents, true);
-    EXPECT_EQ(loaded.options().tokenize_chinese_chars, false);
+    EXPECT_EQ(loaded.model_max_length(), 77);
     EXPECT_EQ(loaded.pad_id(), 0);
+    EXPECT_EQ(loaded.special_id("mask_token"), 4);
+    EXPECT_EQ(loaded.hash(), saved.hash());
   }
 }
 
 TEST(Tokenizer, OptionsComeFromTheConfigThenFromTheNormalizer) {
   const TemporaryFolder folder;
+  const auto pieces = [&](const std::string& text) {
+    return AutoTokenizer::from_pretrained(folder.path()).tokenize(text);
+  };
   write_text(folder / "vocab.txt", vocab_text(kSmallVocab, "\r\n"));
-  EXPECT_TRUE(WordPieceTokenizer::load(folder.path()).options().do_lower_case);
+  EXPECT_EQ(pieces("GOOD Good"), (Pieces{"good", "good"}));
   write_text(folder / "tokenizer.json", R"({"normalizer": {"lowercase": false}})");
-  EXPECT_FALSE(WordPieceTokenizer::load(folder.path()).options().do_lower_case);
-  write_text(folder / "tokenizer_config.json",
-             R"({"do_lower_case": true, "strip_accents": false,
+  EXPECT_EQ(pieces("GOOD Good"), (Pieces{"[UNK]", "Good"}));
+  const std::string config = R"({"do_lower_case": true, "strip_accents": false,
           "model_max_length": 1000000000000000019884624838656,
-          "cls_token": {"content": "[CLS]", "lstrip": false}})");
-  const auto tokenizer = WordPieceTokenizer::load(folder.path());
-  EXPECT_TRUE(tokenizer.options().do_lower_case);
-  EXPECT_EQ(tokenizer.options().model_max_length, 0);
+          "cls_token": {"content": "[CLS]", "lstrip": false}})";
+  write_text(folder / "tokenizer_config.json", config);
+  const auto tokenizer = AutoTokenizer::from_pretrained(folder.path());
+  EXPECT_EQ(tokenizer.model_max_length(), 0);
   EXPECT_EQ(tokenizer.tokenize("Caf\xC3\x89 GOOD"), (Pieces{"caf\xC3\xA9", "good"}));
+  // The same for a tokenizer.json with everything.
+  WordPieceTokenizer(kSmallVocab, {.do_lower_case = false}).save_pretrained(folder.path());
+  EXPECT_EQ(pieces("GOOD Good"), (Pieces{"[UNK]", "Good"}));
+  write_text(folder / "tokenizer_config.json", config);
+  EXPECT_EQ(pieces("Caf\xC3\x89 GOOD"), (Pieces{"caf\xC3\xA9", "good"}));
 }
 
 TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
@@ -135,11 +144,12 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
   EXPECT_PART(load_error(folder.path()), "tokenizer_config.json: not JSON near byte=");
   std::filesystem::remove(folder / "vocab.txt");
   std::filesystem::remove(folder / "tokenizer_config.json");
-  write_text(folder / "tokenizer.json", R"({"model": {"type": "BPE", "vocab": {}, "merges": []}})");
-  EXPECT_PART(load_error(folder.path()), "model.type=BPE");
+  write_text(folder / "tokenizer.json", R"({"model": {"type": "WordLevel", "vocab": {}}})");
+  EXPECT_PART(load_error(folder.path()),
+              "model.type=\"WordLevel\". Expected WordPiece, BPE or Unigram.");
   write_text(folder / "tokenizer.json",
-             R"({"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 7}}})");
-  EXPECT_PART(load_error(folder.path()), "has id=7");
+             R"({"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 99999999}}})");
+  EXPECT_PART(load_error(folder.path()), "has id=99999999");
   write_text(folder / "vocab.txt", "[PAD]\nbad \xFF\n");
   write_text(folder / "tokenizer.json", "{}");
   EXPECT_PART(load_error(folder.path()), "byte 0xFF at offset 10");
@@ -148,8 +158,8 @@ TEST(Tokenizer, AFolderThatCannotBeUsedIsNamedWithItsFile) {
 // Other files of a folder that hasten has written list the special tokens with their ids.
 TEST(Tokenizer, AVocabularyThatWasCutIsRefusedByName) {
   const TemporaryFolder folder;
-  WordPieceTokenizer(kSmallVocab, {}).save(folder.path());
-  EXPECT_EQ(WordPieceTokenizer::load(folder.path()).vocab().size(), kSmallVocab.size());
+  WordPieceTokenizer(kSmallVocab, {}).save_pretrained(folder.path());
+  EXPECT_EQ(AutoTokenizer::from_pretrained(folder.path()).vocab().size(), kSmallVocab.size());
   const Pieces without_unk(kSmallVocab.begin() + 2, kSmallVocab.end());
   const Pieces first(kSmallVocab.begin(), kSmallVocab.begin() + 1);
   for (const Pieces& vocab : {Pieces{}, without_unk, first}) {
@@ -159,17 +169,16 @@ TEST(Tokenizer, AVocabularyThatWasCutIsRefusedByName) {
         std::filesystem::remove(folder / "tokenizer.json");
       }
       EXPECT_PART(load_error(folder.path()), "vocab.txt: the vocabulary of");
-      EXPECT_PART(load_error(folder.path()), "[UNK]");
+      EXPECT_PART(load_error(folder.path()), with_json ? "where tokenizer.json has it" : "[UNK]");
     }
-    WordPieceTokenizer(kSmallVocab, {}).save(folder.path());
+    WordPieceTokenizer(kSmallVocab, {}).save_pretrained(folder.path());
   }
 }
 
 TEST(Tokenizer, WhatFilesAreIsSaidWithTheirNames) {
   const TemporaryFolder folder;
-  write_text(folder / "vocab.json", "{}");
-  write_text(folder / "merges.txt", "a b");
-  EXPECT_PART(load_error(folder.path()), "a byte-pair vocabulary");
+  write_text(folder / "tokenizer.model", "");
+  EXPECT_PART(load_error(folder.path()), "tokenizer.model: a SentencePiece model");
   write_text(folder / "tokenizer.json",
              R"({"model": {"type": "WordPiece", "vocab": {"a": 1e999}}})");
   EXPECT_PART(load_error(folder.path()), "tokenizer.json: not JSON near byte");
@@ -179,12 +188,16 @@ TEST(Tokenizer, WhatFilesAreIsSaidWithTheirNames) {
   EXPECT_PART(load_error(folder.path()), "tokenizer.json: it is nested more");
 }
 
-TEST(Tokenizer, AddedTokensThatStripSpacesAreRefused) {
+TEST(Tokenizer, AddedTokensTakeTheWhiteSpaceThatTheyStrip) {
   const TemporaryFolder folder;
   write_text(folder / "vocab.txt", vocab_text(kSmallVocab));
   write_text(folder / "tokenizer_config.json",
              R"({"added_tokens_decoder": {"4": {"content": "[MASK]", "lstrip": true}}})");
-  EXPECT_PART(load_error(folder.path()), "[MASK] has lstrip=true");
+  const auto tokenizer = AutoTokenizer::from_pretrained(folder.path());
+  const auto encoding = tokenizer.encode(
+      "the \n[MASK] !", {.add_special_tokens = false, .return_offsets_mapping = true});
+  EXPECT_EQ(encoding.ids, (std::vector<int64_t>{8, 4, 13}));
+  EXPECT_EQ(encoding.offset_mapping[1], (std::pair<int64_t, int64_t>(3, 11)));
 }
 
 Pieces learned_vocab(const Pieces& texts, const WordPieceVocabOptions& options = {}) {

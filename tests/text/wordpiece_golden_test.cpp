@@ -40,7 +40,7 @@ TEST(WordPieceGolden, TruncationCountsSpecialTokensAsTransformersDoes) {
   const auto tokenizer = golden_tokenizer("uncased");
   for (const auto& one : wordpiece_golden()["truncated"]) {
     const auto text = one["text"].get<std::string>();
-    const auto encoding = tokenizer.encode(text, one["max_length"].get<int64_t>());
+    const auto encoding = tokenizer.encode(text, {.max_length = one["max_length"].get<int64_t>()});
     EXPECT_EQ(encoding.ids, one["ids"].get<std::vector<int64_t>>()) << one;
     EXPECT_EQ(encoding.truncated, tokenizer.encode(text).ids.size() > encoding.ids.size());
   }

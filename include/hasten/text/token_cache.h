@@ -1,8 +1,8 @@
 // Token ids of the samples of a text classifier or regression, made once and cached on disk.
 //
 // The cache file is in `cache_dir/tokens`. Its name is a hash of everything that determines the
-// ids: the bytes of the input files, the columns and how they are read, the split, the vocabulary
-// (or how it is learned) and the length. Samples are read from the file when a batch needs them, so
+// ids: the bytes of the input files, the columns and how they are read, the split, the tokenizer's
+// files (or how a vocabulary is learned) and the length. Samples are read from the file when a batch needs them, so
 // neither texts nor ids must fit in memory. hasten never deletes cache files. You may delete the
 // folder at any time.
 // One process at a time makes a file, under a lock that the kernel frees if the process dies. The
@@ -39,11 +39,11 @@ struct TokenizeProgress {
 
 struct TokenizedClassificationOptions {
   TextClassificationOptions texts{};
-  /// If not set, a vocabulary is learned from the training texts with the next two options.
-  std::optional<WordPieceTokenizer> tokenizer{};
+  /// If not set, a WordPiece vocabulary is learned from the training texts with the next two options.
+  std::optional<Tokenizer> tokenizer{};
   WordPieceOptions learned{};
   WordPieceVocabOptions vocab{};
-  /// Largest number of tokens, with [CLS] and [SEP]; 0 is no limit.
+  /// Largest number of tokens, with special tokens; 0 is no limit.
   int64_t max_length = 0;
   /// Threads that tokenize, >= 1. The result does not depend on their number.
   int threads = 1;
@@ -69,7 +69,7 @@ struct TokenizedClassification {
   TokenTable eval{};
   std::vector<std::string> label_names{}; // [label number]
   TextClassificationReport report{};
-  WordPieceTokenizer tokenizer;
+  Tokenizer tokenizer;
   int64_t tokens = 0; // of training and evaluation samples
   int64_t truncated = 0; // samples that max_length truncated
   /// Checksum of the training samples' ids and labels, in order; 32 hex digits.
@@ -83,8 +83,7 @@ struct TokenizedClassification {
 /// are made, and about 8 MB of text; without a cache file 4 bytes per token more. Cost with an
 /// existing cache file: one pass over the input files and the cache file for their hashes (about 5
 /// GB/s each).
-/// Throws InputError as select_text_rows, WordPieceLearner::learn and WordPieceTokenizer::encode
-/// do. Throws Interrupted. A cache that cannot be read or written is not an error.
+/// Throws InputError as select_text_rows, WordPieceLearner::learn and Tokenizer::encode do. Throws Interrupted. A cache that cannot be read or written is not an error.
 TokenizedClassification tokenize_text_classification(
     const std::shared_ptr<const TextFile>& train_file,
     const std::shared_ptr<const TextFile>& eval_file,

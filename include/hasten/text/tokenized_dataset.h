@@ -20,12 +20,11 @@ struct TokenizedTexts {
   int64_t tokens = 0; // of all samples together
 };
 
-/// Encodes all texts, in order. `max_length` includes [CLS] and [SEP]; 0 is no limit. `threads` ≥ 1
+/// Encodes all texts, in order. `max_length` includes special tokens; 0 is no limit. `threads` ≥ 1
 /// share the work; the result does not depend on their number. Throws what
-/// WordPieceTokenizer::encode throws; the message has the index of the text.
-TokenizedTexts tokenize_texts(const WordPieceTokenizer& tokenizer,
-                              const std::vector<std::string>& texts, int64_t max_length,
-                              int threads = 1);
+/// Tokenizer::encode throws; the message has the index of the text.
+TokenizedTexts tokenize_texts(const Tokenizer& tokenizer, const std::vector<std::string>& texts,
+                              int64_t max_length, int threads = 1);
 
 /// Position of a sample's ids in its table.
 struct TokenRow {
@@ -55,15 +54,6 @@ struct TokenTable {
   ProblemType problem_type = ProblemType::single_label;
   int64_t num_labels = 0; // multi_label only
   std::shared_ptr<const void> owner{}; // keeps `rows` alive
-};
-
-struct PaddingOptions {
-  /// Token id that fills samples up to the longest of the batch.
-  int64_t pad_id = 0;
-  /// Rounds the batch's length up to a multiple of this. 1 does not round.
-  int64_t pad_to_multiple_of = 1;
-  /// Pads every batch to this length instead. 0 pads to the batch's longest sample.
-  int64_t pad_to_length = 0;
 };
 
 /// A batch has

@@ -12,6 +12,10 @@ namespace hasten {
 /// surrogates are invalid), or npos if all are. Cost: about 1 ns for 8 ASCII bytes.
 size_t invalid_utf8_position(std::string_view text);
 
+/// The text with U+FFFD in place of what is not UTF-8, as Python's errors="replace" gives it: one
+/// for each longest beginning of a sequence, or for a single byte.
+std::string replace_invalid_utf8(std::string_view text);
+
 /// Number of code points in valid UTF-8.
 size_t utf8_length(std::string_view text);
 
