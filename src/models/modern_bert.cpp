@@ -204,9 +204,9 @@ at::Tensor ModernBertEncoder::encode(const ModelInputs& inputs, bool first_token
   }
   if (tokens > options_.window + 1) {
     const at::Tensor at = at::arange(tokens, inputs.input_ids.options());
-    const at::Tensor far =
-        (at.unsqueeze(0) - at.unsqueeze(1)).abs().gt(options_.window).view({1, 1, tokens, tokens});
-    masks[1] = additive_mask(ignored.defined() ? far.logical_or(ignored) : far, hidden);
+    const at::Tensor gap = (at.unsqueeze(0) - at.unsqueeze(1)).view({1, 1, tokens, tokens});
+    const at::Tensor far = (gap > options_.window) | (gap < -options_.window);
+    masks[1] = additive_mask(ignored.defined() ? far | ignored : far, hidden);
   }
   const RotaryTable tables[2] = {{options_.global_theta, tokens, head_width_, hidden},
                                  {options_.local_theta, tokens, head_width_, hidden}};
