@@ -34,7 +34,8 @@ TEST(GradientCheckpointing, RunsTheBlocksItNamesAgainAndNoOther) {
   EXPECT_FALSE(gradient_checkpointing_enabled(chain.ptr()));
   expect_same_bits(plain, derive_model(chain, x));
   EXPECT_EQ(calls_of(*chain), (std::vector<int>{1, 1, 1, 1, 1}));
-  expect_says(error_of([&] { gradient_checkpointing_enable(chain, {.mode = "budget:50%"}); }),
+  expect_says(error_of<std::exception>(
+                  [&] { gradient_checkpointing_enable(chain, {.mode = "budget:50%"}); }),
               {"budget:50%", "enable_within_budget"});
 }
 
@@ -165,7 +166,7 @@ TEST(CheckpointSpec, ReadsItsWordsAndNamesWhatIsNone) {
   EXPECT_EQ(GradientCheckpointing("budget:30%").text(), "budget:30%");
   for (const char* wrong : {"", "some", "every:0", "every:x", "budget:", "budget:0", "budget:150%",
                             "budget:-1", "budget:5XB"}) {
-    expect_says(error_of([&] { GradientCheckpointing spec{std::string(wrong)}; }),
+    expect_says(error_of<std::exception>([&] { GradientCheckpointing spec{std::string(wrong)}; }),
                 {"gradient_checkpointing=" + std::string(wrong), "every:K"});
   }
 }

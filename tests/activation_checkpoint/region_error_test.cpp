@@ -11,7 +11,7 @@ using namespace testing_support;
 
 TEST(ActivationCheckpointErrors, ARegionWithoutATensorIsNamed) {
   const Tensor x = on_device::randn({2}).requires_grad_();
-  const std::string text = error_of([&] {
+  const std::string text = error_of<std::exception>([&] {
     activation_checkpoint([](const Tensor& in) { return in.size(0); }, x, Options{.name = "head"});
   });
   expect_says(text, {"[activation_checkpoint]", "head", "no tensor", "Fix:"});
@@ -23,7 +23,7 @@ TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
   EXPECT_THROW(
       activation_checkpoint([](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x, other),
       InputError);
-  expect_says(error_of([&] {
+  expect_says(error_of<std::exception>([&] {
                 activation_checkpoint([](const Tensor& a, Tensor b) { return b.mul_(2) * a; }, x,
                                       other);
               }),
@@ -38,7 +38,7 @@ TEST(ActivationCheckpointErrors, AnInputChangedInPlaceIsNamed) {
   const at::NoGradGuard no_grad;
   y.add_(1);
   const at::AutoGradMode grad(true);
-  expect_says(error_of([&] { z.sum().backward(); }),
+  expect_says(error_of<std::exception>([&] { z.sum().backward(); }),
               {"input 0", "changed in place after forward", "version=1, was 0"});
 }
 
@@ -52,7 +52,7 @@ TEST(ActivationCheckpointErrors, AnOptimizerStepBeforeTheRecomputationIsNamed) {
   // Only the bias changes. No operator saves it, so autograd does not check its version.
   layer->bias.mutable_grad() = torch::ones_like(layer->bias);
   sgd.step();
-  expect_says(error_of([&] { loss.backward(); }),
+  expect_says(error_of<std::exception>([&] { loss.backward(); }),
               {"parameter of shape [4]", "encoder.1", "optimizer"});
 }
 
@@ -64,7 +64,7 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
     return layer(calls++ == 0 ? in : at::cat({in, in})).relu().sum();
   };
   Tensor loss = activation_checkpoint(shape, x);
-  expect_says(error_of([&] { loss.backward(); }),
+  expect_says(error_of<std::exception>([&] { loss.backward(); }),
               {"saved tensor 0 of", "[4, 4] Float " + run_device().str(),
                "[2, 4] Float " + run_device().str()});
   calls = 0;
@@ -73,11 +73,11 @@ TEST(ActivationCheckpointErrors, TheFirstTensorThatDiffersIsNamed) {
     return (calls++ == 0 ? y : y.to(torch::kDouble)).sin().sum();
   };
   loss = activation_checkpoint(dtype, x);
-  expect_says(error_of([&] { loss.backward(); }), {"Double", "Float"});
+  expect_says(error_of<std::exception>([&] { loss.backward(); }), {"Double", "Float"});
   // If the tensors are not compared, an operator of backward fails.
   calls = 0;
   loss = activation_checkpoint(shape, x, Options{.determinism_check = DeterminismCheck::none});
-  expect_says(error_of([&] { loss.backward(); }), {"must match the size"});
+  expect_says(error_of<std::exception>([&] { loss.backward(); }), {"must match the size"});
 }
 
 TEST(ActivationCheckpointErrors, AnotherNumberOfTensorsIsNamed) {
@@ -88,14 +88,14 @@ TEST(ActivationCheckpointErrors, AnotherNumberOfTensorsIsNamed) {
     return (calls++ == 0 ? y.sin().cos() : y).sum();
   };
   Tensor loss = activation_checkpoint(fewer, x);
-  expect_says(error_of([&] { loss.backward(); }), {"are saved, in forward"});
+  expect_says(error_of<std::exception>([&] { loss.backward(); }), {"are saved, in forward"});
   calls = 0;
   const auto more = [&](const Tensor& in) {
     const Tensor y = in.exp();
     return (calls++ == 0 ? y : y.sin().cos()).sum();
   };
   loss = activation_checkpoint(more, x, Options{.early_stop = false});
-  expect_says(error_of([&] { loss.backward(); }), {"more tensors"});
+  expect_says(error_of<std::exception>([&] { loss.backward(); }), {"more tensors"});
   calls = 0;
   loss = activation_checkpoint(more, x); // all tensors that backward needs are recomputed
   EXPECT_NO_THROW(loss.backward());
@@ -109,7 +109,7 @@ TEST(ActivationCheckpointErrors, DebugNamesTheOperatorThatDiffers) {
     return (calls++ == 0 ? y.sin().cos() : y.relu()).sum();
   };
   const Tensor loss = activation_checkpoint(fn, x, Options{.debug = true});
-  expect_says(error_of([&] { loss.backward(); }),
+  expect_says(error_of<std::exception>([&] { loss.backward(); }),
               {"operator 1 is aten::relu, in forward it was aten::sin"});
 }
 
@@ -131,7 +131,8 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   x.mutable_grad() = torch::zeros_like(x);
   int calls = 0;
   const LiveBytes bytes;
-  EXPECT_EQ(error_of([&] { activation_checkpoint(Thrower{&calls, 1}, x); }), "planned");
+  EXPECT_EQ(error_of<std::exception>([&] { activation_checkpoint(Thrower{&calls, 1}, x); }),
+            "planned");
   EXPECT_EQ(bytes.extra(), 0);
   // After the error, tensors are saved as usual and nothing is recomputed.
   Recomputes counted;
@@ -143,7 +144,7 @@ TEST(ActivationCheckpointErrors, ExceptionsLeaveNothingBehind) {
   torch::manual_seed(3);
   Tensor y = activation_checkpoint(Thrower{&calls, 2}, x).sum();
   const auto before = at::detail::getDefaultCPUGenerator().get_state();
-  EXPECT_EQ(error_of([&] { y.backward({}, true); }), "planned");
+  EXPECT_EQ(error_of<std::exception>([&] { y.backward({}, true); }), "planned");
   EXPECT_TRUE(torch::equal(before, at::detail::getDefaultCPUGenerator().get_state()));
   EXPECT_FALSE(in_recompute());
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));

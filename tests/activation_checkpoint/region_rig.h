@@ -10,6 +10,7 @@
 
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/core/memory.h"
+#include "support/error_of.h"
 #include "support/on_device.h"
 
 namespace hasten::testing_support {
@@ -87,15 +88,6 @@ inline std::vector<Tensor> parameters_of(const std::vector<Mlp>& blocks) {
   return all;
 }
 
-// The text of what `run` throws; empty if it does not throw.
-inline std::string error_of(const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return {};
-}
 inline void expect_says(const std::string& text, const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     EXPECT_NE(text.find(word), std::string::npos) << "\"" << word << "\" is not in: " << text;

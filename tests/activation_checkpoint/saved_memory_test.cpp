@@ -51,8 +51,9 @@ TEST(SavedTensorOffload, ServesRegionsAndPlainCode) {
   const int64_t all = written;
   expect_same_bits(plain, run(true, true));
   EXPECT_LT(written, all / 2) << "the regions' inputs, and what is between";
-  expect_says(error_of([] { SavedTensorOffload guard({.folder = "/nowhere/at/all"}); }),
-              {"folder=/nowhere/at/all"});
+  expect_says(
+      error_of<std::exception>([] { SavedTensorOffload guard({.folder = "/nowhere/at/all"}); }),
+      {"folder=/nowhere/at/all"});
 }
 
 TEST(SavedTensorOffload, InsideARegionServesItsOwnPart) {

@@ -111,7 +111,7 @@ TEST(Device, ADeviceThatThisMachineLacksIsAnErrorAndAutoTakesTheCpu) {
     EXPECT_EQ(choice.note, "");
   }
   for (const auto& [name, part] :
-       {std::pair("cuda", "with 0 such devices"), std::pair("cuda:1", "with 0 such devices"),
+       {std::pair("cuda", "no NVIDIA driver"), std::pair("cuda:1", "no NVIDIA driver"),
         std::pair("cuda:x", "auto, cpu, cuda or cuda:N"),
         std::pair("gpu", "auto, cpu, cuda or cuda:N")}) {
     try {
