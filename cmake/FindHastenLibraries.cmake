@@ -21,6 +21,10 @@ foreach(_name IN LISTS HastenLibraries_FIND_COMPONENTS)
         IMPORTED_LOCATION "${${_library}}"
         INTERFACE_INCLUDE_DIRECTORIES "${${_include}}")
     endif()
+    if(_name STREQUAL "onig") # has a regcomp() of its own, and a program must find libc's first
+      set_target_properties(HastenLibraries::onig PROPERTIES
+        INTERFACE_LINK_OPTIONS "LINKER:--push-state,--no-as-needed,-lc,--pop-state")
+    endif()
   endif()
 endforeach()
 include(FindPackageHandleStandardArgs)

@@ -86,6 +86,8 @@ function(hasten_install_pkg_config)
       set(HASTEN_PC_REQUIRES "${base}")
       list(TRANSFORM needs PREPEND "-l" OUTPUT_VARIABLE libraries)
       list(JOIN libraries " " HASTEN_PC_LIBRARIES_PRIVATE)
+      string(REPLACE "-lonig" "-Wl,--push-state,--no-as-needed,-lc,--pop-state -lonig" # as in CMake
+        HASTEN_PC_LIBRARIES_PRIVATE "${HASTEN_PC_LIBRARIES_PRIVATE}")
       set(HASTEN_PC_LIBRARY "-L\${libdir} -l${name}")
       if(suffix)
         string(REPLACE "hasten" "hasten_static" HASTEN_PC_REQUIRES "${base}")

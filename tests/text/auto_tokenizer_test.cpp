@@ -1,3 +1,4 @@
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -231,6 +232,13 @@ TEST(Utf8, InvalidBytesAreReplacedAsPythonDoesIt) {
         {"\xF4\x90\x80\x80z", "\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBD\xEF\xBF\xBDz"}}) {
     EXPECT_EQ(replace_invalid_utf8(text), expected);
   }
+}
+
+TEST(AutoTokenizer, AProgramKeepsTheRegcompOfLibc) {
+  // Oniguruma has one, too, for another regex_t.
+  Dl_info found{};
+  ASSERT_NE(::dladdr(::dlsym(RTLD_DEFAULT, "regcomp"), &found), 0);
+  EXPECT_NE(std::string(found.dli_fname).find("libc.so"), std::string::npos) << found.dli_fname;
 }
 
 } // namespace hasten
