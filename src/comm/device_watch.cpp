@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "hasten/base/process.h"
+#include "thread_scopes.h"
 
 namespace hasten::detail {
 
@@ -111,6 +112,7 @@ std::shared_ptr<Flight> DeviceWatch::oldest(CommClock::duration age) {
 }
 
 void DeviceWatch::run(at::Device device) {
+  const NoBrokenPipeSignal no_signal; // abort() may write to peers
   const c10::DeviceGuard guard(device); // a question makes a context on the current device
   do {
     std::unique_lock<std::mutex> lock(mutex_);
