@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/cuda_library.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
@@ -46,6 +47,7 @@ std::vector<std::string> cpu_features() {
 }
 
 nlohmann::ordered_json environment_json() {
+  const int gpus = detail::cuda_facts().devices; // before LibTorch looks
   nlohmann::ordered_json json;
   json["hasten"] = HASTEN_VERSION;
   json["torch"] = TORCH_VERSION;
@@ -70,8 +72,9 @@ nlohmann::ordered_json environment_json() {
        {std::pair("bf16", at::kBFloat16), std::pair("fp16", at::kHalf)}) {
     json["speed_of_fp32"][name] = precision_speedup(dtype);
   }
-  json["cuda_devices"] = at::hasCUDA() ? static_cast<int>(at::getNumGPUs()) : 0;
-  json["collectives"] = std::vector<std::string>{"gloo"};
+  json["cuda_devices"] = gpus;
+  json["collectives"] =
+      gpus > 0 ? std::vector<std::string>{"nccl", "gloo"} : std::vector<std::string>{"gloo"};
   const World world = world_from_environment();
   json["world"] = {{"source", world.source},
                    {"passed_over", world.passed_over},

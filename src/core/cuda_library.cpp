@@ -55,7 +55,7 @@ static CudaFacts look_for_cuda() {
     return facts;
   }
   facts.not_loaded.clear();
-  facts.seen = at::hasCUDA();
+  facts.seen = at::globalContext().getAcceleratorHooksInterface(at::kCUDA).isBuilt();
   if (facts.seen && c10::impl::hasDeviceGuardImpl(at::kCUDA)) {
     facts.devices = c10::impl::getDeviceGuardImpl(at::kCUDA)->deviceCount();
   }
