@@ -65,23 +65,17 @@ BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool 
         }
       };
     }
-    tensors = {own_[0]};
     return;
   }
   own_.push_back(what.kind == Kind::reduce_scatter ? what.input.detach().view({-1})
                                                    : bytes_of(what.shared()));
-  tensors = {what.shared()};
   if (root_ && (what.kind == Kind::gather || what.kind == Kind::scatter)) {
     const at::Tensor& all = what.kind == Kind::gather ? what.output : what.input;
     rows_.push_back(rows_of(all));
-    tensors.push_back(all);
   } else if (what.kind == Kind::reduce_scatter) {
     to_ = what.output.detach().view({-1});
   } else if (what.kind == Kind::all_gather || what.kind == Kind::all_to_all) {
     to_ = bytes_of(what.output);
-  }
-  if (to_.defined()) {
-    tensors.push_back(what.output);
   }
 }
 

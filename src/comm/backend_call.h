@@ -26,11 +26,10 @@ struct BackendCall {
   /// The back end writes into the tensors of this object, which must be kept.
   c10::intrusive_ptr<c10d::Work> start(c10d::Backend& backend);
 
-  std::vector<at::Tensor> tensors; // what the operation uses
   std::function<void()> finish; // completes the result once the operation has ended; may be empty
 
  private:
-  Collective what_; // its name is the caller's text
+  Collective what_; // keeps the caller's tensors; without the name, which is the caller's text
   bool root_;
   std::vector<at::Tensor> own_;
   std::vector<std::vector<at::Tensor>> rows_; // of the root

@@ -70,10 +70,6 @@ struct JoinedWork final : Work::State {
   std::vector<Work> all;
 };
 
-static Work joined_work(std::vector<Work> all) {
-  return Work(std::make_shared<JoinedWork>(std::move(all)));
-}
-
 /// `rows` are [rank, …].
 static void sum_rows(const at::Tensor& output, const at::Tensor& rows) {
   const at::NoGradGuard no_grad;
@@ -289,7 +285,7 @@ Work Communicator::start_together(const std::vector<Collective>& what) {
   for (const Collective& one : what) {
     handles.push_back(start(one));
   }
-  return detail::joined_work(std::move(handles));
+  return Work(std::make_shared<detail::JoinedWork>(std::move(handles)));
 }
 
 } // namespace hasten

@@ -17,13 +17,10 @@
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
 #include "hasten/core/memory.h"
+#include "hasten/core/side_stream.h"
 #include "tensor_checks.h"
 
 namespace hasten::detail {
-
-static c10::Stream stream_of(const at::Device& device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 
 /// The handle of operations that have started as one.
 class DeviceWork final : public Work::State {
@@ -33,7 +30,7 @@ class DeviceWork final : public Work::State {
       : core_(std::move(core)),
         flight_(std::move(flight)),
         calls_(std::move(calls)),
-        caller_(stream_of(device)) {}
+        caller_(current_stream(device)) {}
 
   ~DeviceWork() override {
     try {
@@ -49,7 +46,7 @@ class DeviceWork final : public Work::State {
   void wait() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     check();
-    const c10::Stream stream = stream_of(caller_.device());
+    const c10::Stream stream = current_stream(caller_.device());
     const auto work = flight_->work();
     if (!work) {
       flight_->block(stream);
@@ -221,7 +218,6 @@ bool DeviceGroup::is_native(const Collective& what) const {
 }
 
 Work DeviceGroup::start_together(const std::vector<Collective>& what) {
-  std::vector<Collective> together;
   bool apart = what.empty();
   for (const Collective& one : what) {
     check_collective(one, rank(), world_size());

@@ -23,28 +23,30 @@ std::vector<std::vector<int64_t>> shapes_of(const torch::nn::Module& module) {
   return mapped(module.parameters(), [](const at::Tensor& of) { return of.sizes().vec(); });
 }
 
+// With at most two blocks: all but the first have the same shapes.
+PreTrainedModel short_model(PreTrainedConfig config, ModelTask task) {
+  config.num_hidden_layers = std::min<int64_t>(config.num_hidden_layers, 2);
+  return model_from_config(config, task, false);
+}
+
+std::vector<std::vector<int64_t>> last_block_shapes(const PreTrainedModel& model) {
+  const auto blocks = model->blocks();
+  return blocks.empty() ? std::vector<std::vector<int64_t>>() : shapes_of(*blocks.back());
+}
+
 } // namespace detail
 
 std::vector<std::vector<int64_t>> block_shapes(const PreTrainedConfig& config) {
   const MemoryRehearsal rehearsal;
-  PreTrainedConfig of_two = config;
-  of_two.num_hidden_layers = std::min<int64_t>(config.num_hidden_layers, 2);
-  const auto blocks =
-      model_from_config(of_two, ModelTask::sequence_classification, false)->blocks();
-  return blocks.empty() ? std::vector<std::vector<int64_t>>() : detail::shapes_of(*blocks.back());
+  return detail::last_block_shapes(detail::short_model(config, ModelTask::sequence_classification));
 }
 
 std::vector<std::vector<int64_t>> parameter_shapes(const PreTrainedConfig& config, ModelTask task) {
   const MemoryRehearsal rehearsal;
-  // All blocks but the first have the same shapes.
-  PreTrainedConfig of_two = config;
-  of_two.num_hidden_layers = std::min<int64_t>(config.num_hidden_layers, 2);
-  const auto model = model_from_config(of_two, task, false);
+  const PreTrainedModel model = detail::short_model(config, task);
   auto shapes = detail::shapes_of(*model);
-  const auto blocks = model->blocks();
-  const auto of_block =
-      blocks.empty() ? std::vector<std::vector<int64_t>>() : detail::shapes_of(*blocks.back());
-  for (int64_t layer = of_two.num_hidden_layers; layer < config.num_hidden_layers; ++layer) {
+  const auto of_block = detail::last_block_shapes(model);
+  for (int64_t layer = 2; layer < config.num_hidden_layers; ++layer) {
     shapes.insert(shapes.end(), of_block.begin(), of_block.end());
   }
   return shapes;
