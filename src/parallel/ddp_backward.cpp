@@ -71,8 +71,10 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
   backward.loss.reset(); // keeps no graph alive
   backward_ = std::move(backward);
   // Ranks that use other parameters would start a bucket before or after a layer's own operations.
-  backward_.hold = backward_.hold || ((options_.find_unused_parameters || options_.static_graph) &&
-                                      detail::has_sync_batch_norm(*module_));
+  if (!syncs_statistics_ && (options_.find_unused_parameters || options_.static_graph)) {
+    syncs_statistics_ = detail::has_sync_batch_norm(*module_);
+  }
+  backward_.hold = backward_.hold || syncs_statistics_.value_or(false);
   ready_.assign(waits_.size(), 0);
   if (learned_.empty()) {
     ready_order_.clear();

@@ -155,6 +155,7 @@ class Ddp : public DataParallel {
   std::vector<size_t> bucket_of_; // [slot]
   std::vector<int64_t> learned_; // order; empty: not yet known
   bool learned_in_use_ = false;
+  std::optional<bool> syncs_statistics_; // in forward and backward; empty: not yet known
   std::vector<char> static_ready_; // [slot] this rank's; empty: not yet known
   std::vector<uint32_t> buffer_versions_; // at the last synchronisation
   ReductionReport report_;
