@@ -8,7 +8,7 @@
 
 namespace hasten::detail {
 
-/// hasten_make_nccl() in src/cuda/nccl_backend.cpp.
+/// hasten_make_nccl() in src/cuda/nccl.cpp.
 using MakeNccl = c10d::Backend*(c10d::Store& store, int rank, int world_size, int device);
 
 static MakeNccl* load_nccl() {
