@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "hasten/comm/few_sizes.h"
 #include "hasten/core/memory.h"
 #include "tensor_checks.h"
 
@@ -14,14 +13,11 @@ using Kind = Collective::Kind;
 
 std::string collective_text(const Collective& what) {
   const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
-  const bool to = what.kind == Kind::reduce || what.kind == Kind::gather;
-  const bool from = what.kind == Kind::broadcast || what.kind == Kind::scatter;
+  const char* root = what.kind == Kind::reduce || what.kind == Kind::gather       ? " to rank "
+                     : what.kind == Kind::broadcast || what.kind == Kind::scatter ? " from rank "
+                                                                                  : nullptr;
   return (reduces ? std::string(reduce_op_name(what.op)) + " of " : "") +
-         tensor_text(what.shared()) +
-         (to     ? " to rank "
-          : from ? " from rank "
-                 : "") +
-         (to || from ? std::to_string(what.root) : "");
+         tensor_text(what.shared()) + (root != nullptr ? root + std::to_string(what.root) : "");
 }
 
 OperationFailure current_failure() {
@@ -100,40 +96,6 @@ c10::intrusive_ptr<c10d::Work> BackendCall::start(c10d::Backend& backend) {
       break;
   }
   return backend._allgather_base(to_, own_[0], {});
-}
-
-at::Tensor gather_rows(Communicator& group, GroupCore& core, const at::Tensor& rows,
-                       std::string_view name) {
-  check_rows(rows);
-  const int world_size = group.world_size();
-  // The number of rows and a hash of their form in one small tensor, without the store.
-  const std::string row_text = "rows of " + tensor_text(rows, 1);
-  const auto form = static_cast<int64_t>(std::hash<std::string>{}(row_text));
-  const at::Tensor own = at::tensor({rows.size(0), form}, at::kLong);
-  const at::Tensor all = at::empty({world_size, 2}, at::kLong);
-  group.all_gather_async(all, own, std::string(name) + ", rows").wait();
-  if (!all.select(1, 1).eq(form).all().item<bool>()) {
-    const std::string operation = operation_label("all_gather_rows", name);
-    core.check_equal(operation, core.enter(operation), row_text);
-  }
-  const at::Tensor counts = all.select(1, 0); // [rank]
-  const int64_t longest = few_sizes(counts.max().item<int64_t>());
-  at::Tensor padded = rows.detach();
-  if (rows.size(0) < longest) {
-    std::vector<int64_t> sizes = rows.sizes().vec();
-    sizes[0] = longest;
-    padded = at::zeros(sizes, rows.options());
-    padded.narrow(0, 0, rows.size(0)).copy_(rows.detach());
-  }
-  std::vector<int64_t> sizes = padded.sizes().vec();
-  sizes.insert(sizes.begin(), world_size);
-  const at::Tensor gathered = at::empty(sizes, padded.options());
-  group.all_gather_async(gathered, padded, name).wait();
-  std::vector<at::Tensor> parts;
-  for (int i = 0; i < world_size; ++i) {
-    parts.push_back(gathered[i].narrow(0, 0, counts[i].item<int64_t>()));
-  }
-  return at::cat(parts);
 }
 
 } // namespace hasten::detail

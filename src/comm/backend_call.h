@@ -36,8 +36,4 @@ struct BackendCall {
   at::Tensor to_;
 };
 
-/// Communicator::all_gather_rows. The numbers of rows go through the host.
-at::Tensor gather_rows(Communicator& group, GroupCore& core, const at::Tensor& rows,
-                       std::string_view name);
-
 } // namespace hasten::detail

@@ -24,51 +24,40 @@ namespace hasten {
 
 namespace detail {
 
-struct Continued final : Work::State {
-  Continued(Work first_in, std::function<void()> rest_in)
-      : first(std::move(first_in)), rest(std::move(rest_in)) {}
+struct JoinedWork final : Work::State {
+  JoinedWork(std::vector<Work> all_in, std::function<void()> rest_in)
+      : all(std::move(all_in)), rest(std::move(rest_in)) {}
 
   void wait() override {
-    first.wait();
+    for (Work& one : all) {
+      one.wait();
+    }
     const std::lock_guard<std::mutex> lock(mutex);
     if (rest) {
       rest();
       rest = nullptr;
     }
   }
-  bool done() const noexcept override { return first.done(); }
-  std::chrono::steady_clock::time_point ended() const noexcept override { return first.ended(); }
+  bool done() const noexcept override {
+    return std::ranges::all_of(all, [](const Work& one) { return one.done(); });
+  }
+  CommClock::time_point ended() const noexcept override {
+    CommClock::time_point last = all.empty() ? made : CommClock::time_point{};
+    for (const Work& one : all) {
+      last = std::max(last, one.ended());
+    }
+    return done() ? last : CommClock::time_point{};
+  }
 
-  Work first;
+  const CommClock::time_point made = CommClock::now();
+  std::vector<Work> all;
   std::mutex mutex;
   std::function<void()> rest; // empty once it has run
 };
 
-Work continued(Work first, std::function<void()> rest) {
-  return Work(std::make_shared<Continued>(std::move(first), std::move(rest)));
+Work joined_work(std::vector<Work> all, std::function<void()> rest) {
+  return Work(std::make_shared<JoinedWork>(std::move(all), std::move(rest)));
 }
-
-struct JoinedWork final : Work::State {
-  explicit JoinedWork(std::vector<Work> all_in) : all(std::move(all_in)) {}
-
-  void wait() override {
-    for (Work& one : all) {
-      one.wait();
-    }
-  }
-  bool done() const noexcept override {
-    return std::ranges::all_of(all, [](const Work& one) { return one.done(); });
-  }
-  std::chrono::steady_clock::time_point ended() const noexcept override {
-    std::chrono::steady_clock::time_point last{};
-    for (const Work& one : all) {
-      last = std::max(last, one.ended());
-    }
-    return done() ? last : std::chrono::steady_clock::time_point{};
-  }
-
-  std::vector<Work> all;
-};
 
 /// `rows` are [rank, …].
 static void sum_rows(const at::Tensor& output, const at::Tensor& rows) {
@@ -273,19 +262,15 @@ std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
 
 Work Communicator::reduce_scatter_by_all_to_all(const Collective& what) {
   const at::Tensor rows = what.scratch.defined() ? what.scratch : at::empty_like(what.input);
-  return detail::continued(all_to_all_async(rows, what.input, what.name),
-                           [to = what.output.detach().view({what.output.numel()}),
-                            from = rows.detach().view({world_size(), what.output.numel()})] {
-                             detail::sum_rows(to, from);
-                           });
+  return detail::joined_work({all_to_all_async(rows, what.input, what.name)},
+                             [to = what.output.detach().view({what.output.numel()}),
+                              from = rows.detach().view({world_size(), what.output.numel()})] {
+                               detail::sum_rows(to, from);
+                             });
 }
 
 Work Communicator::start_together(const std::vector<Collective>& what) {
-  std::vector<Work> handles;
-  for (const Collective& one : what) {
-    handles.push_back(start(one));
-  }
-  return Work(std::make_shared<detail::JoinedWork>(std::move(handles)));
+  return detail::joined_work(mapped(what, [this](const Collective& one) { return start(one); }));
 }
 
 } // namespace hasten

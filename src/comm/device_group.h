@@ -4,7 +4,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "device_watch.h"
@@ -12,58 +11,32 @@
 
 namespace hasten::detail {
 
-class DeviceGroup final : public Communicator {
+class DeviceGroup final : public GlooGroup {
  public:
-  DeviceGroup(std::shared_ptr<GlooGroup> host, DeviceBackendFactory factory, at::Device device);
-  ~DeviceGroup() override;
+  DeviceGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
+              std::vector<int> members, DeviceBackendFactory factory, const at::Device& device)
+      : GlooGroup(std::move(link), options, std::move(members)),
+        factory_(std::move(factory)),
+        device_(device) {}
 
-  int rank() const override { return host_->rank(); }
-  int world_size() const override { return host_->world_size(); }
-  const CommunicatorOptions& options() const override { return host_->options(); }
-  Work start(const Collective& what) override { return start_together({what}); }
+  Work start(const Collective& what) override;
   Work start_together(const std::vector<Collective>& what) override;
-  at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override;
-  std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
-                                       const nlohmann::json& value) override {
-    return host_->exchange(operation, name, value);
-  }
-  void barrier(std::string_view name) override { host_->barrier(name); }
-  void abort(std::string_view reason, ErrorKind kind) noexcept override {
-    host_->abort(reason, kind);
-  }
   void close() noexcept override;
-  std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
-    return of_this_device(host_->duplicate(options));
-  }
-  std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
-                                          const CommunicatorOptions& options) override {
-    return of_this_device(host_->new_group(ranks, options));
-  }
-  std::optional<Survivors> shrink() override;
 
   /// Makes the device's connections, which the first operation there does otherwise. Collective.
-  void connect();
+  std::shared_ptr<DeviceConnections> connect_device();
 
  private:
-  std::shared_ptr<Communicator> of_this_device(std::shared_ptr<Communicator> host);
+  void connect() override;
+  std::shared_ptr<Communicator> like_this(const CommunicatorOptions& options,
+                                          std::vector<int> members) override;
   bool on_device(const Collective& what) const;
-  bool is_native(const Collective& what) const;
   Work start_on_device(const std::vector<Collective>& what);
 
-  const std::shared_ptr<GlooGroup> host_;
   const DeviceBackendFactory factory_;
   const at::Device device_;
-  std::shared_ptr<DeviceWatch> watch_; // null before connect()
   std::weak_ptr<DeviceConnections> connections_; // GroupCore keeps them
   uint64_t operations_ = 0; // those that it has started on the device
 };
-
-/// What a back end's text about connections that it cannot make means, and what helps. Empty: as
-/// it says.
-struct ConnectionAdvice {
-  std::string what{};
-  std::string fix{};
-};
-ConnectionAdvice connection_advice(const std::string& text);
 
 } // namespace hasten::detail

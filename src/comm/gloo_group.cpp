@@ -6,7 +6,6 @@
 
 #include "hasten/base/process.h"
 #include "hasten/core/memory.h"
-#include "tensor_checks.h"
 #include "thread_scopes.h"
 
 namespace hasten::detail {
@@ -15,7 +14,7 @@ GlooGroup::GlooGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions&
                      std::vector<int> members)
     : core_(std::make_shared<GroupCore>(std::move(link), options, std::move(members))) {
   try {
-    connect();
+    GlooGroup::connect();
   } catch (...) {
     core_->close(false);
     throw;
@@ -24,33 +23,47 @@ GlooGroup::GlooGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions&
 
 GlooGroup::~GlooGroup() { core_->close(false); }
 
-void GlooGroup::connect() {
-  const std::string operation = operation_label("create", core_->options.name);
+GlooGroup::Backend GlooGroup::make_connections(const std::string& name, const std::string& prefix,
+                                               std::function<Backend(StorePtr)> make) {
+  const std::string operation = operation_label("create", name);
   const uint64_t sequence = core_->enter(operation);
-  raise_descriptor_limit(4 * static_cast<size_t>(world_size()) + 256); // connections to each rank
-  const auto gloo_options = c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
-  gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
-  using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
-  std::future<Gloo> future = core_->link->store().post<Gloo>(
-      [gloo_options, rank = rank(), size = world_size(), prefix = "group/" + core_->key](
-          c10d::Store& store, const std::atomic<bool>&) {
-        const BatchThreads batch;
-        return c10::make_intrusive<c10d::ProcessGroupGloo>(
-            c10::make_intrusive<c10d::PrefixStore>(prefix, StorePtr::reclaim_copy(&store)), rank,
-            size, gloo_options);
+  std::future<Backend> future =
+      core_->link->store().post<Backend>([make = std::move(make), keys = prefix + core_->key](
+                                             c10d::Store& store, const std::atomic<bool>&) {
+        return make(c10::make_intrusive<c10d::PrefixStore>(keys, StorePtr::reclaim_copy(&store)));
       });
-  const bool connected = await_future(future, CommClock::now() + core_->options.timeout,
-                                      [&] { core_->poll(operation); });
-  if (!connected) {
+  if (!await_future(future, CommClock::now() + core_->options.timeout,
+                    [&] { core_->poll(operation); })) {
     core_->diagnose(operation, sequence, {.kind = ErrorKind::timed_out});
   }
   try {
-    GroupCore::keep(core_, future.get());
+    return future.get();
+  } catch (const InputError&) {
+    throw;
   } catch (const std::exception& error) {
+    const Advice advice = connection_advice(error.what());
+    if (!advice.what.empty()) {
+      core_->fail(operation, advice.what, advice.fix);
+    }
     core_->diagnose(operation, sequence, {error.what(), error_kind(error)});
   }
+}
+
+void GlooGroup::connect() {
+  raise_descriptor_limit(4 * static_cast<size_t>(world_size()) + 256); // connections to each rank
+  const auto gloo_options = c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
+  gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
+  const auto made = std::make_shared<Backend>(make_connections(
+      core_->options.name, "group/",
+      [gloo_options, rank = rank(), size = world_size()](StorePtr store) -> Backend {
+        const BatchThreads batch;
+        return c10::make_intrusive<c10d::ProcessGroupGloo>(std::move(store), rank, size,
+                                                           gloo_options);
+      }));
+  core_->keep(made);
+  gloo_ = made;
   if (const auto uid = core_->link->stranger()) {
-    core_->fail(operation,
+    core_->fail(operation_label("create", core_->options.name),
                 "a process of another user (uid " + std::to_string(*uid) +
                     ") is connected to rank " + std::to_string(core_->link->launch_rank()),
                 "find out what that user runs on this host, then start again");
@@ -59,7 +72,7 @@ void GlooGroup::connect() {
 
 std::shared_ptr<Communicator> GlooGroup::duplicate(const CommunicatorOptions& options) {
   core_->check(operation_label("create", options.name));
-  return std::make_shared<GlooGroup>(core_->link, options, core_->members);
+  return like_this(options, core_->members);
 }
 
 std::shared_ptr<Communicator> GlooGroup::new_group(const std::vector<int>& ranks,
@@ -73,6 +86,11 @@ std::shared_ptr<Communicator> GlooGroup::new_group(const std::vector<int>& ranks
   for (const int rank : ranks) {
     members.push_back(core_->members[static_cast<size_t>(rank)]);
   }
+  return like_this(options, std::move(members));
+}
+
+std::shared_ptr<Communicator> GlooGroup::like_this(const CommunicatorOptions& options,
+                                                   std::vector<int> members) {
   return std::make_shared<GlooGroup>(core_->link, options, std::move(members));
 }
 

@@ -6,11 +6,12 @@
 #include <string>
 #include <vector>
 
-#include "group_core.h"
+#include "backend_call.h"
+#include "tensor_checks.h"
 
 namespace hasten::detail {
 
-class GlooGroup final : public Communicator {
+class GlooGroup : public Communicator {
  public:
   /// Collective. Empty `members`: all ranks of the world.
   GlooGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
@@ -35,20 +36,26 @@ class GlooGroup final : public Communicator {
                                           const CommunicatorOptions& options) override;
   std::optional<Survivors> shrink() override;
 
-  /// Shared with a group that sends the operations of a device elsewhere.
+ protected:
+  using Backend = c10::intrusive_ptr<c10d::Backend>;
+
   const std::shared_ptr<GroupCore>& core() const { return core_; }
+  /// Makes the connections of core(). Collective.
+  virtual void connect();
+  /// A group of the same back ends.
+  virtual std::shared_ptr<Communicator> like_this(const CommunicatorOptions& options,
+                                                  std::vector<int> members);
+  /// Runs `make` in the store's thread, with keys that begin with `prefix`. Collective.
+  Backend make_connections(const std::string& name, const std::string& prefix,
+                           std::function<Backend(StorePtr)> make);
 
  private:
-  using Start = std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>;
-
-  void connect();
-  /// Enters an operation on `tensors` and starts it. `finish` runs once, in the first wait that
-  /// completes it.
-  Work submit(std::string operation, const std::string& tensors, const Start& start,
-              std::function<void()> finish = nullptr);
+  /// Enters an operation on `tensors` and starts it.
+  Work submit(std::string operation, const std::string& tensors, BackendCall call);
   Work start_staged(const Collective& what);
 
   std::shared_ptr<GroupCore> core_;
+  std::weak_ptr<Backend> gloo_; // the core keeps it
 };
 
 } // namespace hasten::detail

@@ -8,19 +8,18 @@
 
 #include "backend_call.h"
 #include "gloo_group.h"
+#include "hasten/comm/few_sizes.h"
 #include "tensor_checks.h"
 
 namespace hasten::detail {
 
-Work GlooGroup::submit(std::string operation, const std::string& tensors, const Start& start,
-                       std::function<void()> finish) {
+Work GlooGroup::submit(std::string operation, const std::string& tensors, BackendCall call) {
   const uint64_t sequence = core_->enter_equal(operation, tensors);
-  const c10::intrusive_ptr<c10d::Backend> gloo = core_->connections();
-  auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence,
-                                                    std::move(finish));
+  const std::shared_ptr<Backend> gloo = gloo_.lock();
+  auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence);
   try {
     // c10d's own timed wait throws whenever its time ends.
-    start(*gloo)->getFuture()->addCallback([state](c10::ivalue::Future& f) {
+    call.start(**gloo)->getFuture()->addCallback([state](c10::ivalue::Future& f) {
       try {
         f.hasError() ? std::rethrow_exception(f.exception_ptr()) : state->complete(std::nullopt);
       } catch (...) {
@@ -30,7 +29,8 @@ Work GlooGroup::submit(std::string operation, const std::string& tensors, const 
   } catch (...) {
     state->complete(current_failure());
   }
-  return Work(std::move(state));
+  Work work(std::move(state));
+  return call.finish ? joined_work({std::move(work)}, std::move(call.finish)) : work;
 }
 
 /// Gloo moves host memory only, so the tensors of another device go through copies there.
@@ -49,12 +49,12 @@ Work GlooGroup::start_staged(const Collective& what) {
   staged.input = what.input.defined() && (root || what.kind != Kind::scatter)
                      ? what.input.detach().cpu()
                      : at::Tensor();
-  return continued(start(staged),
-                   [to = writes ? what.output.detach() : at::Tensor(), from = staged.output] {
-                     if (to.defined()) {
-                       to.copy_(from);
-                     }
-                   });
+  return joined_work({start(staged)},
+                     [to = writes ? what.output.detach() : at::Tensor(), from = staged.output] {
+                       if (to.defined()) {
+                         to.copy_(from);
+                       }
+                     });
 }
 
 Work GlooGroup::start(const Collective& what) {
@@ -66,17 +66,13 @@ Work GlooGroup::start(const Collective& what) {
   if (!what.shared().is_cpu()) {
     return start_staged(what);
   }
-  BackendCall call(what, rank(), world_size(), true);
-  return submit(
-      operation_label(what.kind_name(), what.name), collective_text(what),
-      [&](c10d::Backend& gloo) { return call.start(gloo); }, call.finish);
+  return submit(operation_label(what.kind_name(), what.name), collective_text(what),
+                {what, rank(), world_size(), true});
 }
 
 void GlooGroup::barrier(std::string_view name) {
-  std::vector<at::Tensor> token{at::ones({1}, at::kInt)};
-  submit(operation_label("barrier", name), "", [&](c10d::Backend& gloo) {
-    return gloo.allreduce(token, {});
-  }).wait();
+  const Collective token{Collective::Kind::all_reduce, name, at::ones({1}, at::kInt)};
+  submit(operation_label("barrier", name), "", {token, rank(), world_size(), true}).wait();
 }
 
 std::vector<nlohmann::json> GlooGroup::exchange(std::string_view operation, std::string_view name,
@@ -85,8 +81,37 @@ std::vector<nlohmann::json> GlooGroup::exchange(std::string_view operation, std:
   return core_->exchange(label, core_->enter(label), value);
 }
 
+// The numbers of rows go through the host.
 at::Tensor GlooGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {
-  return gather_rows(*this, *core_, rows, name);
+  check_rows(rows);
+  // The number of rows and a hash of their form in one small tensor, without the store.
+  const std::string row_text = "rows of " + tensor_text(rows, 1);
+  const auto form = static_cast<int64_t>(std::hash<std::string>{}(row_text));
+  const at::Tensor own = at::tensor({rows.size(0), form}, at::kLong);
+  const at::Tensor all = at::empty({world_size(), 2}, at::kLong);
+  all_gather_async(all, own, std::string(name) + ", rows").wait();
+  if (!all.select(1, 1).eq(form).all().item<bool>()) {
+    const std::string operation = operation_label("all_gather_rows", name);
+    core_->check_equal(operation, core_->enter(operation), row_text);
+  }
+  const at::Tensor counts = all.select(1, 0); // [rank]
+  const int64_t longest = few_sizes(counts.max().item<int64_t>());
+  at::Tensor padded = rows.detach();
+  if (rows.size(0) < longest) {
+    std::vector<int64_t> sizes = rows.sizes().vec();
+    sizes[0] = longest;
+    padded = at::zeros(sizes, rows.options());
+    padded.narrow(0, 0, rows.size(0)).copy_(rows.detach());
+  }
+  std::vector<int64_t> sizes = padded.sizes().vec();
+  sizes.insert(sizes.begin(), world_size());
+  const at::Tensor gathered = at::empty(sizes, padded.options());
+  all_gather_async(gathered, padded, name).wait();
+  std::vector<at::Tensor> parts;
+  for (int i = 0; i < world_size(); ++i) {
+    parts.push_back(gathered[i].narrow(0, 0, counts[i].item<int64_t>()));
+  }
+  return at::cat(parts);
 }
 
 } // namespace hasten::detail

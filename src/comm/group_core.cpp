@@ -97,11 +97,9 @@ uint64_t GroupCore::enter_equal(const std::string& operation, const std::string&
 
 void GroupCore::check_equal(const std::string& operation, uint64_t sequence,
                             const std::string& tensors) {
-  std::vector<std::string> texts;
-  for (nlohmann::json& value : exchange(operation, sequence, tensors)) {
-    texts.push_back(value);
-  }
-  require_equal(operation, texts);
+  require_equal(operation, mapped(exchange(operation, sequence, tensors), [](const auto& text) {
+                  return text.template get<std::string>();
+                }));
 }
 
 void GroupCore::require_equal(const std::string& operation, const std::vector<std::string>& texts) {
@@ -316,27 +314,16 @@ static void close_groups_at_exit() {
   }
 }
 
-void GroupCore::keep(const std::shared_ptr<GroupCore>& core,
-                     c10::intrusive_ptr<c10d::Backend> connections) {
+void GroupCore::keep(std::shared_ptr<void> connections) {
   {
-    const std::lock_guard<std::mutex> lock(core->mutex_);
-    core->connections_ = std::move(connections);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    connections_.push_back(std::move(connections));
   }
   [[maybe_unused]] static const int installed = std::atexit(close_groups_at_exit);
   open_groups().withLock([&](auto& groups) {
     std::erase_if(groups, [](const auto& group) { return group.expired(); });
-    groups.push_back(core);
+    groups.push_back(weak_from_this());
   });
-}
-
-void GroupCore::keep_device(std::shared_ptr<void> connections) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  device_ = std::move(connections);
-}
-
-c10::intrusive_ptr<c10d::Backend> GroupCore::connections() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return connections_;
 }
 
 void GroupCore::abort(std::string_view reason, ErrorKind kind) noexcept {
@@ -371,31 +358,23 @@ bool GroupCore::wait_idle() {
 
 void GroupCore::close(bool orderly) noexcept {
   try {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (std::exchange(closed_, true)) {
-        return;
-      }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (std::exchange(closed_, true)) {
+      return;
     }
+    lock.unlock();
     orderly = orderly && !link->liveness().failed() && wait_idle();
-    std::vector<std::shared_ptr<void>> connections;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      connections.push_back(std::move(device_));
-      connections.push_back(
-          std::make_shared<c10::intrusive_ptr<c10d::Backend>>(std::move(connections_)));
-    }
+    lock.lock();
+    auto connections = std::exchange(connections_, {});
+    lock.unlock();
     link->remove_group(std::move(connections), orderly);
   } catch (...) { // out of memory or threads: the process is about to end
   }
 }
 
 GroupCore::Started::Started(std::shared_ptr<GroupCore> core, std::string operation,
-                            uint64_t sequence, std::function<void()> finish)
-    : core_(std::move(core)),
-      operation_(std::move(operation)),
-      sequence_(sequence),
-      finish_(std::move(finish)) {
+                            uint64_t sequence)
+    : core_(std::move(core)), operation_(std::move(operation)), sequence_(sequence) {
   const std::lock_guard<std::mutex> lock(core_->mutex_);
   ++core_->in_flight_;
 }
@@ -438,10 +417,6 @@ void GroupCore::Started::wait() {
   if (failure_) {
     lock.unlock(); // it does not change any more
     core_->diagnose(operation_, sequence_, *failure_);
-  }
-  if (finish_) {
-    finish_();
-    finish_ = nullptr;
   }
 }
 

@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "core/cuda_library.h"
 #include "hasten/comm/backend.h"
 #include "hasten/comm/communicator.h"
 #include "world_link.h"
@@ -34,8 +35,8 @@ struct Work::State {
 
 namespace detail {
 
-/// `first`, and then `rest`, which the first wait() runs.
-Work continued(Work first, std::function<void()> rest);
+/// All of these, and then `rest`, which the first wait() runs. Of none: has ended.
+Work joined_work(std::vector<Work> all, std::function<void()> rest = nullptr);
 
 /// Adds its lifetime to seconds_waited().
 class WaitTime {
@@ -56,7 +57,7 @@ struct OperationFailure {
   ErrorKind kind = ErrorKind::other;
 };
 
-class GroupCore {
+class GroupCore : public std::enable_shared_from_this<GroupCore> {
  public:
   /// Counts the group in the world. `of`: its ranks in the world; empty: all ranks. Throws
   /// InputError if another group of the world has its name.
@@ -96,15 +97,9 @@ class GroupCore {
   [[noreturn]] void diagnose(const std::string& operation, uint64_t sequence,
                              const OperationFailure& failure);
 
-  /// The connections to the peers; null before keep() and after the end.
-  c10::intrusive_ptr<c10d::Backend> connections();
-  /// Keeps the connections until the world ends. Unless `core` has ended by then, it ends before
-  /// static destructors run, so that no group outlives main.
-  static void keep(const std::shared_ptr<GroupCore>& core,
-                   c10::intrusive_ptr<c10d::Backend> connections);
-
-  /// Keeps what owns the group's connections between devices as long as the others.
-  void keep_device(std::shared_ptr<void> connections);
+  /// Keeps what owns connections to the peers until the world ends. Unless the group has ended by
+  /// then, it ends before static destructors run, so that no group outlives main.
+  void keep(std::shared_ptr<void> connections);
 
   /// Communicator::abort.
   void abort(std::string_view reason, ErrorKind kind) noexcept;
@@ -131,8 +126,7 @@ class GroupCore {
   int in_flight_ = 0;
   CommClock::time_point last_completion_ = CommClock::now();
   bool closed_ = false;
-  c10::intrusive_ptr<c10d::Backend> connections_;
-  std::shared_ptr<void> device_;
+  std::vector<std::shared_ptr<void>> connections_;
   /// The first error, without its "[part::function]".
   std::optional<FailureCause> error_;
 
@@ -147,9 +141,8 @@ class GroupCore {
 /// A thread of the back end completes it.
 class GroupCore::Started final : public Work::State {
  public:
-  /// `sequence`: from enter(). `finish` runs once, in the first wait that completes the operation.
-  Started(std::shared_ptr<GroupCore> core, std::string operation, uint64_t sequence,
-          std::function<void()> finish);
+  /// `sequence`: from enter().
+  Started(std::shared_ptr<GroupCore> core, std::string operation, uint64_t sequence);
   void complete(std::optional<OperationFailure> failure);
 
   void wait() override;
@@ -171,7 +164,6 @@ class GroupCore::Started final : public Work::State {
   bool completed_ = false;
   CommClock::time_point completed_at_{};
   std::optional<OperationFailure> failure_;
-  std::function<void()> finish_; // empty once it has run
 };
 
 /// Creates the group of a world of one.
@@ -179,6 +171,8 @@ std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& option
 /// The back end "nccl", which the library hasten_nccl has. Throws InputError that says what is
 /// missing on this host.
 c10::intrusive_ptr<c10d::Backend> make_nccl(const DeviceBackendContext& context);
+/// What NCCL's text about connections that it cannot make means. Empty: as it says.
+Advice connection_advice(const std::string& text);
 /// A group whose operations on a device go through `factory`, and all others through Gloo.
 std::shared_ptr<Communicator> make_device_group(const BackendContext& context,
                                                 DeviceBackendFactory factory);

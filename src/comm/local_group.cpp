@@ -11,19 +11,10 @@
 
 namespace hasten::detail {
 
-struct LocalOperation final : Work::State {
-  void wait() override {}
-  bool done() const noexcept override { return true; }
-  std::chrono::steady_clock::time_point ended() const noexcept override { return made; }
-  const std::chrono::steady_clock::time_point made = std::chrono::steady_clock::now();
-};
-
 class LocalGroup final : public Communicator {
  public:
   LocalGroup(CommunicatorOptions options, std::shared_ptr<std::set<std::string>> names)
-      : options_(std::move(options)),
-        names_(std::move(names)),
-        done_(std::make_shared<LocalOperation>()) {
+      : options_(std::move(options)), names_(std::move(names)) {
     if (!names_->insert(options_.name).second) {
       throw InputError("comm::create",
                        "a group of this world already has this name: name=" + options_.name,
@@ -43,7 +34,7 @@ class LocalGroup final : public Communicator {
     } else if (what.input.defined()) { // everything is this rank's row
       what.output.detach().view_as(what.input).copy_(what.input.detach());
     }
-    return Work(done_);
+    return joined_work({});
   }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     check_rows(rows);
@@ -92,7 +83,6 @@ class LocalGroup final : public Communicator {
 
   const CommunicatorOptions options_;
   const std::shared_ptr<std::set<std::string>> names_;
-  const std::shared_ptr<LocalOperation> done_;
   std::string error_;
   ErrorKind kind_ = ErrorKind::other; // of error_
   bool closed_ = false;

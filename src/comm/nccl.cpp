@@ -32,4 +32,21 @@ c10::intrusive_ptr<c10d::Backend> make_nccl(const DeviceBackendContext& context)
       make(*context.store, context.rank, context.world_size, context.device.index()));
 }
 
+Advice connection_advice(const std::string& text) {
+  const auto has = [&](const char* part) { return text.find(part) != std::string::npos; };
+  if (const size_t at = text.find("Duplicate GPU"); at != std::string::npos) {
+    // "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+    const size_t ranks = text.find("rank", at);
+    return {"two ranks are on one GPU: " +
+                (ranks == std::string::npos ? std::string()
+                                            : text.substr(ranks, text.find('\n', ranks) - ranks)),
+            "give each rank its own GPU, or use --backend gloo"};
+  }
+  if (has("no socket interface found") || has("NCCL_SOCKET_IFNAME")) {
+    return {"NCCL found no network interface",
+            "set NCCL_SOCKET_IFNAME to an interface that all hosts have, or unset it"};
+  }
+  return {};
+}
+
 } // namespace hasten::detail

@@ -85,15 +85,24 @@ static void check_gathered(std::string_view operation, const at::Tensor& all, co
   }
 }
 
-static void check_exchanged(const at::Tensor& output, const at::Tensor& input, int world_size) {
-  check_tensor("all_to_all", input);
-  check_tensor("all_to_all", output);
-  if (input.dim() == 0 || input.size(0) != world_size || output.sizes() != input.sizes() ||
-      output.scalar_type() != input.scalar_type()) {
-    throw InputError("comm::all_to_all",
-                     "output is " + tensor_text(output) + " for an input " + tensor_text(input),
-                     "two tensors of the same shape and dtype, with one row for each of " +
-                         std::to_string(world_size) + " ranks");
+/// all_to_all and reduce_scatter.
+static void check_exchanged(const Collective& what, int world_size) {
+  const at::Tensor &input = what.input, &output = what.output;
+  check_tensor(what.kind_name(), input);
+  check_tensor(what.kind_name(), output);
+  const bool reduces = what.kind == Collective::Kind::reduce_scatter;
+  const bool fits =
+      reduces
+          ? output.numel() * world_size == input.numel() &&
+                at::isFloatingType(input.scalar_type()) && at::isFloatingType(output.scalar_type())
+          : output.sizes() == input.sizes() && output.scalar_type() == input.scalar_type();
+  if (input.dim() == 0 || input.size(0) != world_size || !fits) {
+    const std::string ranks = " one row for each of " + std::to_string(world_size) + " ranks";
+    throw InputError(
+        "comm::" + std::string(what.kind_name()),
+        "output is " + tensor_text(output) + " for an input " + tensor_text(input),
+        reduces ? "floating-point tensors: an input with" + ranks + ", an output of one row"
+                : "two tensors of the same shape and dtype, with" + ranks);
   }
 }
 
@@ -102,19 +111,6 @@ void check_rows(const at::Tensor& rows) {
   if (rows.dim() == 0) {
     throw InputError("comm::all_gather_rows", "the tensor has no dimension",
                      "a tensor with a dimension 0", "call .unsqueeze(0)");
-  }
-}
-
-static void check_scattered(const at::Tensor& output, const at::Tensor& input, int world_size) {
-  check_tensor("reduce_scatter", input);
-  check_tensor("reduce_scatter", output);
-  if (input.dim() == 0 || input.size(0) != world_size ||
-      output.numel() * world_size != input.numel() || !at::isFloatingType(input.scalar_type()) ||
-      !at::isFloatingType(output.scalar_type())) {
-    throw InputError("comm::reduce_scatter",
-                     "output is " + tensor_text(output) + " for an input " + tensor_text(input),
-                     "floating-point tensors: an input with one row for each of " +
-                         std::to_string(world_size) + " ranks, an output of one row");
   }
 }
 
@@ -158,10 +154,8 @@ void check_collective(const Collective& what, int rank, int world_size) {
       check_gathered(name, what.output, what.input, world_size);
       break;
     case Kind::all_to_all:
-      check_exchanged(what.output, what.input, world_size);
-      break;
     case Kind::reduce_scatter:
-      check_scattered(what.output, what.input, world_size);
+      check_exchanged(what, world_size);
       break;
     case Kind::gather:
     case Kind::scatter:

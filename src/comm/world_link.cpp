@@ -232,10 +232,6 @@ void WorldLink::add_group(const std::string& name) {
   ++open_groups_;
 }
 
-std::shared_ptr<StoreThread> WorldLink::connect_store() const {
-  return StoreConnections(ranks_, CommClock::now() + ranks_.timeout).thread;
-}
-
 uint64_t WorldLink::count_operation(const std::vector<int>& members) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return ++operations_[members];

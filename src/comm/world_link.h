@@ -96,8 +96,6 @@ class WorldLink {
   /// heartbeat limit. Otherwise disconnects immediately; after a failure rank 0 stays up to a
   /// second so that all read the reason.
   void remove_group(std::vector<std::shared_ptr<void>> connections, bool orderly);
-  /// Another connection to the store, with a thread of its own.
-  std::shared_ptr<StoreThread> connect_store() const;
   /// How many operations groups of these ranks have started on a device, with the one that asks.
   uint64_t count_operation(const std::vector<int>& members);
 

@@ -75,7 +75,7 @@ const CudaFacts& cuda_facts() {
   return facts;
 }
 
-NoGpu why_no_gpu(const CudaFacts& facts) {
+Advice why_no_gpu(const CudaFacts& facts) {
   if (!facts.driver) {
     return {"this host has no NVIDIA driver",
             "install the driver and see that nvidia-smi lists a GPU (in a container: start it with "

@@ -21,12 +21,13 @@ struct CudaFacts {
 /// itself looks (at::hasCUDA), as its random generators and accelerators do.
 const CudaFacts& cuda_facts();
 
-/// Why there is no GPU, and what helps.
-struct NoGpu {
+/// What is wrong, and what helps.
+struct Advice {
   std::string what{};
   std::string fix{};
 };
-NoGpu why_no_gpu(const CudaFacts& facts);
+/// Why there is no GPU.
+Advice why_no_gpu(const CudaFacts& facts);
 
 /// Opens a shared library that lies in the folder of the program or library that has `address`, and
 /// elsewhere if it is not there. Null, and why in `error`, if it cannot be loaded.

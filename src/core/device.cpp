@@ -55,7 +55,7 @@ DeviceChoice choose_device(const std::string& name, const World& world, bool sha
     return {at::kCPU};
   }
   if (device.is_cuda() && cuda_facts().devices == 0) {
-    const NoGpu why = why_no_gpu(cuda_facts());
+    const Advice why = why_no_gpu(cuda_facts());
     throw InputError("core::choose_device", "device=" + name + ": " + why.what,
                      "a GPU that LibTorch sees", why.fix);
   }

@@ -1,11 +1,11 @@
 #include <gtest/gtest.h>
 
-#include "device_group.h"
+#include "group_core.h"
 
 namespace hasten::detail {
 
 TEST(ConnectionAdvice, NamesTheRanksThatShareAGpu) {
-  const ConnectionAdvice advice = connection_advice(
+  const Advice advice = connection_advice(
       "NCCL error in: a.cpp:1, invalid usage\nLast error:\n"
       "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000\nmore");
   EXPECT_EQ(advice.what, "two ranks are on one GPU: rank 1 and rank 0 both on CUDA device 1b000");
@@ -13,7 +13,7 @@ TEST(ConnectionAdvice, NamesTheRanksThatShareAGpu) {
 }
 
 TEST(ConnectionAdvice, SaysHowNcclFindsAnInterface) {
-  const ConnectionAdvice advice = connection_advice(
+  const Advice advice = connection_advice(
       "ncclSystemError: System call failed\nLast error:\nBootstrap : no socket interface found");
   EXPECT_EQ(advice.what, "NCCL found no network interface");
   EXPECT_NE(advice.fix.find("NCCL_SOCKET_IFNAME"), std::string::npos);

@@ -49,7 +49,8 @@ void register_backend(const std::string& name, BackendFactory factory);
 
 /// What a back end of a device makes one group's connections from.
 struct DeviceBackendContext {
-  /// For addresses. Only this group uses it.
+  /// For addresses. The groups of the world share its connection, on which a call that waits holds
+  /// up the others: wait in the factory only.
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;
   int world_size = 1;

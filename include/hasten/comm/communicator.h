@@ -239,8 +239,8 @@ class Communicator {
   /// Starts an operation: what the functions above call, and what a back end implements.
   virtual Work start(const Collective& what) = 0;
 
-  /// Starts operations on tensors of one device, in this order. A back end may send them as one,
-  /// which costs a GPU one launch. The handle waits for all.
+  /// Starts operations in this order. If all are on its device, a back end may send them as one,
+  /// which costs a GPU one launch, and compare them as one. The handle waits for all.
   virtual Work start_together(const std::vector<Collective>& what);
 
   /// Concatenates the ranks' tensors in rank order, on every rank. They have the same dtype and
