@@ -97,7 +97,7 @@ void FullyShard::begin() {
   agreed_ = {};
   agreement_.reset();
   for (const auto& unit : schedule_->units()) {
-    unit->reset_gradients();
+    unit->restart_sum(/*keep_aside=*/false);
   }
   set_aside();
   schedule_->open_window();
@@ -119,7 +119,7 @@ void FullyShard::set_aside() {
     grad.reset();
   }
   for (const auto& unit : schedule_->units()) {
-    unit->restart_sum();
+    unit->restart_sum(/*keep_aside=*/true);
   }
 }
 
@@ -299,7 +299,7 @@ void FullyShard::cancel() noexcept {
   agreed_ = {};
   agreement_.reset();
   for (const auto& unit : schedule_->units()) {
-    unit->reset_gradients();
+    unit->restart_sum(/*keep_aside=*/false);
   }
   for (const ShardedParameter& entry : parameters_) {
     entry.parameter.mutable_grad().reset();

@@ -17,11 +17,6 @@ void ShardUnit::take(ShardTensor& tensor) {
   tensor.used = true;
 }
 
-// The gradient as a dense tensor in the dtype of the sum.
-static at::Tensor dense_gradient(const at::Tensor& gradient, at::ScalarType dtype) {
-  return (gradient.is_sparse() ? gradient.to_dense() : gradient).to(dtype);
-}
-
 void ShardUnit::keep_taken() {
   const at::NoGradGuard no_grad;
   for (ShardFlat& flat : flats_) {
@@ -32,37 +27,16 @@ void ShardUnit::keep_taken() {
       if (tensor.sum.defined()) {
         tensor.sum.add_(tensor.taken);
       } else {
-        tensor.sum = dense_gradient(tensor.taken, flat.summed);
+        tensor.sum =
+            (tensor.taken.is_sparse() ? tensor.taken.to_dense() : tensor.taken).to(flat.summed);
       }
       tensor.taken.reset();
     }
   }
 }
 
-// Copies an unsharded gradient into `chunks` [ranks, chunk], whose rows may have any stride. Fills
-// with zeros after the last row, and everywhere if there is no gradient.
-static void put_chunks(const at::Tensor& chunks, const at::Tensor& gradient,
-                       const ShardTensor& of) {
-  if (!gradient.defined() || of.chunk() == 0) {
-    at::Tensor(chunks).zero_();
-    return;
-  }
-  const at::Tensor rows = gradient.reshape({of.dim0, of.inner});
-  const int64_t full = of.dim0 / of.rows; // ranks whose chunk is full
-  chunks.narrow(0, 0, full).copy_(rows.narrow(0, 0, full * of.rows).reshape({full, of.chunk()}));
-  if (full == chunks.size(0)) {
-    return;
-  }
-  const int64_t rest = of.dim0 - full * of.rows;
-  chunks.narrow(0, full, chunks.size(0) - full).zero_();
-  if (rest > 0) {
-    chunks.select(0, full)
-        .narrow(0, 0, rest * of.inner)
-        .copy_(rows.narrow(0, full * of.rows, rest).reshape({-1}));
-  }
-}
-
-// The same for all gradients of a message: one launch of a GPU.
+// Copies unsharded gradients into `rows` [ranks, piece]: one launch of a GPU. Fills with zeros after a
+// gradient's last row, and everywhere if there is no gradient.
 static at::Tensor chunk_cat(at::Tensor rows, const ShardFlat& flat, const ShardPiece& piece,
                             const std::vector<at::Tensor>& gradients) {
   const int64_t ranks = rows.size(0);
@@ -106,16 +80,7 @@ at::Tensor ShardUnit::rows_to_send(ShardFlat& flat, const ShardPiece& piece) {
     return gradients[0].view({ranks_, piece.numel});
   }
   at::Tensor rows = buffers_->take({ranks_, piece.numel}, flat.shard.options().dtype(flat.wire));
-  if (!rows.is_cpu()) {
-    return chunk_cat(rows, flat, piece, gradients);
-  }
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    const ShardTensor& tensor = flat.tensors[piece.tensors[i]];
-    const int64_t begin = tensor.offset - piece.begin;
-    put_chunks(rows.narrow(1, begin, tensor.chunk()), gradients[i], tensor);
-    rows.narrow(1, begin + tensor.chunk(), piece.widths[2 * i + 1]).zero_();
-  }
-  return rows;
+  return chunk_cat(std::move(rows), flat, piece, gradients);
 }
 
 void ShardUnit::start_reduction(Communicator& communicator) {
@@ -141,12 +106,14 @@ void ShardUnit::start_reduction(Communicator& communicator) {
       report_.reduced_bytes += static_cast<int64_t>(rows.nbytes());
     }
   }
-  reducing_ = start_by_device(communicator, operations);
-  report_.reductions += !operations.empty();
+  if (!operations.empty()) {
+    reducing_ = communicator.start_together(operations);
+    ++report_.reductions;
+  }
 }
 
 void ShardUnit::finish_reduction() {
-  if (reducing_.empty()) {
+  if (!reducing_) {
     return;
   }
   const at::NoGradGuard no_grad;
@@ -222,24 +189,16 @@ bool ShardUnit::has_unused() const {
   });
 }
 
-void ShardUnit::restart_sum() {
+void ShardUnit::restart_sum(bool keep_aside) {
   for (ShardFlat& flat : flats_) {
     for (ShardTensor& tensor : flat.tensors) {
       tensor.taken.reset();
       tensor.sum.reset();
       tensor.used = false;
+      tensor.aside = keep_aside ? tensor.aside : at::Tensor();
     }
   }
   summed_ = false;
-}
-
-void ShardUnit::reset_gradients() {
-  restart_sum();
-  for (ShardFlat& flat : flats_) {
-    for (ShardTensor& tensor : flat.tensors) {
-      tensor.aside.reset();
-    }
-  }
 }
 
 void ShardUnit::restore_sum() {

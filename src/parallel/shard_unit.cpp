@@ -173,26 +173,11 @@ std::string ShardUnit::changed_parameter() const {
   return {};
 }
 
-void ShardUnit::wait(std::vector<Work>& handles) {
+void ShardUnit::wait(Work& handle) {
   const auto from = Clock::now();
-  for (Work& handle : handles) {
-    handle.wait();
-  }
-  handles.clear();
+  handle.wait();
+  handle = {};
   report_.exposed_seconds += std::chrono::duration<double>(Clock::now() - from).count();
-}
-
-std::vector<Work> start_by_device(Communicator& communicator,
-                                  const std::vector<Collective>& operations) {
-  std::vector<Work> handles;
-  for (auto from = operations.begin(); from != operations.end();) {
-    const auto to = std::find_if(from, operations.end(), [&](const Collective& one) {
-      return one.output.device() != from->output.device();
-    });
-    handles.push_back(communicator.start_together({from, to}));
-    from = to;
-  }
-  return handles;
 }
 
 void ShardUnit::unshard(Communicator& communicator) {
@@ -211,7 +196,7 @@ void ShardUnit::unshard(Communicator& communicator) {
       all_gather(flat, what, operations);
     }
   }
-  gathering_ = start_by_device(communicator, operations);
+  gathering_ = communicator.start_together(operations);
 }
 
 void ShardUnit::allocate_whole(ShardFlat& flat, Communicator& communicator) {
@@ -254,7 +239,7 @@ void ShardUnit::all_gather(ShardFlat& flat, std::string_view what,
                                    : buffers_->take({ranks_, piece.numel}, flat.whole.options());
     operations.push_back({Collective::Kind::all_gather, what, rows, own.to(flat.compute)});
     if (!piece.direct) {
-      gathers_.push_back({&piece, std::move(rows)});
+      gathers_.emplace_back(&piece, std::move(rows));
     }
   }
   report_.gathered_bytes += static_cast<int64_t>(flat.whole.nbytes());
@@ -267,9 +252,9 @@ void ShardUnit::wait_for_unshard() {
   const at::NoGradGuard no_grad;
   const UnseenOps unseen;
   wait(gathering_);
-  for (Gather& gather : gathers_) {
-    if (gather.rows.numel() > 0) { // one launch of a GPU
-      at::split_with_sizes_copy_out(gather.piece->places, gather.rows, gather.piece->widths, 1);
+  for (const auto& [piece, rows] : gathers_) {
+    if (rows.numel() > 0) { // one launch of a GPU
+      at::split_with_sizes_copy_out(piece->places, rows, piece->widths, 1);
     }
   }
   gathers_.clear();

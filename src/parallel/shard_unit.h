@@ -120,7 +120,7 @@ class ShardUnit {
   void finish_reduction();
   /// Discards the reductions in flight.
   void drop_reduction() noexcept {
-    reducing_.clear();
+    reducing_ = {};
     additions_ = {};
   }
   bool alone() const { return ranks_ == 1; }
@@ -131,10 +131,8 @@ class ShardUnit {
   void scale_gradients(double factor);
   /// True if a trainable parameter got no gradient in this sum.
   bool has_unused() const;
-  /// Sets the sum to zero; gradients that were set aside stay.
-  void restart_sum();
-  /// Forgets all gradients.
-  void reset_gradients();
+  /// Forgets all gradients, but for those that were set aside if `keep_aside`.
+  void restart_sum(bool keep_aside);
 
   const std::string& name() const { return name_; }
   const MixedPrecisionPolicy& precision() const { return precision_; }
@@ -145,18 +143,13 @@ class ShardUnit {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A message in flight that is not sent to its place.
-  struct Gather {
-    const ShardPiece* piece = nullptr;
-    at::Tensor rows{};
-  };
 
   void lay_out(ShardFlat& flat) const;
   void make_shards(ShardFlat& flat);
   void allocate_whole(ShardFlat& flat, Communicator& communicator);
   void all_gather(ShardFlat& flat, std::string_view what, std::vector<Collective>& operations);
   at::Tensor rows_to_send(ShardFlat& flat, const ShardPiece& piece);
-  void wait(std::vector<Work>& handles);
+  void wait(Work& handle);
 
   // Set at construction.
   std::string name_;
@@ -167,17 +160,13 @@ class ShardUnit {
 
   std::vector<ShardFlat> flats_{};
   State state_ = State::sharded;
-  std::vector<Work> gathering_{};
-  std::vector<Gather> gathers_{};
-  std::vector<Work> reducing_{};
+  Work gathering_{};
+  std::vector<std::pair<const ShardPiece*, at::Tensor>> gathers_{}; // not sent to their places
+  Work reducing_{};
   std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> additions_{}; // sums, parts
   bool summed_ = false; // the flat gradients hold a part of this sum
   ShardUnitReport report_{};
 };
-
-/// Starts operations in this order, those of a device together.
-std::vector<Work> start_by_device(Communicator& communicator,
-                                  const std::vector<Collective>& operations);
 
 /// Replaces the tensor's data by `data`'s; it stays the same tensor.
 void put_data(const at::Tensor& tensor, const at::Tensor& data);
