@@ -145,6 +145,7 @@ DeviceScalar OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gat
 
 void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                      double norm) const {
+  run_.communicator()->check("gradient norm"); // the norm is undefined after the loss of a rank
   std::string first;
   int64_t count = 0, of = 0;
   for (const SlotList& list : lists) {

@@ -27,6 +27,7 @@ class GlooGroup : public Communicator {
   std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
                                        const nlohmann::json& value) override;
   void barrier(std::string_view name) override;
+  void check(std::string_view name) override { core_->check(operation_label("check", name)); }
   void abort(std::string_view reason, ErrorKind kind) noexcept override {
     core_->abort(reason, kind);
   }

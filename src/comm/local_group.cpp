@@ -47,6 +47,7 @@ class LocalGroup final : public Communicator {
     return std::vector<nlohmann::json>(1, value);
   }
   void barrier(std::string_view name) override { check("barrier", name); }
+  void check(std::string_view name) override { check("check", name); }
 
   void abort(std::string_view reason, ErrorKind kind) noexcept override {
     if (error_.empty()) {

@@ -154,6 +154,8 @@ nlohmann::json evaluate_dataset(TrainerParts& parts, const Dataset& dataset,
   const double seconds =
       accelerator.reduce(at::scalar_tensor(time.seconds(), pass.loss_sum.options()), ReduceOp::MAX)
           .item<double>();
+  accelerator.communicator()->check(
+      "evaluation"); // the sums are undefined after the loss of a rank
   nlohmann::json record;
   if (weight > 0) {
     record[prefix + "_loss"] = sums[0].item<double>() / weight;

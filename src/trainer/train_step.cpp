@@ -134,7 +134,9 @@ std::vector<WindowReport> TrainStep::take_windows() {
 }
 
 void TrainStep::check_loss(const Untaken& of) {
-  if (of.window.non_finite > 0 || !std::isfinite(of.window.loss)) {
+  const double loss = of.window.loss; // reads all that are unread
+  parts_.communicator().check("loss"); // they are undefined after the loss of a rank
+  if (of.window.non_finite > 0 || !std::isfinite(loss)) {
     stop_at_loss(of.step, of.own_loss);
   }
 }
@@ -246,6 +248,7 @@ void TrainStep::note_overflow() {
 
 // A gradient of an earlier step is gone.
 void TrainStep::stop_at_gradient(int64_t step, std::optional<double> earlier) const {
+  parts_.communicator().check("gradient norm");
   GradientNorms norms{.total = earlier.value_or(0)};
   if (!earlier) {
     norms = parts_.accelerator->gradient_norms(

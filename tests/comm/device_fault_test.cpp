@@ -41,6 +41,13 @@ static void reduce_with(FaultRank& rank, milliseconds timeout, bool short_beats 
     first = error.what();
   }
   work = {};
+  EXPECT_TRUE(x.isnan().all().item<bool>()) << "undefined";
+  try { // before the host believes such a value
+    comm->check("value");
+    ADD_FAILURE() << "no error";
+  } catch (const CommunicationError& error) {
+    EXPECT_EQ(std::string(error.what()), first);
+  }
   try { // what is left of the group
     comm->barrier("later");
     ADD_FAILURE() << "no error";

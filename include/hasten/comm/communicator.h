@@ -264,6 +264,10 @@ class Communicator {
   /// Blocks until every rank has called it.
   virtual void barrier(std::string_view name) = 0;
 
+  /// Throws the first error if the group is dead. Local, does not block. Call it after the host has
+  /// read a value of a device and before it believes it: a lost rank leaves such values undefined.
+  virtual void check(std::string_view name) = 0;
+
   /// Reports to the peers through the store that this rank fails and why ("rank r failed:
   /// reason"), and marks every group of the world as dead. A peer that waits or calls later throws
   /// CommunicationError with that text within a quarter of a second. Blocks up to half a second;

@@ -42,6 +42,7 @@ class ForwardingCommunicator : public Communicator {
     entered("barrier", name, {});
     inner_->barrier(name);
   }
+  void check(std::string_view name) override { inner_->check(name); }
   using Communicator::abort;
   void abort(std::string_view reason, ErrorKind kind) noexcept override {
     inner_->abort(reason, kind);
