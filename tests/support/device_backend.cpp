@@ -123,6 +123,7 @@ class TestWork final : public c10d::Work {
               : static_cast<void>(std::memset(to.data_ptr(), 0xff, to.nbytes()));
       }
     }
+    copies_.clear(); // Gloo's thread frees this object some time later
   }
 
   const std::string label_;
@@ -130,7 +131,7 @@ class TestWork final : public c10d::Work {
   const std::shared_ptr<Ends> ends_; // guards the members below
   bool moved_ = false;
   bool written_ = false;
-  std::vector<HostCopy> copies_; // keeps the tensors
+  std::vector<HostCopy> copies_; // keeps the tensors until write()
 };
 
 class JoinedTestWork final : public c10d::Work {
