@@ -143,26 +143,34 @@ DeviceScalar OptimizerSet::norm_of(const std::vector<SlotList>& lists, const Gat
   return norm_of_norms(norms, norm_type);
 }
 
+GradientNorms OptimizerSet::norms_in_order(const SlotList& list, double p) const {
+  const DataParallel& spread = *models_[list.model].parallel;
+  const auto& slots = spread.gradients().layout().slots();
+  std::vector<at::Tensor> gradients;
+  GradientNorms found;
+  for (int64_t i = std::ssize(slots) - 1; i >= 0; --i) { // registered in reverse order
+    const FlatSlot& slot = slots[static_cast<size_t>(i)];
+    if (slot.parameter.grad().defined() &&
+        (list.all || std::ranges::find(list.slots, i) != list.slots.end())) {
+      gradients.push_back(slot.parameter.grad());
+      found.names.push_back(slot.name);
+    }
+  }
+  found.norms = tensor_norms(gradients, p); // waits for a device
+  spread.reduce_norms(found.norms, p);
+  return found;
+}
+
 void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                      double norm) const {
   run_.communicator()->check("gradient norm"); // the norm is undefined after the loss of a rank
   std::string first;
   int64_t count = 0, of = 0;
   for (const SlotList& list : lists) {
-    const FlatLayout& layout = models_[list.model].parallel->gradients().layout();
-    // Slots lie in reverse order of registration.
-    for (int64_t slot = std::ssize(layout.slots()) - 1; slot >= 0; --slot) {
-      const FlatSlot& found = layout.slots()[static_cast<size_t>(slot)];
-      const at::Tensor& gradient = found.parameter.grad();
-      if (!gradient.defined() ||
-          (!list.all && std::ranges::find(list.slots, slot) == list.slots.end())) {
-        continue;
-      }
-      ++of;
-      std::vector<double> own{gradient_norm({gradient}, INFINITY)};
-      models_[list.model].parallel->reduce_norms(own, INFINITY);
-      if (!std::isfinite(own[0]) && ++count == 1) {
-        first = found.name + " (largest |g|=" + std::to_string(own[0]) + ")";
+    const GradientNorms found = norms_in_order(list, INFINITY);
+    for (size_t i = 0; i < found.norms.size(); ++i, ++of) {
+      if (!std::isfinite(found.norms[i]) && ++count == 1) {
+        first = found.names[i] + " (largest |g|=" + std::to_string(found.norms[i]) + ")";
       }
     }
   }
@@ -204,21 +212,10 @@ GradientNorms OptimizerSet::gradient_norms(size_t model, const GradientNormsOpti
     return result;
   }
   windows_.check_reduced(lists, "accelerator::gradient_norms");
-  const DataParallel& spread = *models_[model].parallel;
-  std::vector<at::Tensor> gradients; // in order of registration
-  std::vector<std::string> names;
-  const auto& slots = spread.gradients().layout().slots();
-  for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
-    if (slot->parameter.grad().defined()) {
-      gradients.push_back(slot->parameter.grad());
-      names.push_back(slot->name);
-    }
-  }
   const double p = options.norm_type;
-  std::vector<double> own = tensor_norms(gradients, p); // waits for a device
-  spread.reduce_norms(own, p);
+  auto [names, own, total, first, count] = norms_in_order(lists[0], p);
   for (size_t i = 0; i < own.size(); ++i) {
-    own[i] *= spread.pending_factor();
+    own[i] *= models_[model].parallel->pending_factor();
     if (!std::isfinite(own[i]) && ++result.non_finite == 1) {
       result.first_non_finite = names[i];
     }

@@ -85,6 +85,8 @@ class OptimizerSet : private WindowParts {
 
   Gathered gradients_of(const std::vector<SlotList>& lists);
   DeviceScalar norm_of(const std::vector<SlotList>& lists, const Gathered& all, double norm_type);
+  /// The names and norms of the gradients, in order of registration.
+  GradientNorms norms_in_order(const SlotList& list, double p) const;
   [[noreturn]] void refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                       double norm) const;
 

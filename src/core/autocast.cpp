@@ -163,10 +163,7 @@ std::optional<at::ScalarType> autocast_dtype(at::DeviceType device) {
 }
 
 at::Tensor autocast_cast(const at::Tensor& x) {
-  if (!x.defined()) {
-    return x;
-  }
-  if (!x.is_floating_point() || x.scalar_type() == at::kDouble) {
+  if (!x.defined() || !x.is_floating_point() || x.scalar_type() == at::kDouble) {
     return x;
   }
   const auto dtype = autocast_dtype(x.device().type());

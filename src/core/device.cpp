@@ -4,8 +4,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #if __has_include(<c10/core/DeviceCapability.h>) // not in older releases
 #define HASTEN_HAS_DEVICE_CAPABILITY 1
 #endif
@@ -92,12 +92,9 @@ int ranks_on(const at::Device& device, const std::string& name, const World& wor
 
 // The capability that the guard of CUDA states includes what torch emulates.
 static bool has_compute_capability_8(const at::Device& gpu) {
-  const c10::impl::VirtualGuardImpl guard(gpu.type());
-  const at::Device before = guard.exchangeDevice(gpu);
+  const c10::DeviceGuard guard(gpu);
   const auto& hooks = at::detail::getCUDAHooks();
-  const bool has = hooks.hasROCM() || hooks.supportsBFloat16ConvolutionWithCuDNNv8();
-  guard.setDevice(before);
-  return has;
+  return hooks.hasROCM() || hooks.supportsBFloat16ConvolutionWithCuDNNv8();
 }
 
 std::string why_no_bf16(const at::Device& device) {

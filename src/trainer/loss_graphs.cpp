@@ -16,6 +16,7 @@
 
 #include "core/cuda_library.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/device.h"
 #include "hasten/core/side_stream.h"
@@ -61,11 +62,7 @@ struct CapturedLoss {
 };
 
 static std::vector<at::Tensor> tensors_of(const Batch& batch) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : batch.tensors) {
-    tensors.push_back(tensor);
-  }
-  return tensors;
+  return mapped(batch.tensors, [](const auto& named) { return named.second; });
 }
 
 static std::string shape_of(const Batch& batch) {
