@@ -78,7 +78,12 @@ void Flight::wait() {
   calls_.clear();
 }
 
-bool Flight::done() const noexcept { return core_->link->liveness().failed() || has_ended(); }
+bool Flight::done() const noexcept {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const bool landed = !work_;
+  lock.unlock();
+  return landed || core_->link->liveness().failed() || has_ended();
+}
 
 CommClock::time_point Flight::ended() const noexcept {
   try {
