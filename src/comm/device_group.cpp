@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "hasten/base/error.h"
-#include "tensor_checks.h"
 
 namespace hasten::detail {
 

@@ -79,10 +79,9 @@ void Flight::wait() {
 }
 
 bool Flight::done() const noexcept {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const bool landed = !work_;
-  lock.unlock();
-  return landed || core_->link->liveness().failed() || has_ended();
+  const bool over = core_->link->liveness().failed() || has_ended();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return over || !work_;
 }
 
 CommClock::time_point Flight::ended() const noexcept {

@@ -6,10 +6,8 @@
 #include <optional>
 #include <utility>
 
-#include "backend_call.h"
 #include "gloo_group.h"
 #include "hasten/comm/few_sizes.h"
-#include "tensor_checks.h"
 
 namespace hasten::detail {
 
