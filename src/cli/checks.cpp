@@ -13,6 +13,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
+#include "hasten/text/pretrained_folder.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
 
@@ -59,24 +60,26 @@ void check_read_by_all(const std::string& flag, const files::path& path, int pro
 /// `shapes`: the model may also be the name of a shape.
 void check_model(const std::string& where, const std::string& model, bool shapes) {
   std::error_code error;
-  if ((shapes && is_model_shape(model)) ||
-      files::is_regular_file(files::path(model) / "config.json", error)) {
+  if (shapes && is_model_shape(model)) {
     return;
   }
-  const bool folder = files::is_directory(model, error);
+  const files::path folder = pretrained_folder(
+      model, where, "--model", shapes ? model_shapes() : std::vector<std::string>());
+  if (files::is_regular_file(folder / "config.json", error)) {
+    return;
+  }
   throw InputError(where,
-                   "--model=" + model +
-                       (folder                        ? " is a folder without config.json"
-                        : files::exists(model, error) ? " is not a folder"
-                                                      : " does not exist"),
+                   "--model=" + model + (folder == model ? "" : ": " + folder.string()) +
+                       (files::is_directory(folder, error) ? " is a folder without config.json"
+                                                           : " is not a folder"),
                    "a Hugging Face folder with config.json" +
                        (shapes ? ", or one of " + model_shapes_text() : std::string()),
-                   folder || where != "cli::train" ? "" : write_nearest(model, model_shapes()));
+                   hf_download_command(model));
 }
 
 void check_tokenizer_folder(const std::string& where, const std::string& folder) {
   std::error_code error;
-  if (!files::is_directory(folder, error)) {
+  if (!files::is_directory(pretrained_folder(folder, where, "--tokenizer"), error)) {
     throw InputError(where, "--tokenizer=" + folder + " is not a folder",
                      "a folder with tokenizer.json or vocab.txt");
   }
@@ -107,7 +110,8 @@ void check_output_dir(const TrainCommand& command) {
     if (!files::is_directory(folder, error)) {
       throw InputError(kWhere, said + " is a file", "a folder, or a new name");
     }
-    if (!is_model_shape(command.model) && files::equivalent(folder, command.model, error)) {
+    if (!is_model_shape(command.model) &&
+        files::equivalent(folder, pretrained_folder(command.model), error)) {
       throw InputError(kWhere, said + " is the folder of --model",
                        "another folder, because a run that fails could damage the model");
     }

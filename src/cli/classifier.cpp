@@ -14,6 +14,7 @@
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/text/pretrained_folder.h"
 #include "hasten/trainer/losses.h"
 #include "hasten/trainer/output_folder.h"
 
@@ -62,17 +63,18 @@ void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
   }
 }
 
-TextClassifier load_text_classifier(const std::string& folder, int64_t max_length) {
-  Tokenizer tokenizer = AutoTokenizer::from_pretrained(folder);
-  PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(folder);
-  check_vocabulary(folder, model->config(), tokenizer);
+TextClassifier load_text_classifier(const std::string& name, int64_t max_length) {
+  Tokenizer tokenizer = AutoTokenizer::from_pretrained(name);
+  PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(name);
+  check_vocabulary(name, model->config(), tokenizer);
   if (model->loading_info().new_output) {
-    throw InputError("cli::model", folder + " has no trained classifier",
+    throw InputError("cli::model", name + " has no trained classifier",
                      "a model that was fine-tuned for classification",
-                     "fine-tune it first: hasten train --model " + folder);
+                     "fine-tune it first: hasten train --model " + name);
   }
   model->eval();
-  const auto file = std::filesystem::path(folder) / "training_args.json";
+  const std::filesystem::path folder = pretrained_folder(name);
+  const auto file = folder / "training_args.json";
   const nlohmann::json arguments = trained_json(file);
   if (!arguments.is_object()) {
     throw InputError("cli::model", file.string() + " is not a JSON object",

@@ -28,10 +28,10 @@ struct TextClassifier {
   const std::vector<std::string>& labels() const { return model->config().id2label; }
 };
 
-/// Loads a classifier. `max_length` 0 uses the value in the folder's training_args.json, at most
+/// Loads a classifier from a folder or a repository in the cache. `max_length` 0 uses the value in the folder's training_args.json, at most
 /// the limit of model and tokenizer. Throws InputError for a bad folder, a model without a trained
 /// classifier, or a vocabulary larger than the model's.
-TextClassifier load_text_classifier(const std::string& folder, int64_t max_length);
+TextClassifier load_text_classifier(const std::string& name, int64_t max_length);
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length); `asked` 0 means no limit.
 int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t model_max_length);

@@ -12,8 +12,9 @@ namespace detail {
 
 void declare_model(FlagTable& flags, ModelFlags& command, const char* group) {
   flags.group(group);
-  flags.value("--model", command.model, "FOLDER",
-              "output of hasten train, or another classifier in the Hugging Face layout");
+  flags.value("--model", command.model, "FOLDER|NAME",
+              "output of hasten train, or another classifier in the Hugging Face layout, or the "
+              "name of one in Hugging Face's cache");
   flags.required();
 }
 
@@ -165,8 +166,10 @@ Command parse_launch(const CommandEntry& entry, std::vector<std::string> argumen
 
 /// --model of the commands that take a folder or a shape; required.
 void declare_folder_or_shape(FlagTable& flags, std::string& model) {
-  flags.value("--model", model, "FOLDER|SHAPE",
-              "Hugging Face folder, or a shape: " + model_shapes_text());
+  flags.value(
+      "--model", model, "FOLDER|NAME|SHAPE",
+      "Hugging Face folder, the name of a repository in Hugging Face's cache, or a shape: " +
+          model_shapes_text());
   flags.required();
 }
 
@@ -404,8 +407,9 @@ Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> argu
               "keep only the N most frequent characters", NumberRange{1, 1'114'112});
   flags.flag("--cased", command.cased, "keep upper case and accents");
   flags.group("Flags of encode");
-  flags.value("--tokenizer", command.tokenizer, "FOLDER",
-              "folder with vocab.txt or tokenizer.json (required)");
+  flags.value("--tokenizer", command.tokenizer, "FOLDER|NAME",
+              "folder with vocab.txt or tokenizer.json, or the name of a repository in Hugging "
+              "Face's cache (required)");
   flags.value("--max-length", command.max_length, "TOKENS",
               "truncate longer texts; 0: truncate none", kTokens);
   auto words = flags.parse_words(std::move(arguments));

@@ -44,9 +44,10 @@ struct ProcessFlags : LaunchOptions {
 
 /// hasten train: fine-tunes a text classifier.
 struct TrainCommand : ProcessFlags {
-  /// A Hugging Face folder, or the name of a shape (model_shapes()).
+  /// A Hugging Face folder or the name of a repository in its cache (pretrained_folder()), or the
+  /// name of a shape (model_shapes()).
   std::string model{};
-  /// Folder with the vocabulary for a shape; empty: learned from the texts.
+  /// Such a folder or name with the vocabulary for a shape; empty: learned from the texts.
   std::string tokenizer{};
   /// Maximum size of a learned vocabulary.
   int64_t vocab_size = 30522;

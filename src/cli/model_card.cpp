@@ -13,6 +13,7 @@
 #include "hasten/base/text.h"
 #include "hasten/config/spelling.h"
 #include "hasten/report/report.h"
+#include "hasten/text/pretrained_folder.h"
 #include "hasten/trainer/evaluation_metrics.h"
 #include "hasten/trainer/output_folder.h"
 #include "train_run.h"
@@ -47,7 +48,11 @@ std::string front_matter(const TrainCommand& command, const nlohmann::json& eval
       std::filesystem::absolute(command.arguments.output_dir).lexically_normal().filename();
   std::string text = "---\nlibrary_name: transformers\npipeline_tag: text-classification\n";
   if (!is_model_shape(command.model)) {
-    text += "base_model: " + quoted(std::filesystem::path(command.model).filename()) + "\n";
+    const bool folder = hf_download_command(command.model).empty();
+    text += "base_model: " +
+            quoted(folder ? std::filesystem::path(command.model).filename().string()
+                          : command.model.substr(0, command.model.find('@'))) +
+            "\n";
   }
   text += "tags:\n- text-classification\n- hasten\nmodel-index:\n- name: " + quoted(name) +
           "\n  results:";

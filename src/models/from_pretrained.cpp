@@ -18,6 +18,7 @@
 #include "hasten/io/sharded_safetensors.h"
 #include "hasten/models/model_family.h"
 #include "hasten/models/step_memory.h"
+#include "hasten/text/pretrained_folder.h"
 
 namespace hasten {
 
@@ -25,8 +26,18 @@ namespace detail {
 
 constexpr const char* kLoadWhere = "models::from_pretrained";
 
-// Opens the weight files of a folder.
-std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder) {
+// Writes all tensors of a folder's pickles, also of several, as one file of safetensors.
+std::string conversion_command(const std::filesystem::path& folder) {
+  return "python -c \"import glob, torch, safetensors.torch as s; s.save_file({k: "
+         "v.contiguous().clone() for f in glob.glob('" +
+         (folder / "pytorch_model*.bin").string() +
+         "') for k, v in torch.load(f, 'cpu').items()}, '" +
+         (folder / "model.safetensors").string() + "', {'format': 'pt'})\"";
+}
+
+// Opens the weight files of a folder. `model`: how the user named it.
+std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder,
+                                            const std::string& model) {
   std::error_code ignored;
   std::vector<SafetensorsReader> readers;
   const auto single = folder / "model.safetensors";
@@ -38,13 +49,14 @@ std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder)
   } else {
     const bool pickle = std::filesystem::exists(folder / "pytorch_model.bin", ignored) ||
                         std::filesystem::exists(folder / "pytorch_model.bin.index.json", ignored);
+    const std::string download = hf_download_command(model);
     throw InputError(kLoadWhere,
                      single.string() + ": the file is missing" +
                          (pickle ? ", the folder has only pytorch_model.bin (a pickle)" : ""),
                      "weights as safetensors",
-                     pickle ? "convert them once in Python: AutoModel"
-                              ".from_pretrained(folder).save_pretrained(folder)"
-                            : "name a folder that save_pretrained or hasten wrote");
+                     pickle             ? "convert them once: " + conversion_command(folder)
+                     : download.empty() ? "name a folder that save_pretrained or hasten wrote"
+                                        : download);
   }
   return readers;
 }
@@ -61,8 +73,7 @@ std::string module_of(const std::string& parameter) {
 // Loads one folder into a new model.
 class FolderLoad {
  public:
-  FolderLoad(const std::filesystem::path& path, ModelTask task,
-             const FromPretrainedOptions& options);
+  FolderLoad(const std::string& model, ModelTask task, const FromPretrainedOptions& options);
   PreTrainedModel load();
 
  private:
@@ -79,9 +90,9 @@ class FolderLoad {
     return first != tensors_.end() && first->first.starts_with(module + ".");
   }
 
-  std::filesystem::path path_;
   ModelTask task_;
   PreTrainedConfig config_;
+  std::filesystem::path path_;
   const ModelFamily& family_;
   std::string base_; // "bert."
   std::string output_{}; // the head's last layer
@@ -93,14 +104,14 @@ class FolderLoad {
   PreTrainedModel model_{nullptr};
 };
 
-FolderLoad::FolderLoad(const std::filesystem::path& path, ModelTask task,
+FolderLoad::FolderLoad(const std::string& model, ModelTask task,
                        const FromPretrainedOptions& options)
-    : path_(path),
-      task_(task),
-      config_(AutoConfig::from_pretrained(path.string())),
+    : task_(task),
+      config_(AutoConfig::from_pretrained(model)),
+      path_(pretrained_folder(model)),
       family_(model_family(config_.model_type)),
       base_(family_.base_model_prefix + "."),
-      readers_(open_weights(path)) {
+      readers_(open_weights(path_, model)) {
   find_weights();
   decide_output(options);
 }

@@ -7,6 +7,7 @@
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/models/model_family.h"
+#include "hasten/text/pretrained_folder.h"
 
 namespace hasten {
 
@@ -264,10 +265,13 @@ void PreTrainedConfig::validate(std::string_view source) const {
 
 PreTrainedConfig AutoConfig::from_pretrained(const std::string& folder) {
   std::error_code ignored;
-  const auto path = std::filesystem::path(folder) / "config.json";
-  if (!std::filesystem::is_directory(folder, ignored) || !std::filesystem::exists(path, ignored)) {
+  const auto path =
+      pretrained_folder(folder, "models::AutoConfig", "model", split(shapes_text(), ", ")) /
+      "config.json";
+  if (!std::filesystem::exists(path, ignored)) {
     throw InputError("models::AutoConfig", path.string() + ": the file is missing",
-                     "a Hugging Face model folder, or one of the shapes " + shapes_text());
+                     "a Hugging Face model folder, or one of the shapes " + shapes_text(),
+                     hf_download_command(folder));
   }
   return PreTrainedConfig::from_json(read_json_file("models::AutoConfig", path), path.string());
 }

@@ -11,6 +11,7 @@
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/text/bert_words.h"
+#include "hasten/text/pretrained_folder.h"
 #include "hasten/text/utf8.h"
 #include "text_steps.h"
 #include "text_tokens.h"
@@ -515,7 +516,7 @@ void Tokenizer::save_pretrained(const std::filesystem::path& folder) const {
 }
 
 Tokenizer AutoTokenizer::from_pretrained(const std::filesystem::path& folder) {
-  return Tokenizer(detail::read_tokenizer_files(folder));
+  return Tokenizer(detail::read_tokenizer_files(pretrained_folder(folder, "text::AutoTokenizer")));
 }
 
 } // namespace hasten

@@ -400,9 +400,11 @@ TokenizerFiles read_tokenizer_files(const std::filesystem::path& folder) {
                           "load the folder with transformers and call save_pretrained");
     }
   }
-  fail_tokenizer_file(folder.string(), "the folder has no vocabulary",
-                      "vocab.txt or tokenizer.json, or vocab.json and merges.txt",
-                      "copy it from the model that these weights come from");
+  fail_tokenizer_file(
+      folder.string(), "the folder has no vocabulary",
+      "vocab.txt or tokenizer.json, or vocab.json and merges.txt",
+      "copy it from the model that these weights come from, or complete a folder of "
+      "Hugging Face's cache with hf download");
 }
 
 } // namespace detail

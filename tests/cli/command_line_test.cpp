@@ -215,7 +215,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::train] --eval-file=e.csv and --eval-split=0.1 exclude each other."},
       {train + "--delimiter ab", "[cli::train] --delimiter=ab. Expected one character, or tab."},
       {"train --train-file t.csv --output-dir out",
-       "[cli::train] --model is missing. Expected --model FOLDER|SHAPE."},
+       "[cli::train] --model is missing. Expected --model FOLDER|NAME|SHAPE."},
       {train + "--dataloader-num-workers -1",
        "[cli::train] --dataloader-num-workers=-1. Expected 0 to 1024."},
       {"train --train-fil t.csv",

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "cli/small_reviews.h"
+#include "support/hub_cache.h"
 
 namespace hasten {
 
@@ -77,6 +78,38 @@ TEST(DataPrograms, JsonLinesTrainTheModelThatCsvDoes) {
   EXPECT_EQ(bad.code, 2);
   EXPECT_TRUE(bad.said("bad.jsonl:3: byte 20 of the line")) << bad.error;
   EXPECT_FALSE(std::filesystem::exists(folder / "bad"));
+}
+
+TEST(DataPrograms, AModelInTheCacheOfHuggingFaceIsGivenByName) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(20));
+  const auto first = detail::cached_train(folder, "train.csv", "first");
+  ASSERT_EQ(first.code, 0) << first.error;
+  testing_support::add_to_hub_cache(folder / "hub", "org/reviews", folder / "first", "c0ffee");
+  const testing_support::ProgramOptions cache{
+      .environment = {{"HF_HUB_CACHE", folder / "hub"}, {"HOME", folder.path()}}};
+  const auto predict =
+      run_program({"hasten", "predict", "--model", "org/reviews", "good fun", "--json"}, cache);
+  EXPECT_EQ(predict.code, 0) << predict.error;
+  EXPECT_EQ(
+      predict.out,
+      run_program({"hasten", "predict", "--model", folder / "first", "good fun", "--json"}).out);
+  const auto tuned =
+      run_program(train_arguments(folder.path(), {"--max-steps", "1", "--save-strategy", "no"},
+                                  "org/reviews@c0ffee"),
+                  cache);
+  ASSERT_EQ(tuned.code, 0) << tuned.error;
+  const auto card = read_file(folder / "out/README.md");
+  EXPECT_NE(card.find("base_model: \"org/reviews\"\n"), card.npos) << card;
+  EXPECT_NE(card.find("# org/reviews@c0ffee fine-tuned"), card.npos) << card;
+  EXPECT_EQ(nlohmann::json::parse(read_file(folder / "out/training_args.json")).at("model"),
+            "org/reviews@c0ffee");
+  const auto absent =
+      run_program({"hasten", "plan", "--model", "org/none", "--batch", "2x8"}, cache);
+  EXPECT_EQ(absent.code, 2);
+  EXPECT_TRUE(absent.said("[cli::plan] --model=org/none does not exist")) << absent.error;
+  EXPECT_TRUE(absent.said((folder / "hub").string() + ". Expected")) << absent.error;
+  EXPECT_TRUE(absent.said("Fix: hf download org/none.")) << absent.error;
 }
 
 TEST(DataPrograms, ASecondRunReadsTheTokenIdsOfTheFirstAndTrainsTheSame) {

@@ -15,6 +15,9 @@
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
+#include "support/environment.h"
+#include "support/error_of.h"
+#include "support/hub_cache.h"
 #include "support/temporary_folder.h"
 
 namespace hasten {
@@ -266,7 +269,7 @@ TEST(BertPretrained, FoldersThatAreNoModelSayWhatToDo) {
   std::filesystem::remove(folder / "model.safetensors");
   expect_contains(folder.error(), "model.safetensors: the file is missing");
   std::ofstream(folder / "pytorch_model.bin") << "pickle";
-  expect_contains(folder.error(), "convert them once");
+  expect_contains(folder.error(), "convert them once: python -c");
   std::ofstream(folder / "config.json") << R"({"model_type": "gpt2"})";
   expect_contains(folder.error(), "config.json: model_type=\"gpt2\"");
   std::ofstream(folder / "config.json") << "{";
@@ -274,6 +277,27 @@ TEST(BertPretrained, FoldersThatAreNoModelSayWhatToDo) {
   std::filesystem::remove(folder / "config.json");
   expect_contains(folder.error(), "bert-tiny");
   EXPECT_THROW(AutoModelForSequenceClassification::from_pretrained("/nowhere/at/all"), InputError);
+}
+
+TEST(BertPretrained, ARepositoryInTheCacheIsTheFolderAndOneWithoutWeightsSaysHowToGetThem) {
+  const TemporaryFolder home;
+  const testing_support::ScopedEnvironment cache{{{"HF_HUB_CACHE", home.path()}}};
+  const auto snapshot =
+      testing_support::add_to_hub_cache(home.path(), "org/bert", kBertGoldenFolder, "c0ffee");
+  expect_equal_weights(AutoModelForSequenceClassification::from_pretrained("org/bert@c0ffee"),
+                       golden_weights());
+  EXPECT_EQ(AutoConfig::from_pretrained("org/bert").to_json(),
+            AutoConfig::from_pretrained(kBertGoldenFolder).to_json());
+  const auto error = [] {
+    return testing_support::error_of<InputError>(
+        [] { AutoModelForSequenceClassification::from_pretrained("org/bert"); });
+  };
+  std::filesystem::remove(snapshot / "model.safetensors");
+  expect_contains(error(), (snapshot / "model.safetensors: the file is missing").string());
+  expect_contains(error(), "Fix: hf download org/bert.");
+  std::filesystem::remove(snapshot / "config.json");
+  expect_contains(error(), (snapshot / "config.json: the file is missing").string());
+  expect_contains(error(), "Fix: hf download org/bert.");
 }
 
 TEST(BertPretrained, ShapesGiveRandomModelsOfTheCallersVocabulary) {

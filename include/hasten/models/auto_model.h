@@ -36,7 +36,9 @@ struct FromPretrainedOptions {
 PreTrainedModel model_from_config(const PreTrainedConfig& config, ModelTask task,
                                   bool initialize = true);
 
-/// `model` is a folder, or the name of a shape (AutoConfig::from_shape) for random weights. Local.
+/// `model` is a folder, the name of a repository in Hugging Face's cache
+/// (hasten/text/pretrained_folder.h), or the name of a shape (AutoConfig::from_shape) for random
+/// weights. Local.
 /// Every rank that calls it after the same hasten::set_seed gets the same weights. Weights of other
 /// floating types are converted to float32. The model is in training mode; loading_info() says what
 /// is new in it.
@@ -45,7 +47,8 @@ PreTrainedModel model_from_config(const PreTrainedConfig& config, ModelTask task
 /// have are new. Ignores heads of other tasks and buffers (position_ids).
 /// Memory: the model and one tensor of the file.
 /// Throws InputError that lists every missing, unexpected and wrongly shaped tensor; if the folder
-/// has only pytorch_model.bin; or if no family has its model_type.
+/// has only pytorch_model.bin (the message has a command that converts it); if no family has its
+/// model_type; or as pretrained_folder does.
 PreTrainedModel model_from_pretrained(const std::string& model, ModelTask task,
                                       const FromPretrainedOptions& options = {});
 

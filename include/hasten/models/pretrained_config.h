@@ -79,8 +79,9 @@ struct PreTrainedConfig {
 
 /// Makes configurations, like transformers' AutoConfig.
 struct AutoConfig {
-  /// Reads config.json of a folder, before any weight is read. Throws InputError as
-  /// PreTrainedConfig::from_json does, and if the folder has no such file.
+  /// Reads config.json of a folder or of a repository in Hugging Face's cache, before any weight is
+  /// read. Throws InputError as PreTrainedConfig::from_json and pretrained_folder do, and if the
+  /// folder has no such file.
   static PreTrainedConfig from_pretrained(const std::string& folder);
   /// The defaults of a family. Throws InputError for a model_type that no family has.
   static PreTrainedConfig for_model(std::string_view model_type);

@@ -151,9 +151,10 @@ class Tokenizer {
 
 class AutoTokenizer {
  public:
-  /// Loads a Hugging Face folder: tokenizer.json, or else vocab.txt (WordPiece), or else vocab.json
-  /// and merges.txt (GPT-2 or RoBERTa, as tokenizer_config.json or config.json say). Special tokens
-  /// and lengths come from tokenizer_config.json and special_tokens_map.json.
+  /// Loads a Hugging Face folder, or a repository in its cache by name (pretrained_folder):
+  /// tokenizer.json, or else vocab.txt (WordPiece), or else vocab.json and merges.txt (GPT-2 or
+  /// RoBERTa, as tokenizer_config.json or config.json say). Special tokens and lengths come from
+  /// tokenizer_config.json and special_tokens_map.json.
   /// Throws InputError with the file's name if there is no vocabulary, hasten lacks a part, special
   /// tokens are missing, or the JSON cannot be read. Time: up to a second for 250,000 pieces.
   /// Memory: about four times the files.

@@ -1,0 +1,115 @@
+#include "hasten/text/pretrained_folder.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <optional>
+#include <system_error>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/text.h"
+
+namespace hasten {
+
+namespace detail {
+
+// A repository of the hub.
+struct HubName {
+  std::string repository{}; // "org/name" or "name"
+  std::string revision = "main";
+};
+
+// The hub's rule for a part of a name. A revision may have more such parts.
+bool is_hub_word(const std::string& word) {
+  const auto at_edge = [](char c) {
+    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
+  };
+  return !word.empty() && at_edge(word.front()) && at_edge(word.back()) &&
+         word.find("..") == std::string::npos &&
+         std::ranges::all_of(word, [&](char c) { return at_edge(c) || c == '-' || c == '.'; });
+}
+
+std::optional<HubName> hub_name(const std::string& given) {
+  const size_t at = given.find('@');
+  HubName name{.repository = given.substr(0, at)};
+  if (at != std::string::npos) {
+    name.revision = given.substr(at + 1);
+  }
+  const auto words = split(name.repository, "/");
+  const bool fits = words.size() <= 2 && std::ranges::all_of(words, is_hub_word) &&
+                    name.repository.find("--") == std::string::npos &&
+                    std::ranges::all_of(split(name.revision, "/"), is_hub_word);
+  return fits ? std::optional(name) : std::nullopt;
+}
+
+std::filesystem::path hub_cache() {
+  const auto home = [] {
+    const char* value = std::getenv("HOME");
+    return std::string(value == nullptr ? "" : value);
+  };
+  const std::pair<const char*, const char*> variables[] = {
+      {"HF_HUB_CACHE", ""}, {"HF_HOME", "hub"}, {"XDG_CACHE_HOME", "huggingface/hub"}};
+  for (const auto& [name, below] : variables) {
+    if (const char* value = std::getenv(name); value != nullptr && *value != '\0') {
+      std::string folder = value;
+      if (folder == "~" || folder.starts_with("~/")) { // huggingface_hub expands it, too
+        folder.replace(0, 1, home());
+      }
+      return *below == '\0' ? std::filesystem::path(folder) : std::filesystem::path(folder) / below;
+    }
+  }
+  return std::filesystem::path(home()) / ".cache/huggingface/hub";
+}
+
+// A branch or tag is a file with the hash of its commit. Other revisions are such hashes.
+std::filesystem::path hub_snapshot(const std::filesystem::path& cache, const HubName& name) {
+  const auto folder = cache / ("models--" + joined(split(name.repository, "/"), "--"));
+  const auto reference = folder / "refs" / name.revision;
+  std::error_code error;
+  std::string commit = name.revision;
+  if (std::filesystem::is_regular_file(reference, error)) {
+    commit = read_file(reference);
+    commit.resize(std::min(commit.size(), commit.find_first_of(" \r\n")));
+  }
+  return folder / "snapshots" / commit;
+}
+
+} // namespace detail
+
+std::filesystem::path pretrained_folder(const std::string& name_or_path, const std::string& where,
+                                        const std::string& given_as,
+                                        const std::vector<std::string>& other_names) {
+  std::error_code error;
+  if (std::filesystem::exists(name_or_path, error)) {
+    return name_or_path;
+  }
+  std::string problem = given_as + "=" + name_or_path + " does not exist";
+  if (const auto name = detail::hub_name(name_or_path)) {
+    const auto cache = detail::hub_cache();
+    const auto folder = detail::hub_snapshot(cache, *name);
+    if (std::filesystem::is_directory(folder, error)) {
+      return folder;
+    }
+    problem += ", and revision=" + name->revision + " of a repository with this name is not in " +
+               cache.string();
+  }
+  const std::string command = hf_download_command(name_or_path);
+  throw InputError(where, problem,
+                   "a Hugging Face folder, or the name of a repository in Hugging Face's cache" +
+                       (other_names.empty() ? "" : ", or one of " + joined(other_names)),
+                   write_nearest(name_or_path, other_names, command));
+}
+
+std::string hf_download_command(const std::string& name_or_path) {
+  std::error_code error;
+  const auto name = detail::hub_name(name_or_path);
+  if (!name || std::filesystem::exists(name_or_path, error)) {
+    return {};
+  }
+  return "hf download " + name->repository +
+         (name->revision == "main" ? "" : " --revision " + name->revision);
+}
+
+} // namespace hasten
