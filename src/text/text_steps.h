@@ -62,6 +62,9 @@ PreTokenizer read_pre_tokenizer(const TokenizerPart& part, bool bpe);
 PostProcessor read_post_processor(const TokenizerPart& part);
 void read_decoder(const TokenizerPart& part, std::vector<DecoderStep>& steps);
 
+/// Puts a space in front of each word that has none and is no added token.
+void prefix_spaces(Words& words);
+
 /// Joins contractions and punctuation to the word before; `with_do_not` as the decoder does it.
 void clean_up_spaces(std::string& text, bool with_do_not);
 

@@ -52,12 +52,16 @@ void truncate_tokens(TextTokens& first, TextTokens* second, size_t most,
     if (of.tokens.size() <= length) {
       return;
     }
-    const auto drop = static_cast<ptrdiff_t>(of.tokens.size() - length);
-    if (side == TokenSide::left) {
-      of.tokens.erase(of.tokens.begin(), of.tokens.begin() + drop);
-    } else {
-      of.tokens.resize(length);
-    }
+    const auto cut_values = [&](auto& values) {
+      const auto drop = std::ssize(values) - static_cast<ptrdiff_t>(length);
+      if (drop > 0 && side == TokenSide::left) {
+        values.erase(values.begin(), values.begin() + drop);
+      } else if (drop > 0) {
+        values.resize(length);
+      }
+    };
+    cut_values(of.tokens);
+    cut_values(of.words);
     of.cut = true;
   };
   cut(first, lengths.first);
@@ -95,6 +99,9 @@ void Tokenizer::pad(std::vector<Encoding>& encodings, const PaddingOptions& opti
     };
     if (!encoding.offset_mapping.empty()) {
       fill(encoding.offset_mapping, std::pair<int64_t, int64_t>());
+    }
+    if (!encoding.word_ids.empty()) {
+      fill(encoding.word_ids, int64_t{-1});
     }
     fill(encoding.ids, options.pad_id);
     fill(encoding.token_type_ids, int64_t{0});

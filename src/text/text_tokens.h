@@ -2,6 +2,9 @@
 // Threading: pure functions.
 #pragma once
 
+#include <cstdint>
+#include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -13,8 +16,10 @@ namespace hasten::detail {
 inline constexpr const char* kTokenizer = "text::Tokenizer";
 
 struct TextTokens {
-  std::string_view text{};
+  std::string_view text{}; // empty if the text is given as words
+  std::span<const std::string> given{}; // the words
   std::vector<WordToken> tokens{}; // with the bytes of the text, if these are asked for
+  std::vector<int64_t> words{}; // [token] index of its word; empty if it is not needed
   bool cut = false; // tokens are missing
 };
 

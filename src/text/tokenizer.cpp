@@ -61,17 +61,17 @@ struct Tokenizer::Impl {
   void add_token(const AddedToken& token);
   void read_special(const detail::TokenizerPart& part, const char* name);
 
-  void split_words(std::string_view text, detail::Words& words) const;
+  void split_words(std::string_view text, bool after_space, detail::Words& words) const;
   void add_words(std::string_view text, size_t at, detail::Words& words) const;
-  detail::TextTokens tokens_of(std::string_view text, const EncodeOptions& options,
-                               size_t limit) const;
+  void add_tokens(std::string_view text, const EncodeOptions& options, size_t limit,
+                  detail::TextTokens& out, int64_t given = -1) const;
   void tokenize_short_way(std::string_view text, size_t limit, detail::TextTokens& out) const;
   void tokenize_words(const detail::Words& words, size_t limit, detail::TokenScratch& scratch,
                       detail::TextTokens& out) const;
   void trim(detail::TextTokens& tokens) const;
   Encoding assembled(detail::TextTokens& first, detail::TextTokens* second, size_t special_count,
                      const EncodeOptions& options) const;
-  Encoding encode(std::string_view text, const std::string_view* pair,
+  Encoding encode(detail::TextTokens first, const std::string_view* pair,
                   const EncodeOptions& options) const;
 
   std::unique_ptr<detail::TokenScratch> take_scratch() const {
@@ -215,7 +215,8 @@ void Tokenizer::Impl::add_words(std::string_view text, size_t at, detail::Words&
   words.text.append_from(section, 0, section.text.size());
 }
 
-void Tokenizer::Impl::split_words(std::string_view text, detail::Words& words) const {
+void Tokenizer::Impl::split_words(std::string_view text, bool after_space,
+                                  detail::Words& words) const {
   std::vector<detail::Word> parts;
   added.split(text, false, parts);
   for (const detail::Word& part : parts) {
@@ -227,6 +228,9 @@ void Tokenizer::Impl::split_words(std::string_view text, detail::Words& words) c
     const auto begin = static_cast<uint32_t>(words.text.text.size());
     words.text.append_original(piece, part.begin);
     words.words.push_back({begin, static_cast<uint32_t>(words.text.text.size()), part.added});
+  }
+  if (after_space) {
+    detail::prefix_spaces(words);
   }
   for (const auto& step : pre_tokenizer.steps) {
     step(words);
@@ -257,7 +261,8 @@ void Tokenizer::Impl::tokenize_short_way(std::string_view text, size_t limit,
 
 void Tokenizer::Impl::tokenize_words(const detail::Words& words, size_t limit,
                                      detail::TokenScratch& scratch, detail::TextTokens& out) const {
-  for (const detail::Word& word : words.words) {
+  for (size_t index = 0; index < words.words.size(); ++index) {
+    const detail::Word& word = words.words[index];
     if (out.tokens.size() >= limit) {
       out.cut = true;
       return;
@@ -275,33 +280,37 @@ void Tokenizer::Impl::tokenize_words(const detail::Words& words, size_t limit,
       token.begin = from.begin;
       token.end = from.end;
     }
+    if (out.given.empty()) {
+      out.words.resize(out.tokens.size(), static_cast<int64_t>(index));
+    }
   }
 }
 
-detail::TextTokens Tokenizer::Impl::tokens_of(std::string_view text, const EncodeOptions& options,
-                                              size_t limit) const {
+// Appends the tokens of the text, or of given word `given`.
+void Tokenizer::Impl::add_tokens(std::string_view text, const EncodeOptions& options, size_t limit,
+                                 detail::TextTokens& out, int64_t given) const {
   if (const size_t bad = invalid_utf8_position(text); bad != std::string_view::npos) {
     throw InputError(detail::kTokenizer,
-                     "invalid UTF-8 in the text: " + byte_name(text[bad]) +
-                         " at position=" + std::to_string(bad),
+                     "invalid UTF-8 in " +
+                         (given < 0 ? "the text" : "words[" + std::to_string(given) + "]") + ": " +
+                         byte_name(text[bad]) + " at position=" + std::to_string(bad),
                      "UTF-8", "convert the text, or call replace_invalid_utf8");
   }
   if (text.size() > detail::kMaxTextBytes) {
     throw InputError(detail::kTokenizer, "the text has bytes=" + std::to_string(text.size()),
                      "at most " + std::to_string(detail::kMaxTextBytes), "split the text");
   }
-  detail::TextTokens made{.text = text};
-  if (short_way != nullptr && !added.any_normalized() && !options.return_offsets_mapping) {
-    tokenize_short_way(text, limit, made);
-    return made;
+  const bool needs_words = options.return_word_ids && given < 0;
+  if (short_way != nullptr && !added.any_normalized() && !options.return_offsets_mapping &&
+      !needs_words) {
+    return tokenize_short_way(text, limit, out);
   }
   detail::Words words;
   words.text.tracked = options.return_offsets_mapping || pre_tokenizer.needs_origins;
-  split_words(text, words);
+  split_words(text, given >= 0 && pre_tokenizer.model_writes_bytes, words);
   auto scratch = take_scratch();
-  tokenize_words(words, limit, *scratch, made);
+  tokenize_words(words, limit, *scratch, out);
   give_back(std::move(scratch));
-  return made;
 }
 
 // Leaves the white space of tokens out of their spans, except one space that was put in front.
@@ -309,9 +318,12 @@ void Tokenizer::Impl::trim(detail::TextTokens& tokens) const {
   static const int32_t kSpace = 0x120; // of ByteLevel
   for (size_t i = 0; i < tokens.tokens.size(); ++i) {
     auto& span = tokens.tokens[i];
+    const bool in_words = !tokens.given.empty();
+    const std::string_view text =
+        in_words ? tokens.given[static_cast<size_t>(tokens.words[i])] : tokens.text;
     const std::string_view shown =
         added.find(int64_t{span.id}) != nullptr
-            ? tokens.text.substr(span.begin, span.end - span.begin)
+            ? text.substr(span.begin, span.end - span.begin)
             : std::string_view(model->pieces()[static_cast<size_t>(span.id)]);
     const auto blank = [&](size_t at) {
       const int32_t code = detail::next_code(shown, at);
@@ -326,16 +338,17 @@ void Tokenizer::Impl::trim(detail::TextTokens& tokens) const {
       end = detail::code_before(shown, end);
       ++trailing;
     }
-    if ((i == 0 || span.begin == 0) && *post_processor.trim_prefix_space && leading == 1) {
+    const bool prefixed = in_words || *post_processor.trim_prefix_space;
+    if ((i == 0 || span.begin == 0) && prefixed && leading == 1) {
       leading = 0;
     }
     size_t begin = span.begin;
     for (; leading > 0 && begin < span.end; --leading) {
-      detail::next_code(tokens.text, begin);
+      detail::next_code(text, begin);
     }
     size_t end = span.end;
     for (; trailing > 0 && end > 0; --trailing) {
-      end = detail::code_before(tokens.text, end);
+      end = detail::code_before(text, end);
     }
     span.begin = static_cast<uint32_t>(begin);
     span.end = trailing > 0 ? span.end : std::max(static_cast<uint32_t>(end), span.begin);
@@ -364,21 +377,27 @@ Encoding Tokenizer::Impl::assembled(detail::TextTokens& first, detail::TextToken
     if (piece.sequence < 0 && options.add_special_tokens) {
       made.ids.insert(made.ids.end(), piece.ids.begin(), piece.ids.end());
     } else if (piece.sequence >= 0) {
-      for (const auto& token : (piece.sequence == 0 ? first : *second).tokens) {
+      const auto& sequence = piece.sequence == 0 ? first : *second;
+      for (const auto& token : sequence.tokens) {
         made.ids.push_back(token.id);
         if (offsets) {
           made.offset_mapping.emplace_back(token.begin, token.end);
         }
       }
+      if (options.return_word_ids) {
+        made.word_ids.insert(made.word_ids.end(), sequence.words.begin(), sequence.words.end());
+      }
     }
     made.token_type_ids.resize(made.ids.size(), piece.type_id);
     made.special_tokens_mask.resize(made.ids.size(), piece.sequence < 0);
     made.offset_mapping.resize(offsets ? made.ids.size() : 0);
+    made.word_ids.resize(options.return_word_ids ? made.ids.size() : 0, -1);
   }
   return made;
 }
 
-Encoding Tokenizer::Impl::encode(std::string_view text, const std::string_view* pair,
+// `first` has the text or the given words, and no tokens yet.
+Encoding Tokenizer::Impl::encode(detail::TextTokens first, const std::string_view* pair,
                                  const EncodeOptions& options) const {
   size_t special_count = 0;
   for (const auto& piece : pair != nullptr ? post_processor.pair : post_processor.single) {
@@ -401,10 +420,19 @@ Encoding Tokenizer::Impl::encode(std::string_view text, const std::string_view* 
   // Of a pair both lengths count, and from the left the end does.
   const size_t most = static_cast<size_t>(options.max_length) - special_count;
   const bool ends_early = truncates && pair == nullptr && side == TokenSide::right;
-  auto first = tokens_of(text, options, ends_early ? most : SIZE_MAX);
+  const size_t limit = ends_early ? most : SIZE_MAX;
+  for (size_t i = 0; i < first.given.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    add_tokens(first.given[i], options, limit, first, index);
+    first.words.resize(first.tokens.size(), index);
+  }
+  if (first.given.empty()) {
+    add_tokens(first.text, options, limit, first);
+  }
   detail::TextTokens second;
   if (pair != nullptr) {
-    second = tokens_of(*pair, options, SIZE_MAX);
+    second.text = *pair;
+    add_tokens(*pair, options, SIZE_MAX, second);
   }
   if (truncates) {
     detail::truncate_tokens(first, pair != nullptr ? &second : nullptr, most, options, side);
@@ -416,12 +444,17 @@ Tokenizer::Tokenizer(const detail::TokenizerFiles& files)
     : impl_(std::make_shared<const Impl>(files)) {}
 
 Encoding Tokenizer::encode(std::string_view text, const EncodeOptions& options) const {
-  return impl_->encode(text, nullptr, options);
+  return impl_->encode({.text = text}, nullptr, options);
 }
 
 Encoding Tokenizer::encode(std::string_view text, std::string_view text_pair,
                            const EncodeOptions& options) const {
-  return impl_->encode(text, &text_pair, options);
+  return impl_->encode({.text = text}, &text_pair, options);
+}
+
+Encoding Tokenizer::encode_words(std::span<const std::string> words,
+                                 const EncodeOptions& options) const {
+  return impl_->encode({.given = words}, nullptr, options);
 }
 
 std::vector<std::string> Tokenizer::tokenize(std::string_view text) const {

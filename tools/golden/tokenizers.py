@@ -6,6 +6,9 @@ Each KIND has the parts of the family's published tokenizer.json and a vocabular
 here on our own texts. KIND.json is the tokenizer. KIND.bin has, little-endian: for each of TEXTS
 texts a CRC-32 (u32) of ids, byte offsets, types and decoded text; for each of PAIRS pairs one of
 the truncated pair; and for each of FULL texts its number of ids (u16) and the ids (u16).
+words.bin has for each kind in the order of KINDS: for each of SPLIT texts a CRC-32 of the word ids and
+one of the text given as words; and for each of SHOWN texts as words its number of ids (u16), the ids
+(u16) and the words (i16, -1 for None). With --words FOLDER only this file is made, of FOLDER's tokenizers.
 texts.json has the tables of which tests/text/tokenizer_texts.h makes the same texts. With --texts FILE the
 texts go to a file, one JSON string a line, for a comparison by hand.
 """
@@ -25,6 +28,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS, PAIRS, FULL, LONGEST = 5000, 1000, 300, 16
+SPLIT, SHOWN = 300, 20
 LARGE = None  # benchmarks/peers/tokenizers.py sets it: the size of the vocabulary, and texts
 
 # First and last code point. All are in Unicode 6.0, and each range is of assigned ones.
@@ -345,7 +349,56 @@ def pair(tokenizer, number):
         tokenizer.no_truncation()
 
 
+def after_spaces(description):
+    """The tokenizer with add_prefix_space=True, if its words are bytes."""
+    pre = description["pre_tokenizer"] or {"type": None}
+    if pre["type"] == "ByteLevel":
+        pre["add_prefix_space"] = True
+    elif pre["type"] == "Sequence" and pre["pretokenizers"][-1]["type"] == "ByteLevel":
+        # The pattern before ByteLevel splits the word with its space.
+        steps = [description["normalizer"]] if description["normalizer"] else []
+        description["normalizer"] = {"type": "Sequence", "normalizers": steps + [{"type": "Prepend", "prepend": " "}]}
+    post = description["post_processor"] or {}
+    if post.get("type") in ("ByteLevel", "RobertaProcessing"):
+        post["add_prefix_space"] = True
+    return Tokenizer.from_str(json.dumps(description))
+
+
+def described_words(encoding, words):
+    lines = []
+    for id, (begin, end), mask, word in zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, encoding.word_ids):
+        text = "" if word is None else words[word]
+        begin, end = (len(text[:offset].encode()) for offset in (begin, end))
+        lines.append(f"{id} {begin} {end} {mask} {-1 if word is None else word}\n")
+    return "".join(lines)
+
+
+def write_words(folder):
+    data = b""
+    for name in KINDS:
+        description = (folder / f"{name}.json").read_text()
+        plain, spaced = Tokenizer.from_str(description), after_spaces(json.loads(description))
+        crcs, shown = [], b""
+        for number in range(SPLIT):
+            ids = plain.encode(text_of(number)).word_ids
+            crcs.append(zlib.crc32(" ".join(str(-1 if id is None else id) for id in ids).encode()))
+            if number % 2:
+                spaced.enable_truncation(4 + number % 91, direction=["right", "left"][number // 2 % 2])
+            words = text_of(number).split(" ")
+            encoding = spaced.encode(words, is_pretokenized=True)
+            spaced.no_truncation()
+            crcs.append(zlib.crc32(described_words(encoding, words).encode()))
+            if number < SHOWN:
+                count = len(encoding.ids)
+                words = [-1 if word is None else word for word in encoding.word_ids]
+                shown += struct.pack(f"<{count + 1}H{count}h", count, *encoding.ids, *words)
+        data += struct.pack(f"<{len(crcs)}I", *crcs) + shown
+    (folder / "words.bin").write_bytes(data)
+
+
 def main():
+    if "--words" in sys.argv:
+        return write_words(pathlib.Path(sys.argv[-1]))
     if "--texts" in sys.argv:
         lines = [json.dumps(text_of(number)) for number in range(TEXTS + 1)]
         pathlib.Path(sys.argv[-1]).write_text("\n".join(lines) + "\n")
@@ -366,6 +419,7 @@ def main():
             data += struct.pack(f"<{len(ids) + 1}H", len(ids), *ids)
         (folder / f"{name}.bin").write_bytes(data)
         print(name, tokenizer.get_vocab_size(), sum(len(ids) for _, ids in singles) / TEXTS, pairs.count("error"), file=sys.stderr)
+    write_words(folder)
 
 
 if __name__ == "__main__":

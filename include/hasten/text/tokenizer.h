@@ -19,6 +19,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -52,6 +53,7 @@ struct EncodeOptions {
   std::optional<TokenSide> truncation_side{};
   bool add_special_tokens = true;
   bool return_offsets_mapping = false;
+  bool return_word_ids = false;
 };
 
 /// The tokens of one text or of a pair; vectors of equal length.
@@ -63,6 +65,10 @@ struct Encoding {
   /// First byte of each token in its text and the byte after its last; (0, 0) for tokens that are
   /// not from a text. Python counts characters, not bytes. Empty without return_offsets_mapping.
   std::vector<std::pair<int64_t, int64_t>> offset_mapping{};
+  /// Index of each token's word in its text; -1 for tokens that the post-processor added (Python's
+  /// None). The words of encode() are those that the pre-tokenizer makes, and added tokens. Empty
+  /// without return_word_ids.
+  std::vector<int64_t> word_ids{};
   bool truncated = false; // max_length removed tokens
 };
 
@@ -96,6 +102,13 @@ class Tokenizer {
   Encoding encode(std::string_view text, const EncodeOptions& options = {}) const;
   Encoding encode(std::string_view text, std::string_view text_pair,
                   const EncodeOptions& options = {}) const;
+  /// The ids of a text that is given as words: Python's is_split_into_words=True. Each word is
+  /// normalized and split by itself. word_ids are indices of `words`, and offsets are in the word. A
+  /// word may have several tokens, or none: an empty one, or one of control characters. For
+  /// byte-level BPE each word has the tokens that it has after a space, as with Python's
+  /// add_prefix_space=True. Throws as encode() does.
+  Encoding encode_words(std::span<const std::string> words,
+                        const EncodeOptions& options = {}) const;
   /// The text's tokens, without special tokens.
   std::vector<std::string> tokenize(std::string_view text) const;
   /// The text of `ids`. Bytes that are not UTF-8 become U+FFFD. Throws InputError for an unknown id.
