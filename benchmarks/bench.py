@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 
+from families import Families
 from fsdp import FsdpMemory, FsdpStep
 from gpu import Gpu
 from local_sgd import LocalSGDAverage, LocalSGDReviews, LocalSGDW8a, SlowLink
@@ -397,6 +398,7 @@ BENCHMARKS = {
         Precision,
         ResidentMemory,
         Gpu,
+        Families,
         Tokenizers,
     )
 }

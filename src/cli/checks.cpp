@@ -158,7 +158,8 @@ void check_inputs(const TrainCommand& command) {
 }
 
 nlohmann::json described_inputs(const TrainCommand& command) {
-  return {{"model", command.model},
+  return {{"task", command.task},
+          {"model", command.model},
           {"tokenizer", command.tokenizer},
           {"vocab_size", command.vocab_size},
           {"cased", command.cased},
@@ -166,10 +167,13 @@ nlohmann::json described_inputs(const TrainCommand& command) {
           {"eval_file", command.eval_file},
           {"eval_split", command.eval_split},
           {"text_column", command.table.text_column},
+          {"text_pair_column", command.table.text_pair_column},
           {"label_column", command.table.label_column},
           {"label_columns", command.table.label_columns},
           {"label_separator", command.table.label_separator},
           {"filters", command.table.filters},
+          {"mlm_probability", command.mlm_probability},
+          {"whole_word_mask", command.whole_word_mask},
           {"max_train_rows", command.max_train_rows},
           {"max_eval_rows", command.max_eval_rows}};
 }

@@ -63,14 +63,17 @@ void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
   }
 }
 
-TextClassifier load_text_classifier(const std::string& name, int64_t max_length) {
+TextModel load_text_model(const ModelFlags& flags) {
+  const std::string& name = flags.model;
+  const Task& task =
+      flags.task.empty() ? task_of(AutoConfig::from_pretrained(name)) : find_task(flags.task);
   Tokenizer tokenizer = AutoTokenizer::from_pretrained(name);
-  PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(name);
+  PreTrainedModel model = model_from_pretrained(name, task.head);
   check_vocabulary(name, model->config(), tokenizer);
   if (model->loading_info().new_output) {
-    throw InputError("cli::model", name + " has no trained classifier",
-                     "a model that was fine-tuned for classification",
-                     "fine-tune it first: hasten train --model " + name);
+    throw InputError("cli::model", name + " has no trained head for " + task.name,
+                     "a model that was fine-tuned for it",
+                     "fine-tune it first: hasten train --task " + task.name + " --model " + name);
   }
   model->eval();
   const std::filesystem::path folder = pretrained_folder(name);
@@ -82,56 +85,34 @@ TextClassifier load_text_classifier(const std::string& name, int64_t max_length)
   }
   const nlohmann::json trained_length = arguments.value("max_length", nlohmann::json());
   const nlohmann::json precision = arguments.value("precision", nlohmann::json());
-  const int64_t asked = max_length > 0 || !trained_length.is_number_integer()
-                            ? max_length
+  const int64_t asked = flags.max_length > 0 || !trained_length.is_number_integer()
+                            ? flags.max_length
                             : trained_length.get<int64_t>();
+  DataCollatorForLanguageModelingOptions masking;
+  masking.mlm_probability = arguments.value("mlm_probability", masking.mlm_probability);
+  masking.whole_word_mask = arguments.value("whole_word_mask", false);
+  masking.seed = arguments.value("seed", masking.seed);
   const int64_t length = allowed_length(asked, model->config(), tokenizer.model_max_length());
   const int64_t labels = model->config().num_labels();
-  return {std::move(model),
+  return {&task,
+          std::move(model),
           std::move(tokenizer),
           length,
           spelled<Precision>(precision.is_string() ? precision.get<std::string>() : "")
               .value_or(Precision::no),
           arguments.value("label_smoothing_factor", 0.0),
-          trained_class_weights(folder, labels)};
+          trained_class_weights(folder, labels),
+          masking};
 }
 
-Head head_of(const PreTrainedConfig& config) {
-  if (config.problem_type.empty()) {
-    return config.num_labels() == 1 ? Head::regression : Head::single_label;
-  }
-  const std::optional<Head> head = spelled<Head>(config.problem_type);
-  if (!head) {
-    throw InputError("cli::model", "config.json: problem_type=" + config.problem_type.substr(0, 80),
-                     "single_label_classification, regression or multi_label_classification");
-  }
-  return *head;
+ProblemType problem_type(const Task& task, const PreTrainedConfig& config) {
+  return task.problem_types.size() > 1 ? problem_type_of(config) : task.problem_types[0];
 }
 
-LossFunction head_loss(PreTrainedModel model, Head head) {
-  return [model = std::move(model), head](const Batch& batch) mutable {
-    LossOutput result;
-    const at::Tensor mask = batch.padded ? batch["attention_mask"] : at::Tensor();
-    result.outputs = model->forward({batch["input_ids"], mask}).logits;
-    if (!batch.has("labels")) {
-      result.outputs = head == Head::regression ? result.outputs.squeeze(1) : result.outputs;
-      return result;
-    }
-    if (head != Head::single_label) {
-      return head == Head::regression ? mse_output(result.outputs, batch["labels"])
-                                      : bce_with_logits_output(result.outputs, batch["labels"]);
-    }
-    result.loss_sum =
-        at::cross_entropy_loss(result.outputs, batch["labels"], {}, at::Reduction::Sum);
-    result.weight = static_cast<double>(batch.rows());
-    return result;
-  };
-}
-
-ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels) {
-  return head == Head::regression    ? regression_metrics()
-         : head == Head::multi_label ? multi_label_metrics(std::ssize(labels), "labels", labels)
-                                     : classification_metrics(std::ssize(labels), "labels", labels);
+std::string example_text(const Task& task, const Tokenizer& tokenizer) {
+  return task.head == ModelTask::masked_lm
+             ? "some " + tokenizer.token(tokenizer.special_id("mask_token")) + " text"
+             : "some text";
 }
 
 Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens) {
@@ -152,7 +133,7 @@ ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer) {
     tokenizer.save_pretrained(folder);
   };
   files.load = [model](const std::filesystem::path& folder) mutable {
-    const auto saved = AutoModelForSequenceClassification::from_pretrained(folder.string());
+    const auto saved = model_from_pretrained(folder.string(), model->task());
     const at::NoGradGuard no_grad;
     const auto source = saved->named_parameters();
     for (auto& parameter : model->named_parameters()) {
@@ -162,26 +143,22 @@ ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer) {
   return files;
 }
 
-std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
-                                                     const Tokenizer& tokenizer) {
-  return std::make_shared<const TokenizedDataset>(rows, tokenizer.padding());
-}
-
 int tokenizer_threads() { return threads_per_rank(world_from_environment()); }
 
-TextTableOptions table_options(const TableFlags& flags) {
+TextTableOptions table_options(const TableFlags& flags, const Task& task) {
   TextTableOptions options;
-  options.text_column = flags.text_column;
-  options.label_column = flags.label_column;
+  options.text_column = flags.text_column.empty() ? task.text_column : flags.text_column;
+  options.text_pair_column = flags.text_pair_column;
+  options.label_column = flags.label_column.empty() ? task.label_column : flags.label_column;
   options.delimiter = flags.delimiter;
   options.has_header = !flags.no_header;
   options.filters = flags.filters;
   return options;
 }
 
-TextTableOptions labelled_table(const TableFlags& flags, Head head,
+TextTableOptions labelled_table(const TableFlags& flags, const Task& task, Head head,
                                 const std::vector<std::string>& model_labels) {
-  TextTableOptions table = table_options(flags);
+  TextTableOptions table = table_options(flags, task);
   table.problem_type = head;
   if (head == Head::multi_label) {
     table.label_separator = flags.label_separator;
@@ -192,29 +169,29 @@ TextTableOptions labelled_table(const TableFlags& flags, Head head,
   return table;
 }
 
-void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts) {
+void tell_of_cut_texts(const TextModel& model, int64_t truncated, int64_t texts) {
   if (truncated > 0) {
     log_warning(format_count(truncated) + " of " + format_count(texts) + " texts truncated to " +
-                std::to_string(classifier.max_length) + " tokens");
+                std::to_string(model.max_length) + " tokens");
   }
 }
 
-std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size,
+std::unique_ptr<Trainer> make_evaluator(const TextModel& model, int64_t batch_size,
                                         std::shared_ptr<Accelerator> accelerator) {
   TrainingArguments arguments;
   arguments.save_strategy = IntervalStrategy::no;
   arguments.disable_tqdm = true; // the command decides about a bar
   arguments.per_device_eval_batch_size = batch_size;
-  arguments.precision = classifier.precision; // gives the same values as in the run
-  arguments.label_smoothing_factor = classifier.label_smoothing_factor;
-  arguments.class_weights = classifier.class_weights;
-  const Head head = head_of(classifier.model->config());
-  return std::make_unique<Trainer>(classifier.model.ptr(), head_loss(classifier.model, head),
-                                   arguments, nullptr, nullptr,
-                                   head_metrics(head, classifier.labels()), std::move(accelerator));
+  arguments.precision = model.precision; // gives the same values as in the run
+  arguments.label_smoothing_factor = model.label_smoothing_factor;
+  arguments.class_weights = model.class_weights;
+  const ProblemType type = model.problem_type();
+  return std::make_unique<Trainer>(
+      model.model.ptr(), model.task->loss(model.model, type), arguments, nullptr, nullptr,
+      model.task->metrics(type, model.labels()), std::move(accelerator));
 }
 
-void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
+void require_finite_logits(const TextModel& model, const at::Tensor& logits,
                            const std::string& where, const std::string& source) {
   const at::Tensor good = logits.view({logits.size(0), -1}).isfinite().all(1);
   if (good.all().item<bool>()) {
@@ -222,7 +199,7 @@ void require_finite_logits(const TextClassifier& classifier, const at::Tensor& l
   }
   const int64_t row = good.to(at::kInt).argmin().item<int64_t>() + 1;
   std::string weight;
-  for (const auto& parameter : classifier.model->named_parameters()) {
+  for (const auto& parameter : model.model->named_parameters()) {
     if (weight.empty() && !parameter.value().isfinite().all().item<bool>()) {
       weight = ": weight " + parameter.key() + " is not finite";
     }

@@ -1,4 +1,4 @@
-// A text classifier for the commands: model, tokenizer and the length to which texts are
+// A model with a task for the commands: model, tokenizer and the length to which texts are
 // truncated. Private to src/cli.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include "commands.h"
 #include "hasten/models/auto_model.h"
+#include "hasten/tasks/task.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/tokenized_dataset.h"
 #include "hasten/text/tokenizer.h"
@@ -14,7 +15,11 @@
 
 namespace hasten::detail {
 
-struct TextClassifier {
+/// What the labels of a task's model are: problem_type_of() where the task has several kinds.
+ProblemType problem_type(const Task& task, const PreTrainedConfig& config);
+
+struct TextModel {
+  const Task* task = nullptr;
   PreTrainedModel model{nullptr};
   Tokenizer tokenizer;
   /// Maximum number of tokens of a text, including [CLS] and [SEP].
@@ -25,13 +30,17 @@ struct TextClassifier {
   double label_smoothing_factor = 0;
   std::string class_weights{};
 
+  /// How fill-mask masks the texts of an evaluation.
+  DataCollatorForLanguageModelingOptions masking{};
+
   const std::vector<std::string>& labels() const { return model->config().id2label; }
+  ProblemType problem_type() const { return detail::problem_type(*task, model->config()); }
 };
 
-/// Loads a classifier from a folder or a repository in the cache. `max_length` 0 uses the value in the folder's training_args.json, at most
-/// the limit of model and tokenizer. Throws InputError for a bad folder, a model without a trained
-/// classifier, or a vocabulary larger than the model's.
-TextClassifier load_text_classifier(const std::string& name, int64_t max_length);
+/// Loads a model from a folder or from Hugging Face's cache, for --task, or for the task of its head. A max_length of 0 uses the value in the
+/// folder's training_args.json, at most the limit of model and tokenizer. Throws InputError for a bad
+/// folder, a model without a trained head, or a vocabulary larger than the model's.
+TextModel load_text_model(const ModelFlags& flags);
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length); `asked` 0 means no limit.
 int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t model_max_length);
@@ -40,12 +49,8 @@ int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t mo
 void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
                       const Tokenizer& tokenizer);
 
-/// The problem type by transformers' rule: one label without a problem_type is a regression.
-Head head_of(const PreTrainedConfig& config);
-
-/// The loss of this head. Batches without labels give only outputs: logits, for a regression [B].
-LossFunction head_loss(PreTrainedModel model, Head head);
-ComputeMetrics head_metrics(Head head, const std::vector<std::string>& labels);
+/// A text that shows what a task's model is for.
+std::string example_text(const Task& task, const Tokenizer& tokenizer);
 
 /// A batch of random samples of length `tokens`. The last sample has padding, so that blocks get
 /// a mask as in training.
@@ -54,30 +59,27 @@ Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens
 /// config.json, model.safetensors and the tokenizer's files.
 ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer);
 
-/// The samples as a dataset, padded with the tokenizer's pad id.
-std::shared_ptr<const TokenizedDataset> make_dataset(const TokenTable& rows,
-                                                     const Tokenizer& tokenizer);
-
 /// Threads with which this rank tokenizes.
 int tokenizer_threads();
 
-TextTableOptions table_options(const TableFlags& flags);
+/// The columns' names are the task's where the flags have none.
+TextTableOptions table_options(const TableFlags& flags, const Task& task);
 
 /// Options for reading a table with labels. `model_labels` are the label columns of a problem with
 /// several labels per sample, if the flags do not name them.
-TextTableOptions labelled_table(const TableFlags& flags, Head head,
+TextTableOptions labelled_table(const TableFlags& flags, const Task& task, Head head,
                                 const std::vector<std::string>& model_labels = {});
 
 /// Warns of texts that were truncated.
-void tell_of_cut_texts(const TextClassifier& classifier, int64_t truncated, int64_t texts);
+void tell_of_cut_texts(const TextModel& model, int64_t truncated, int64_t texts);
 
 /// Throws InputError if a sample's logits are not finite, naming the first such row of `source`,
 /// and a weight that is not finite, if there is one.
-void require_finite_logits(const TextClassifier& classifier, const at::Tensor& logits,
+void require_finite_logits(const TextModel& model, const at::Tensor& logits,
                            const std::string& where, const std::string& source);
 
 /// A Trainer that only evaluates and predicts. Without an accelerator it makes its own.
-std::unique_ptr<Trainer> make_evaluator(const TextClassifier& classifier, int64_t batch_size,
+std::unique_ptr<Trainer> make_evaluator(const TextModel& model, int64_t batch_size,
                                         std::shared_ptr<Accelerator> accelerator = nullptr);
 
 } // namespace hasten::detail

@@ -13,9 +13,11 @@ namespace detail {
 void declare_model(FlagTable& flags, ModelFlags& command, const char* group) {
   flags.group(group);
   flags.value("--model", command.model, "FOLDER|NAME",
-              "output of hasten train, or another classifier in the Hugging Face layout, or the "
+              "output of hasten train, or another trained model in the Hugging Face layout, or the "
               "name of one in Hugging Face's cache");
   flags.required();
+  flags.value("--task", command.task, "NAME",
+              joined(task_choices()) + " (default: that of the model's head)");
 }
 
 void declare_rows(FlagTable& flags, ModelFlags& command, bool labels) {
@@ -46,13 +48,18 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
                    .examples = {"hasten predict --model out \"what a film\" \"two hours wasted\"",
                                 "hasten predict --model out --file new.csv --output preds.csv"},
                    .notes = "Prints a label and probabilities for each text, in the order of "
-                            "the input. - reads one text per line from stdin."});
+                            "the input. token-classification prints the entities of each text, or "
+                            "a tag for each word of --file; fill-mask prints tokens for each mask. "
+                            "- reads one text per line from stdin."});
   declare_model(flags, command, "Model and texts");
   flags.value("--file", command.file, "FILE", "a .csv, .tsv or .jsonl file with texts");
   declare_rows(flags, command, false);
   flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
   flags.flag("--json", command.json, "print one JSON object per line");
-  flags.flag("--with-logits", command.with_logits, "add logits and input_ids to JSON");
+  flags.flag("--with-logits", command.with_logits,
+             "text-classification: add logits and input_ids to JSON");
+  flags.value("--top-k", command.top_k, "N", "fill-mask: tokens for each mask",
+              NumberRange{1, 10'000});
   declare_batches(flags, command);
   command.texts = flags.parse_words(std::move(arguments));
   flags.require(command.texts.empty() != command.file.empty(),
@@ -60,6 +67,7 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
                                      : "--file=" + command.file + " together with a text",
                 "texts, or --file FILE, or - for stdin");
   const std::string& output = command.output;
+  require_task(flags, command.task);
   require_table_name(flags, "--output", output);
   flags.require(
       !command.with_logits || (output.empty() ? command.json : output.ends_with(".jsonl")),
@@ -81,7 +89,8 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
   declare_rows(flags, command, true);
   flags.flag("--json", command.json, "print one JSON object");
   flags.value("--predictions", command.predictions, "FILE",
-              "write each sample's text, label, prediction and probabilities, .csv or .jsonl");
+              "text-classification: write each sample's text, label, prediction and "
+              "probabilities, .csv or .jsonl");
   declare_batches(flags, command);
   flags.value("--precision,--mixed-precision", precision, "NAME",
               "fp32, bf16, fp16 or auto (default: as in training)");
@@ -92,6 +101,7 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
   if (flags.given("--precision")) {
     command.precision = precision;
   }
+  require_task(flags, command.task);
   require_table_name(flags, "--predictions", command.predictions);
   check_columns(flags, command.table);
   return command;
@@ -474,9 +484,9 @@ std::string with_dashes(std::string argument) {
 }
 
 constexpr CommandEntry kCommands[] = {
-    {"train", "fine-tune a BERT-family classifier on CSV, TSV, JSON lines", parse_train},
-    {"predict", "label texts with a trained model", parse_predict},
-    {"eval", "loss, metrics and scores of each label on a labelled file", parse_eval},
+    {"train", "fine-tune a transformer on texts in CSV, TSV, JSON lines, CoNLL", parse_train},
+    {"predict", "label texts, find entities or fill masks with a trained model", parse_predict},
+    {"eval", "loss, metrics and scores of each label on a file", parse_eval},
     {"plan", "choose which activations to recompute under a memory budget", parse_plan},
     {"estimate-memory", "estimate the memory of training a model, without a run",
      parse_estimate_memory},
@@ -538,6 +548,12 @@ std::vector<FlagRow> flags_of(const std::string& command) {
 }
 
 } // namespace detail
+
+const std::vector<std::string>& task_choices() {
+  static const std::vector<std::string> tasks{"text-classification", "token-classification",
+                                              "fill-mask"};
+  return tasks;
+}
 
 const std::vector<std::string>& model_shapes() {
   static const std::vector<std::string> shapes{"bert-tiny", "bert-mini", "bert-small", "bert-base"};

@@ -20,8 +20,12 @@ namespace hasten {
 
 /// How the columns of a CSV or TSV file are read.
 struct TableFlags {
-  std::string text_column = "text";
-  std::string label_column = "label";
+  /// Empty: the task's.
+  std::string text_column{};
+  /// The second text of a pair; empty: samples have one text.
+  std::string text_pair_column{};
+  /// Empty: the task's.
+  std::string label_column{};
   /// Several labels per sample: columns of 0 and 1, "NAME,NAME,…"; or one column whose field has
   /// the labels' names with this separator.
   std::string label_columns{};
@@ -42,8 +46,13 @@ struct ProcessFlags : LaunchOptions {
   bool oversubscribe = false;
 };
 
-/// hasten train: fine-tunes a text classifier.
+/// hasten train: fine-tunes a model for a task.
 struct TrainCommand : ProcessFlags {
+  /// One of task_choices().
+  std::string task = "text-classification";
+  /// fill-mask: the share of tokens that the model has to find, and whether whole words are masked.
+  double mlm_probability = 0.15;
+  bool whole_word_mask = false;
   /// A Hugging Face folder or the name of a repository in its cache (pretrained_folder()), or the
   /// name of a shape (model_shapes()).
   std::string model{};
@@ -91,6 +100,8 @@ struct TrainCommand : ProcessFlags {
 /// What predict and eval share.
 struct ModelFlags {
   std::string model{};
+  /// One of task_choices(); empty: that of the model's head.
+  std::string task{};
   std::string file{};
   TableFlags table{};
   int64_t max_rows = 0;
@@ -100,13 +111,15 @@ struct ModelFlags {
   int64_t max_length = 0;
 };
 
-/// hasten predict: labels for texts.
+/// hasten predict: labels, entities or words for masks of texts.
 struct PredictCommand : ModelFlags {
   /// As given; a single "-" reads lines from stdin.
   std::vector<std::string> texts{};
   /// .csv or .jsonl; empty prints to stdout.
   std::string output{};
   bool with_logits = false;
+  /// fill-mask: tokens for each mask.
+  int64_t top_k = 5;
 };
 
 /// hasten eval: loss, metrics and the scores of each label on a labelled file.
@@ -249,6 +262,9 @@ using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, 
 /// the nearest name), a value of another type or out of range, a missing required flag, a flag
 /// that is given twice.
 Command parse_command_line(const std::vector<std::string>& arguments);
+
+/// Names that --task accepts: those of task_names(), which this layer cannot include.
+const std::vector<std::string>& task_choices();
 
 /// Names that --model accepts for random weights: those of AutoConfig::from_shape, which
 /// this layer cannot include.

@@ -87,7 +87,7 @@ class CompareRun {
       throw InputError("cli::compare", "--max-length=" + std::to_string(tokens),
                        "2 to the model's " + std::to_string(most) + " tokens");
     }
-    loss_ = head_loss(model_, Head::single_label);
+    loss_ = find_task("text-classification").loss(model_, ProblemType::single_label);
     torch_optimizer_ =
         make_optimizer(spelling(arguments_.optim), decay_groups(*model_, arguments_.weight_decay),
                        optimizer_settings(arguments_));

@@ -20,64 +20,62 @@ namespace hasten {
 
 namespace detail {
 
-TextClassificationOptions eval_options(const EvalCommand& command,
-                                       const TextClassifier& classifier) {
+TextClassificationOptions eval_options(const EvalCommand& command, const TextModel& model) {
   TextClassificationOptions options;
-  options.label_names = classifier.labels();
+  options.label_names = model.labels();
   options.max_train_rows = command.max_rows;
-  options.table =
-      labelled_table(command.table, head_of(classifier.model->config()), classifier.labels());
+  options.table = labelled_table(command.table, *model.task, model.problem_type(), model.labels());
   auto& asked = options.table.label_columns;
   if (!asked.empty()) {
     if (!std::is_permutation(asked.begin(), asked.end(), options.label_names.begin(),
                              options.label_names.end())) {
       throw InputError("cli::eval", "--label-columns=" + command.table.label_columns,
-                       "the model's labels: " + joined(classifier.labels(), ","));
+                       "the model's labels: " + joined(model.labels(), ","));
     }
-    asked = classifier.labels(); // in the model's order
+    asked = model.labels(); // in the model's order
   }
   return options;
 }
 
-std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command,
-                                              const TextClassifier& classifier, bool is_main) {
+std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command, const TextModel& model,
+                                              bool is_main) {
   const auto rows = tokenize_text_classification(TextFile::open(command.file, "cli::eval"), nullptr,
-                                                 {.texts = eval_options(command, classifier),
-                                                  .tokenizer = classifier.tokenizer,
-                                                  .max_length = classifier.max_length,
+                                                 {.texts = eval_options(command, model),
+                                                  .tokenizer = model.tokenizer,
+                                                  .max_length = model.max_length,
                                                   .threads = tokenizer_threads()});
   if (is_main) {
-    tell_of_cut_texts(classifier, rows.truncated, std::ssize(rows.train.rows));
+    tell_of_cut_texts(model, rows.truncated, std::ssize(rows.train.rows));
     if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
       log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
     }
   }
-  return make_dataset(rows.train, classifier.tokenizer);
+  return std::make_shared<const TokenizedDataset>(
+      rows.train, model.task->collator(model.tokenizer, model.masking));
 }
 
 /// The label of sample `row`, in the form of Predictions::label().
-std::string true_label(const Dataset& rows, int64_t row, const TextClassifier& classifier,
-                       Head head) {
+std::string true_label(const Dataset& rows, int64_t row, const TextModel& model, Head head) {
   const at::Tensor label = rows.collate({row})["labels"][0];
   if (head == Head::regression) {
     return format_digits(label.item<double>());
   }
   if (head == Head::single_label) {
-    return classifier.labels()[label.item<int64_t>()];
+    return model.labels()[label.item<int64_t>()];
   }
   std::vector<std::string> names;
   for (int64_t i = 0; i < label.size(0); ++i) {
     if (label[i].item<float>() > 0) {
-      names.push_back(classifier.labels()[i]);
+      names.push_back(model.labels()[i]);
     }
   }
   return joined(names, "|");
 }
 
 /// Reads the texts once more, because the data set has only their tokens.
-void write_eval_predictions(const EvalCommand& command, const TextClassifier& classifier,
-                            const Dataset& rows, const at::Tensor& logits) {
-  TextTableOptions options = eval_options(command, classifier).table;
+void write_eval_predictions(const EvalCommand& command, const TextModel& model, const Dataset& rows,
+                            const at::Tensor& logits) {
+  TextTableOptions options = eval_options(command, model).table;
   options.max_rows = command.max_rows;
   std::vector<std::string> texts;
   for (TextRowReader reader(TextFile::open(command.file, "cli::eval"), options); reader.next();) {
@@ -89,11 +87,11 @@ void write_eval_predictions(const EvalCommand& command, const TextClassifier& cl
                          " samples, and had " + std::to_string(rows.size()),
                      "a file that nobody changes during the run");
   }
-  const Head head = head_of(classifier.model->config());
+  const Head head = model.problem_type();
   const std::vector<std::vector<int64_t>> no_ids;
-  Predictions predictions = make_predictions(texts, no_ids, classifier.labels(), logits, head);
+  Predictions predictions = make_predictions(texts, no_ids, model.labels(), logits, head);
   for (int64_t row = 0; row < rows.size(); ++row) {
-    predictions.truth.push_back(true_label(rows, row, classifier, head));
+    predictions.truth.push_back(true_label(rows, row, model, head));
   }
   write_predictions_file(command.predictions, predictions, false);
 }
@@ -122,14 +120,19 @@ int run_command(const EvalCommand& command) {
   const auto accelerator = std::make_shared<Accelerator>(AcceleratorOptions());
   Communicator& communicator = *accelerator->communicator();
   const bool is_main = accelerator->is_main_process();
-  std::optional<detail::TextClassifier> classifier;
+  std::optional<detail::TextModel> model;
   std::shared_ptr<const Dataset> rows;
   detail::agree_on(communicator, "cli: read the input", [&] {
-    classifier = detail::load_text_classifier(command.model, command.max_length);
-    classifier->precision = command.precision.value_or(classifier->precision);
-    rows = detail::read_eval_rows(command, *classifier, is_main);
+    model = detail::load_text_model(command);
+    model->precision = command.precision.value_or(model->precision);
+    if (model->task->problem_types.size() == 1 && !command.predictions.empty()) {
+      throw InputError("cli::eval", "--predictions with a model for " + model->task->name,
+                       "a model for text-classification",
+                       "write them with hasten predict --file FILE --output FILE");
+    }
+    rows = detail::read_eval_rows(command, *model, is_main);
   });
-  const auto trainer = detail::make_evaluator(*classifier, command.batch_size, accelerator);
+  const auto trainer = detail::make_evaluator(*model, command.batch_size, accelerator);
   trainer->add_callback(std::make_shared<ProgressCallback>());
   nlohmann::json metrics;
   at::Tensor logits;
@@ -143,9 +146,13 @@ int run_command(const EvalCommand& command) {
     }
   }
   if (!std::isfinite(metrics.value("eval_loss", 0.0))) { // names the sample and the reason
+    if (model->task->problem_types.size() == 1) {
+      throw InputError("cli::eval", "the model's loss on " + command.file + " is not finite",
+                       "finite weights", "use an earlier checkpoint, or train again");
+    }
     logits = logits.defined() ? logits : trainer->predict(*rows).outputs;
     detail::agree_on(communicator, "cli: look at the logits", [&] {
-      detail::require_finite_logits(*classifier, logits, "cli::eval", command.file);
+      detail::require_finite_logits(*model, logits, "cli::eval", command.file);
     });
   }
   detail::agree_on(communicator, "cli: write the results", [&] {
@@ -159,7 +166,7 @@ int run_command(const EvalCommand& command) {
       }
     }
     if (!command.predictions.empty()) {
-      detail::write_eval_predictions(command, *classifier, *rows, logits);
+      detail::write_eval_predictions(command, *model, *rows, logits);
     }
     detail::print_eval(result, trainer->evaluation_report(), command.json);
   });

@@ -277,9 +277,14 @@ void declare_shard_size(FlagTable& flags, int64_t& shard_size) {
 }
 
 void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
-  flags.value("--text-column", table.text_column, "NAME", "column with the text");
+  flags.value("--text-column", table.text_column, "NAME",
+              "column with the text (default: text), or with the words (default: tokens)");
+  flags.value("--text-pair-column", table.text_pair_column, "NAME",
+              "column with the second text of a pair");
   if (labels) {
-    flags.value("--label-column", table.label_column, "NAME", "column with the label");
+    flags.value("--label-column", table.label_column, "NAME",
+                "column with the label (default: label), or with the words' tags (default: "
+                "ner_tags)");
     flags.value("--label-columns", table.label_columns, "NAME,NAME",
                 "several labels per sample: columns of 0 or 1, named after the labels");
     flags.value("--label-separator", table.label_separator, "TEXT",
@@ -293,16 +298,24 @@ void declare_table(FlagTable& flags, TableFlags& table, bool labels) {
                "use only samples whose column has the value; several filters must all match");
 }
 
+void require_task(const FlagTable& flags, const std::string& task) {
+  flags.require(task.empty() || std::ranges::find(task_choices(), task) != task_choices().end(),
+                "--task=" + task, "one of " + joined(task_choices()),
+                write_nearest(task, task_choices()));
+}
+
 void check_columns(const FlagTable& flags, const TableFlags& table) {
   std::vector<std::string> names = table.label_columns.empty()
                                        ? std::vector<std::string>{table.label_column}
                                        : split(table.label_columns);
   names.push_back(table.text_column);
+  names.push_back(table.text_pair_column);
+  std::erase(names, "");
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());
   flags.require(twice == names.end(),
                 "column " + (twice == names.end() ? "" : *twice) +
-                    " is named twice by --text-column and " +
+                    " is named twice by --text-column, --text-pair-column and " +
                     (table.label_columns.empty() ? "--label-column" : "--label-columns"),
                 "each column once");
 }

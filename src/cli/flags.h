@@ -396,6 +396,8 @@ void check_launch(const FlagTable& flags, const ProcessFlags& processes);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);
+/// An empty task is accepted.
+void require_task(const FlagTable& flags, const std::string& task);
 /// Throws InputError for a label column that is named twice or is the text column.
 void check_columns(const FlagTable& flags, const TableFlags& table);
 /// --precision, --bf16 and --fp16.

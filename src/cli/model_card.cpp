@@ -46,7 +46,8 @@ std::string data_name(const std::filesystem::path& file) {
 std::string front_matter(const TrainCommand& command, const nlohmann::json& evaluation) {
   const std::string name =
       std::filesystem::absolute(command.arguments.output_dir).lexically_normal().filename();
-  std::string text = "---\nlibrary_name: transformers\npipeline_tag: text-classification\n";
+  const std::string& task = command.task;
+  std::string text = "---\nlibrary_name: transformers\npipeline_tag: " + task + "\n";
   if (!is_model_shape(command.model)) {
     const bool folder = hf_download_command(command.model).empty();
     text += "base_model: " +
@@ -54,8 +55,7 @@ std::string front_matter(const TrainCommand& command, const nlohmann::json& eval
                           : command.model.substr(0, command.model.find('@'))) +
             "\n";
   }
-  text += "tags:\n- text-classification\n- hasten\nmodel-index:\n- name: " + quoted(name) +
-          "\n  results:";
+  text += "tags:\n- " + task + "\n- hasten\nmodel-index:\n- name: " + quoted(name) + "\n  results:";
   std::string metrics;
   for (const auto& [key, value] : evaluation.items()) {
     if (key.starts_with("eval_") && key != "eval_runtime" && key != "eval_samples" &&
@@ -66,8 +66,8 @@ std::string front_matter(const TrainCommand& command, const nlohmann::json& eval
   if (metrics.empty()) {
     return text + " []\n---\n";
   }
-  return text + "\n  - task:\n      type: text-classification\n    dataset:\n      type: " +
-         quoted("csv") + "\n      name: " +
+  return text + "\n  - task:\n      type: " + task +
+         "\n    dataset:\n      type: " + quoted("csv") + "\n      name: " +
          quoted(data_name(command.eval_file.empty() ? command.train_file : command.eval_file)) +
          "\n    metrics:\n" + metrics + "---\n";
 }
@@ -75,12 +75,15 @@ std::string front_matter(const TrainCommand& command, const nlohmann::json& eval
 std::string model_card(const TrainCommand& command, const TrainInputs& in, Trainer& trainer,
                        const nlohmann::json& train, const nlohmann::json& evaluation) {
   const TrainingArguments& a = trainer.arguments();
-  std::string text = front_matter(command, evaluation) + kCardMark + "\n\n# " +
-                     markdown_text(command.model) + " fine-tuned on " +
-                     markdown_text(data_name(command.train_file)) + "\n\nA text classifier (" +
-                     spelling(in.head) +
-                     ").\nLabels: " + joined(mapped(in.model->config().id2label, markdown_text)) +
-                     ".\n\n## Results\n\n| metric | value |\n|---|---|\n";
+  std::string text =
+      front_matter(command, evaluation) + kCardMark + "\n\n# " + markdown_text(command.model) +
+      " fine-tuned on " + markdown_text(data_name(command.train_file)) +
+      "\n\nTask: " + in.task->name +
+      (in.task->problem_types.size() > 1 ? " (" + spelling(in.head) + ")" : "") + ".\n" +
+      (in.head == Head::unlabelled
+           ? ""
+           : "Labels: " + joined(mapped(in.model->config().id2label, markdown_text)) + ".\n") +
+      "\n## Results\n\n| metric | value |\n|---|---|\n";
   for (const nlohmann::json& values : {train, evaluation}) {
     for (const auto& [name, value] : values.items()) {
       if (value.is_number() || value.is_string()) {
@@ -99,14 +102,15 @@ std::string model_card(const TrainCommand& command, const TrainInputs& in, Train
         "local_sgd_steps", "gradient_checkpointing", "max_length", "seed"}) {
     text += card_row(name, arguments.at(name).dump());
   }
+  const std::string example = example_text(*in.task, in.data->tokenizer);
   return text + "\nProcesses: " + std::to_string(trainer.accelerator().num_processes()) +
          ". training_args.json has all arguments. In the folder where the run was started, this "
          "command repeats it:\n\n    hasten train --config " +
          (std::filesystem::path(a.output_dir) / "training_args.json").string() +
          " --output-dir again\n\n## Use\n\nIn this folder, with Python:\n\n"
-         "```python\nfrom transformers import pipeline\n\nclassify = "
-         "pipeline(\"text-classification\", model=\".\")\nprint(classify(\"some text\"))\n```\n\n"
-         "With hasten:\n\n    hasten predict --model . \"some text\"\n";
+         "```python\nfrom transformers import pipeline\n\nanswer = pipeline(\"" +
+         in.task->name + "\", model=\".\")\nprint(answer(\"" + example +
+         "\"))\n```\n\nWith hasten:\n\n    hasten predict --model . \"" + example + "\"\n";
 }
 
 void leave_results(Trainer& trainer, const TrainCommand& command, const TrainInputs& in,

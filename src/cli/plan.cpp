@@ -44,7 +44,7 @@ int run_command(const PlanCommand& command) {
             " tokens per sample");
   }
   const Batch batch = detail::made_up_batch(model->config(), command.rows, command.tokens);
-  const LossFunction sum = detail::head_loss(model, Head::single_label);
+  const LossFunction sum = find_task("text-classification").loss(model, ProblemType::single_label);
   const auto loss = [&] { return sum(batch).loss_sum; };
   loss().backward(); // a warm-up for allocations and caches
   const ChainProfile profile = profile_activations(model.ptr(), loss);

@@ -33,9 +33,12 @@ std::vector<std::string> read_lines(std::istream& stream) {
   return lines;
 }
 
-std::vector<std::string> prediction_texts(const PredictCommand& command) {
+/// `pairs` gets the second texts, if the samples are pairs.
+std::vector<std::string> prediction_texts(const PredictCommand& command, const Task& task,
+                                          std::vector<std::string>& pairs) {
   if (!command.file.empty()) {
-    TextTableOptions options = table_options(command.table);
+    TextTableOptions options = table_options(command.table, task);
+    options.problem_type = task.problem_types[0];
     options.label_column.clear();
     options.max_rows = command.max_rows;
     options.keep_empty_text = true;
@@ -43,6 +46,9 @@ std::vector<std::string> prediction_texts(const PredictCommand& command) {
     std::vector<std::string> texts;
     while (reader.next()) {
       texts.emplace_back(reader.text());
+      if (!options.text_pair_column.empty()) {
+        pairs.emplace_back(reader.text_pair());
+      }
     }
     reader.require_rows();
     return texts;
@@ -184,40 +190,83 @@ void write_predictions_file(const std::string& path, const Predictions& predicti
   log_info("wrote " + format_count(predictions.size()) + " predictions to " + path);
 }
 
-void write_predictions(const PredictCommand& command, const Predictions& predictions) {
-  const std::string& output = command.output;
-  if (output.empty()) {
-    std::cout << (command.json ? predictions_jsonl(predictions, command.with_logits)
-                               : predictions_table(predictions));
-    std::cout.flush();
-    if (!std::cout) {
-      throw Error("cli::predict", "cannot write to stdout");
-    }
+/// Writes to --output, or else to stdout.
+void write_answers(const PredictCommand& command, const std::string& text, int64_t answers) {
+  if (!command.output.empty()) {
+    write_file_atomically(command.output, text);
+    log_info("wrote " + format_count(answers) + " predictions to " + command.output);
     return;
   }
-  write_predictions_file(output, predictions, command.with_logits);
+  std::cout << text << std::flush;
+  if (!std::cout) {
+    throw Error("cli::predict", "cannot write to stdout");
+  }
+}
+
+/// Texts that have been tokenized, in memory.
+class EncodedTexts final : public Dataset {
+ public:
+  EncodedTexts(TokenizedTexts tokens, const PaddingOptions& padding)
+      : tokens_(std::move(tokens)), collator_(padding) {}
+  int64_t size() const override { return std::ssize(tokens_.ids); }
+  int64_t length(int64_t index) const override { return std::ssize(ids(index)); }
+  Batch collate(const std::vector<int64_t>& indices) const override {
+    return collator_(mapped(indices,
+                            [this](int64_t index) {
+                              const auto at = static_cast<size_t>(index);
+                              TokenFeature feature{.input_ids = ids(index), .index = index};
+                              if (!tokens_.token_type_ids.empty()) {
+                                feature.token_type_ids = tokens_.token_type_ids[at];
+                              }
+                              return feature;
+                            }),
+                     0);
+  }
+  const std::vector<std::vector<int64_t>>& all_ids() const { return tokens_.ids; }
+
+ private:
+  const std::vector<int64_t>& ids(int64_t index) const {
+    return tokens_.ids.at(static_cast<size_t>(index));
+  }
+
+  TokenizedTexts tokens_;
+  DataCollatorWithPadding collator_;
+};
+
+void predict_classes(const PredictCommand& command, const TextModel& model,
+                     const std::vector<std::string>& texts, const std::vector<std::string>& pairs) {
+  TokenizedTexts tokens =
+      tokenize_texts(model.tokenizer, texts, model.max_length, tokenizer_threads(), pairs);
+  tell_of_cut_texts(model, tokens.truncated, std::ssize(texts));
+  const auto trainer = make_evaluator(model, command.batch_size);
+  if (!command.output.empty() || !command.file.empty()) {
+    trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
+  }
+  const EncodedTexts dataset(std::move(tokens), model.tokenizer.padding());
+  const at::Tensor logits = trainer->predict(dataset).outputs;
+  require_finite_logits(model, logits, "cli::predict",
+                        command.file.empty() ? "the texts" : command.file);
+  const Predictions all =
+      make_predictions(texts, dataset.all_ids(), model.labels(), logits, model.problem_type());
+  write_answers(command,
+                command.output.ends_with(".csv") ? predictions_csv(all)
+                : command.output.empty() && !command.json
+                    ? predictions_table(all)
+                    : predictions_jsonl(all, command.with_logits),
+                all.size());
 }
 
 } // namespace detail
 
 int run_command(const PredictCommand& command) {
-  const detail::TextClassifier classifier =
-      detail::load_text_classifier(command.model, command.max_length);
-  const auto texts = detail::prediction_texts(command);
-  const TokenizedTexts tokens = tokenize_texts(classifier.tokenizer, texts, classifier.max_length,
-                                               detail::tokenizer_threads());
-  detail::tell_of_cut_texts(classifier, tokens.truncated, std::ssize(texts));
-  const auto trainer = detail::make_evaluator(classifier, command.batch_size);
-  if (!command.output.empty() || !command.file.empty()) {
-    trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
+  const detail::TextModel model = detail::load_text_model(command);
+  std::vector<std::string> pairs;
+  const auto texts = detail::prediction_texts(command, *model.task, pairs);
+  if (model.task->problem_types.size() > 1) {
+    detail::predict_classes(command, model, texts, pairs);
+  } else {
+    detail::predict_tokens(command, model, texts);
   }
-  const TokenizedDataset dataset(tokens.ids, {}, classifier.tokenizer.padding());
-  const at::Tensor logits = trainer->predict(dataset).outputs;
-  detail::require_finite_logits(classifier, logits, "cli::predict",
-                                command.file.empty() ? "the texts" : command.file);
-  detail::write_predictions(command,
-                            detail::make_predictions(texts, tokens.ids, classifier.labels(), logits,
-                                                     detail::head_of(classifier.model->config())));
   return kExitOk;
 }
 

@@ -60,4 +60,14 @@ Predictions make_predictions(const std::vector<std::string>& texts,
 void write_predictions_file(const std::string& path, const Predictions& predictions,
                             bool with_logits);
 
+struct TextModel;
+
+/// Writes a command's answers to --output, or else to stdout. Throws Error if it cannot.
+void write_answers(const PredictCommand& command, const std::string& text, int64_t answers);
+
+/// hasten predict for tasks whose answers are about tokens. With --file, token-classification reads
+/// lists of words in `texts`.
+void predict_tokens(const PredictCommand& command, const TextModel& model,
+                    const std::vector<std::string>& texts);
+
 } // namespace hasten::detail

@@ -28,18 +28,18 @@ namespace detail {
 
 const auto kProgramStart = std::filesystem::file_time_type::clock::now();
 
-/// `config`: of the model to fine-tune. `classifier`: it has a classifier.
+/// `config`: of the model to fine-tune. `trained`: it has a head for the task.
 TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
-                                                const PreTrainedConfig& config, bool classifier,
+                                                const PreTrainedConfig& config, bool trained,
                                                 TrainInputs& inputs) {
   TokenizedClassificationOptions options;
   options.texts.eval_split = command.eval_split;
   options.texts.seed = command.arguments.seed;
   options.texts.max_train_rows = command.max_train_rows;
   options.texts.max_eval_rows = command.max_eval_rows;
-  options.texts.table = labelled_table(command.table, inputs.head);
-  if (inputs.head == Head::single_label) {
-    options.texts.label_names = classifier ? config.id2label : std::vector<std::string>();
+  options.texts.table = labelled_table(command.table, *inputs.task, inputs.head);
+  if (inputs.head == Head::single_label || inputs.head == Head::word_labels) {
+    options.texts.label_names = trained ? config.id2label : std::vector<std::string>();
     // Other labels get a new classifier; the loader's report mentions it.
     options.texts.replace_label_names = true;
   }
@@ -138,16 +138,16 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   FromPretrainedOptions options;
   // A regression model from a folder keeps its head; the name of the label column does not matter.
   const bool keeps_head = inputs.head == Head::regression && !is_model_shape(command.model) &&
-                          head_of(config) == Head::regression;
-  if (!keeps_head) {
+                          problem_type_of(config) == Head::regression;
+  if (!keeps_head && inputs.head != Head::unlabelled) {
     options.id2label = inputs.data->label_names;
   }
-  if (inputs.head != Head::single_label) {
+  if (inputs.head == Head::regression || inputs.head == Head::multi_label) {
     options.problem_type = spelling(inputs.head);
   }
   options.vocab_size = inputs.data->tokenizer.size();
   options.pad_token_id = inputs.data->tokenizer.pad_id();
-  return AutoModelForSequenceClassification::from_pretrained(command.model, options);
+  return model_from_pretrained(command.model, inputs.task->head, options);
 }
 
 void add_model_facts(BannerLines& lines, const TrainCommand& command,
@@ -187,27 +187,33 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
   const bool shape = is_model_shape(command.model);
   const PreTrainedConfig config =
       shape ? AutoConfig::from_shape(command.model) : AutoConfig::from_pretrained(command.model);
-  // The configuration has two labels even for an encoder without a classifier. Only its
-  // architecture tells whether there is a classifier.
-  const bool classifier = !shape && config.has_head(ModelTask::sequence_classification);
   TrainInputs inputs;
-  inputs.head = spelled<Head>(command.problem_type)
-                    .value_or(classifier ? head_of(config) : Head::single_label);
+  inputs.task = &find_task(command.task);
+  // The configuration has two labels even for an encoder without a head. Only its architecture tells
+  // whether there is a head.
+  const bool trained = !shape && config.has_head(inputs.task->head);
+  inputs.head =
+      spelled<Head>(command.problem_type)
+          .value_or(trained ? problem_type(*inputs.task, config) : inputs.task->problem_types[0]);
   if (inputs.head == Head::multi_label && command.table.label_columns.empty() &&
       command.table.label_separator.empty()) {
     throw InputError("cli::train", "--model=" + command.model + " gives a sample several labels",
                      "--label-columns or --label-separator");
   }
-  inputs.data = read_train_data(command, tokenize_options(command, config, classifier, inputs),
+  inputs.data = read_train_data(command, tokenize_options(command, config, trained, inputs),
                                 inputs.head == Head::single_label, is_main);
   require_row_each(std::ssize(inputs.data->train.rows), world_size);
   require_class_weights(command, std::ssize(inputs.data->label_names));
   inputs.model = train_model(command, config, inputs);
   check_vocabulary(command.model, inputs.model->config(), inputs.data->tokenizer);
   check_free_space(command.arguments.output_dir, bytes_on_disk(command.arguments, *inputs.model));
-  inputs.train = make_dataset(inputs.data->train, inputs.data->tokenizer);
+  inputs.masking.mlm_probability = command.mlm_probability;
+  inputs.masking.whole_word_mask = command.whole_word_mask;
+  inputs.masking.seed = command.arguments.seed;
+  const auto collator = inputs.task->collator(inputs.data->tokenizer, inputs.masking);
+  inputs.train = std::make_shared<const TokenizedDataset>(inputs.data->train, collator);
   if (!inputs.data->eval.rows.empty()) {
-    inputs.eval = make_dataset(inputs.data->eval, inputs.data->tokenizer);
+    inputs.eval = std::make_shared<const TokenizedDataset>(inputs.data->eval, collator);
   }
   return inputs;
 }
@@ -224,10 +230,12 @@ std::string cache_line(const TokenCacheReport& cache) {
 
 BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   BannerLines lines;
-  if (in.head != Head::single_label) {
+  if (in.task->problem_types.size() == 1) {
+    lines.emplace_back("task", in.task->name);
+  } else if (in.head != in.task->problem_types[0]) {
     lines.emplace_back("head", spelling(in.head));
   }
-  for (const std::string& line : in.data->report.lines(in.data->label_names)) {
+  for (const std::string& line : in.data->report.lines(in.data->label_names, in.head)) {
     lines.emplace_back("data", line);
   }
   const auto rows = static_cast<int64_t>(in.data->train.rows.size() + in.data->eval.rows.size());
@@ -282,8 +290,8 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
                   const std::shared_ptr<Accelerator>& accelerator) {
   TrainingArguments arguments = command.arguments;
   arguments.max_length = in.max_length; // predict and eval truncate to this, too
-  Trainer trainer(in.model.ptr(), head_loss(in.model, in.head), arguments, in.train, in.eval,
-                  head_metrics(in.head, in.model->config().id2label), accelerator);
+  Trainer trainer(in.model.ptr(), in.task->loss(in.model, in.head), arguments, in.train, in.eval,
+                  in.task->metrics(in.head, in.model->config().id2label), accelerator);
   trainer.set_model_files(run_files(command, in));
   if (accelerator->is_main_process()) {
     trainer.set_run_facts(described_inputs(command),
@@ -360,7 +368,8 @@ int run_command(const TrainCommand& command) {
   if (accelerator->is_main_process()) {
     const std::string& folder = command.arguments.output_dir;
     log_info(result + "Model in " + folder + ".");
-    log_info("Try: hasten predict --model " + folder + " \"some text\"");
+    log_info("Try: hasten predict --model " + folder + " \"" +
+             example_text(*inputs.task, inputs.data->tokenizer) + "\"");
   }
   accelerator->end_training();
   return kExitOk;

@@ -7,6 +7,7 @@ namespace hasten::detail {
 
 void declare_train_data(FlagTable& flags, TrainCommand& command) {
   flags.group("Model");
+  flags.value("--task", command.task, "NAME", joined(task_choices()));
   flags.value(
       "--model", command.model, "FOLDER|NAME|SHAPE",
       "Hugging Face folder (config.json, model.safetensors, vocab.txt), the NAME or "
@@ -22,12 +23,17 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 
   flags.group("Data");
   flags.value("--train-file,--train-data", command.train_file, "FILE",
-              "training data, .csv, .tsv or .jsonl (default: the 4,000 generated reviews of "
-              "hasten synth reviews, 10 % of them for evaluation)");
+              "training data, .csv, .tsv or .jsonl; words with tags are .jsonl or CoNLL "
+              "(default: the 4,000 generated reviews of hasten synth reviews, 10 % of them for "
+              "evaluation)");
   declare_table(flags, command.table, true);
   flags.value("--problem-type", command.problem_type, "NAME",
               "single_label_classification, regression (labels are numbers) or "
               "multi_label_classification (default: from the label columns and the model)");
+  flags.value("--mlm-probability", command.mlm_probability, "SHARE",
+              "fill-mask: share of the tokens that the model has to find");
+  flags.flag("--whole-word-mask", command.whole_word_mask,
+             "fill-mask: mask all tokens of a word together");
   flags.value("--eval-file,--eval-data", command.eval_file, "FILE", "evaluation data");
   flags.value("--eval-split", command.eval_split, "FRACTION",
               "without --eval-file: fraction of the training samples used for evaluation, "
@@ -279,7 +285,10 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
                        const std::string& problem) {
   std::vector<std::string> names{"loss", "runtime", "samples_per_second", "steps_per_second"};
   const std::vector<std::string> of_problem =
-      problem == "regression" ? std::vector<std::string>{"mse", "mae", "pearson", "spearman"}
+      problem == "token-classification"
+          ? std::vector<std::string>{"f1", "precision", "recall", "accuracy"}
+      : problem == "fill-mask"  ? std::vector<std::string>{"perplexity", "accuracy"}
+      : problem == "regression" ? std::vector<std::string>{"mse", "mae", "pearson", "spearman"}
       : problem == "multi_label_classification"
           ? std::vector<std::string>{"f1_micro", "f1_macro", "accuracy"}
           : std::vector<std::string>{"accuracy", "f1"};
@@ -290,12 +299,52 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
                 "one of loss, " + joined(of_problem), write_nearest(wanted, names));
 }
 
+/// Checks the flags of a task that has one kind of labels, and names its columns.
+void check_token_task(const FlagTable& flags, TrainCommand& command) {
+  const bool words = command.task == "token-classification";
+  const TableFlags& table = command.table;
+  const std::string with = " with --task=" + command.task;
+  const TrainingArguments& a = command.arguments;
+  flags.require(command.problem_type.empty(), "--problem-type=" + command.problem_type + with, {},
+                "leave it out");
+  flags.require(table.label_columns.empty() && table.label_separator.empty() &&
+                    table.text_pair_column.empty(),
+                "--label-columns, --label-separator or --text-pair-column" + with,
+                "one column of texts");
+  flags.require(words || table.label_column.empty(), "--label-column=" + table.label_column + with,
+                "no labels", "leave it out");
+  flags.require(words || (a.class_weights.empty() && a.label_smoothing_factor == 0),
+                "--class-weights or --label-smoothing-factor" + with, "classes");
+  flags.require(a.class_weights != "balanced", "--class-weights=balanced" + with,
+                "a weight for each label");
+  flags.require(!words || !command.train_file.empty(), "no --train-file" + with,
+                "a file with words and tags");
+  flags.require(command.mlm_probability > 0 && command.mlm_probability <= 1,
+                "--mlm-probability=" + flag_text(command.mlm_probability),
+                "a share, above 0 and at most 1");
+  require_metric_of(flags, a, command.task);
+}
+
 /// Determines the problem type and checks that the flags agree on it.
 void check_problem(const FlagTable& flags, TrainCommand& command) {
+  const bool words = command.task == "token-classification";
+  const auto name = [](std::string& column, const char* by_default) {
+    column = column.empty() ? by_default : column;
+  };
+  name(command.table.text_column, words ? "tokens" : "text");
+  if (command.task != "text-classification") {
+    check_token_task(flags, command);
+    name(command.table.label_column, words ? "ner_tags" : "");
+    return;
+  }
+  name(command.table.label_column, "label");
+  flags.require(
+      command.mlm_probability == TrainCommand().mlm_probability && !command.whole_word_mask,
+      "--mlm-probability or --whole-word-mask with --task=" + command.task, "--task fill-mask");
   const bool several =
       !command.table.label_columns.empty() || !command.table.label_separator.empty();
   std::string& problem = command.problem_type;
-  const std::vector<std::string> known(kSpellings<Head>.begin(), kSpellings<Head>.end());
+  const std::vector<std::string> known(kSpellings<Head>.begin(), kSpellings<Head>.begin() + 3);
   flags.require(problem.empty() || std::find(known.begin(), known.end(), problem) != known.end(),
                 "--problem-type=" + problem, "one of " + joined(known),
                 write_nearest(problem, known));
@@ -326,14 +375,19 @@ void check_problem(const FlagTable& flags, TrainCommand& command) {
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments) {
   complete_checkpointing(arguments);
   TrainCommand command;
-  FlagTable flags(entry,
-                  {.summary = "fine-tune a text classifier of the BERT family",
-                   .usage = "--model MODEL --output-dir FOLDER [flags]",
-                   .examples = {"hasten train --model bert-mini --train-file reviews.csv \\\n"
-                                "    --eval-split 0.1 --nproc 2 --output-dir out"},
-                   .notes = "Writes a model folder in the Hugging Face layout, which hasten "
-                            "predict, hasten eval and Python's transformers read. " +
-                            std::string(kEnvironmentNote)});
+  FlagTable flags(
+      entry,
+      {.summary = "fine-tune a transformer of the BERT family on texts",
+       .usage = "--model MODEL --output-dir FOLDER [flags]",
+       .examples = {"hasten train --model bert-mini --train-file reviews.csv \\\n"
+                    "    --eval-split 0.1 --nproc 2 --output-dir out",
+                    "hasten train --task token-classification --model distilbert \\\n"
+                    "    --train-file train.conll --eval-file dev.conll --output-dir ner",
+                    "hasten train --task fill-mask --model roberta --train-file texts.csv \\\n"
+                    "    --eval-split 0.1 --output-dir adapted"},
+       .notes = "Writes a model folder in the Hugging Face layout, which hasten "
+                "predict, hasten eval and Python's transformers read. " +
+                std::string(kEnvironmentNote)});
   declare_train_data(flags, command);
   bool print_config = false;
   declare_run(flags, command, print_config);
@@ -349,6 +403,7 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   command.nproc_given = flags.written("--nproc");
   settle_precision(command.arguments, [&](const char* name) { return flags.written(name); });
   check_backend(flags, command.arguments);
+  require_task(flags, command.task);
   check_problem(flags, command);
   check_columns(flags, command.table);
   check_launch(flags, command);

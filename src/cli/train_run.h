@@ -16,7 +16,9 @@ namespace hasten::detail {
 
 /// The input, read, checked and tokenized; equal on all ranks.
 struct TrainInputs {
+  const Task* task = nullptr;
   Head head = Head::single_label;
+  DataCollatorForLanguageModelingOptions masking{};
   std::optional<TokenizedClassification> data{};
   std::shared_ptr<const Dataset> train{};
   std::shared_ptr<const Dataset> eval{}; // null without evaluation data

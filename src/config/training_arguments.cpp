@@ -1,6 +1,7 @@
 #include "hasten/config/training_arguments.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -369,9 +370,10 @@ std::string TrainingArguments::best_metric_name() const {
 }
 
 bool TrainingArguments::best_is_greater() const {
-  const std::string& name = metric_for_best_model;
-  const bool is_loss = name.size() >= 4 && name.compare(name.size() - 4, 4, "loss") == 0;
-  return greater_is_better.value_or(!is_loss);
+  const bool is_error =
+      std::ranges::any_of(std::array{"loss", "perplexity", "mse", "mae"},
+                          [&](const char* name) { return metric_for_best_model.ends_with(name); });
+  return greater_is_better.value_or(!is_error);
 }
 
 void to_json(nlohmann::json& json, const TrainingArguments& arguments) {

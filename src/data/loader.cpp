@@ -236,8 +236,8 @@ DataLoader::iterator::iterator(const DataLoader& loader)
   position_ = 0;
   if (options.num_workers > 0) {
     workers_ = std::make_shared<OrderedWorkers<Batch>>(
-        [dataset = loader.dataset_, batches = batches_](int64_t batch) {
-          return dataset->collate((*batches)[batch]);
+        [dataset = loader.dataset_, batches = batches_, epoch = loader.epoch_](int64_t batch) {
+          return dataset->collate_in_epoch((*batches)[batch], epoch);
         },
         static_cast<int64_t>(batches_->size()), static_cast<int>(options.num_workers),
         options.num_workers * options.prefetch_factor);
@@ -277,7 +277,8 @@ int64_t DataLoader::iterator::repeated_rows() const {
 }
 
 void DataLoader::iterator::load() {
-  batch_ = workers_ ? *workers_->next() : loader_->dataset_->collate((*batches_)[position_]);
+  batch_ = workers_ ? *workers_->next()
+                    : loader_->dataset_->collate_in_epoch((*batches_)[position_], loader_->epoch_);
   *loader_->cursor_ = cursor();
 }
 

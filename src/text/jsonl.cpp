@@ -24,7 +24,8 @@ std::string json_as_text(const nlohmann::json& value) {
 
 } // namespace detail
 
-JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file) : RecordReader(std::move(file)) {
+JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file, bool lists)
+    : RecordReader(std::move(file)), lists_(lists) {
   const TextWindow start = window_;
   std::string_view line;
   if (!find_line(line)) {
@@ -63,7 +64,7 @@ bool JsonlReader::next() {
   const nlohmann::json object = parse(line);
   for (size_t i = 0; i < wanted_.size(); ++i) {
     const auto value = object.find(wanted_[i]);
-    if (value == object.end() || value->is_structured()) {
+    if (value == object.end() || value->is_object() || (value->is_array() && !lists_)) {
       throw InputError(
           detail::kJsonlReader,
           position() + (value == object.end()

@@ -52,8 +52,13 @@ std::vector<int64_t> stratified_counts(const std::vector<std::vector<int64_t>>& 
 
 using TextHash = std::pair<uint64_t, uint64_t>;
 
-TextHash hash_text(std::string_view text) {
-  const XXH128_hash_t hash = XXH3_128bits(text.data(), text.size());
+TextHash hash_text(const TextRowReader& reader) {
+  // The seed separates "ab", "c" from "a", "bc".
+  const std::string_view text = reader.text();
+  XXH128_hash_t hash = XXH3_128bits(text.data(), text.size());
+  if (const std::string_view pair = reader.text_pair(); !pair.empty()) {
+    hash = XXH3_128bits_withSeed(pair.data(), pair.size(), hash.low64 ^ hash.high64);
+  }
   return {hash.high64, hash.low64};
 }
 
@@ -91,6 +96,9 @@ std::vector<std::string> class_names(const std::string& label, const TextTableOp
   if (table.problem_type == ProblemType::single_label) {
     return {label};
   }
+  if (table.problem_type == ProblemType::unlabelled) {
+    return {};
+  }
   std::vector<std::string> names;
   for (size_t i = 0; i < table.label_columns.size(); ++i) {
     if (label[i] == '1') {
@@ -109,7 +117,7 @@ std::vector<std::string> class_names(const std::string& label, const TextTableOp
 
 // Result of one pass over a file.
 struct ScannedRows {
-  /// regression: the number's bits; else the index of the distinct label. [row]
+  /// regression: the number's bits; word_labels: 0; else the index of the distinct label. [row]
   std::vector<int32_t> labels{};
   std::vector<TextHash> hashes{}; // [row]; empty if not requested
   // The classes of each distinct label, in order of appearance, and where each is first.
@@ -124,6 +132,14 @@ ScannedRows scan_rows(TextRowReader& reader, const TextTableOptions& table, bool
   while (reader.next()) {
     if (table.problem_type == ProblemType::regression) {
       rows.labels.push_back(read_number(reader, table));
+    } else if (table.problem_type == ProblemType::word_labels) {
+      for (std::string& label : read_labelled_words(reader, table).labels) {
+        if (places.try_emplace(label, 0).second) {
+          rows.names.push_back(std::move(label));
+          rows.positions.push_back(reader.position());
+        }
+      }
+      rows.labels.push_back(0);
     } else {
       std::string label = label_text(reader, table);
       const auto [entry, fresh] =
@@ -138,7 +154,7 @@ ScannedRows scan_rows(TextRowReader& reader, const TextTableOptions& table, bool
       rows.labels.push_back(entry->second);
     }
     if (with_hashes) {
-      rows.hashes.push_back(hash_text(reader.text()));
+      rows.hashes.push_back(hash_text(reader));
     }
   }
   reader.require_rows();
@@ -197,6 +213,9 @@ std::vector<std::string> choose_label_names(const ScannedRows& rows,
   if (table.problem_type == ProblemType::regression) {
     return {table.label_column};
   }
+  if (table.problem_type == ProblemType::unlabelled) {
+    return {};
+  }
   if (!table.label_columns.empty()) {
     return table.label_columns;
   }
@@ -227,7 +246,7 @@ std::vector<TextHash> add_file(const std::shared_ptr<const TextFile>& file, int6
   if (selection.files.empty()) {
     selection.label_names = choose_label_names(rows, options);
   }
-  if (selection.label_names.empty()) {
+  if (selection.label_names.empty() && options.table.problem_type != ProblemType::unlabelled) {
     throw InputError(kSelectRows,
                      "no sample of " + file->path().string() +
                          " has a label in column=" + options.table.label_column,
@@ -289,10 +308,14 @@ void keep_out_of_evaluation(SelectedRows& rows, const std::vector<TextHash>& has
 
 void count_row(int32_t label, ProblemType problem_type, const TextSelection& selection,
                TextSideReport& side) {
+  ++side.rows;
+  if (problem_type == ProblemType::word_labels || problem_type == ProblemType::unlabelled) {
+    return;
+  }
   if (problem_type == ProblemType::regression) {
     const double value = std::bit_cast<float>(label);
-    side.least = side.rows == 0 ? value : std::min(side.least, value);
-    side.most = side.rows == 0 ? value : std::max(side.most, value);
+    side.least = side.rows == 1 ? value : std::min(side.least, value);
+    side.most = side.rows == 1 ? value : std::max(side.most, value);
     side.sum += value;
   } else {
     side.counts.resize(selection.label_names.size());
@@ -302,7 +325,6 @@ void count_row(int32_t label, ProblemType problem_type, const TextSelection& sel
       ++side.counts[number];
     }
   }
-  ++side.rows;
 }
 
 void warn_of_one_class(TextSelection& selection) {
@@ -321,9 +343,12 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
                      "a share of the samples, at least 0 and less than 1");
   }
   const TextTableOptions& table = options.table;
-  if (table.label_columns.empty() && table.label_column.empty()) {
-    throw InputError(kSelectRows, "label_column= is empty", "the column that holds the labels",
-                     "name it with --label-column");
+  if ((table.label_columns.empty() && table.label_column.empty()) !=
+      (table.problem_type == ProblemType::unlabelled)) {
+    throw InputError(
+        kSelectRows,
+        "problem_type=" + spelling(table.problem_type) + ", label_column=" + table.label_column,
+        "a column that holds the labels, and none for unlabelled", "name it with --label-column");
   }
   if (table.problem_type == ProblemType::multi_label
           ? table.label_columns.empty() && table.label_separator.empty()
@@ -344,8 +369,12 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
 
 // "1234 samples: neg 617 (50.0 %), pos 617 (50.0 %)", with the first labels if there are many. For
 // regression the range and the mean.
-std::string side_line(const TextSideReport& side, const std::vector<std::string>& label_names) {
+std::string side_line(const TextSideReport& side, const std::vector<std::string>& label_names,
+                      ProblemType type) {
   const std::string line = std::to_string(side.rows) + " samples";
+  if (type == ProblemType::word_labels || type == ProblemType::unlabelled) {
+    return line;
+  }
   const auto rows = static_cast<double>(std::max<int64_t>(1, side.rows));
   if (side.counts.empty()) {
     return line + ", " + label_names.at(0) + " from " + format_digits(side.least, 4) + " to " +
@@ -362,10 +391,10 @@ std::string side_line(const TextSideReport& side, const std::vector<std::string>
 } // namespace detail
 
 std::vector<std::string> TextClassificationReport::lines(
-    const std::vector<std::string>& label_names) const {
-  std::vector<std::string> text{"training data: " + detail::side_line(train, label_names)};
+    const std::vector<std::string>& label_names, ProblemType type) const {
+  std::vector<std::string> text{"training data: " + detail::side_line(train, label_names, type)};
   if (eval.rows > 0) {
-    text.push_back("evaluation data: " + detail::side_line(eval, label_names));
+    text.push_back("evaluation data: " + detail::side_line(eval, label_names, type));
   }
   std::vector<std::string> left_out;
   const auto say = [&](int64_t count, const char* what) {

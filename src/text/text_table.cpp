@@ -7,6 +7,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
+#include "hasten/text/conll.h"
 #include "hasten/text/csv.h"
 #include "hasten/text/jsonl.h"
 #include "hasten/text/text_table.h"
@@ -23,13 +24,14 @@ bool is_jsonl(const std::filesystem::path& path) {
   return extension == ".jsonl" || extension == ".ndjson" || extension == ".json";
 }
 
-void check_jsonl_options(const std::filesystem::path& path, const TextTableOptions& options) {
+void check_csv_options(const std::filesystem::path& path, const TextTableOptions& options,
+                       const std::string& format) {
   if (options.delimiter != '\0' || !options.has_header) {
     throw InputError(
         kTextTable,
-        path.string() + " is read as JSON lines: " +
+        path.string() + " is read as " + format + ": " +
             (options.has_header ? "delimiter=" + byte_name(options.delimiter) : "has_header=false"),
-        "no delimiter and has_header=true for JSON Lines, which name the columns in each line",
+        "no delimiter and has_header=true for " + format,
         "omit the option, or change the file's extension");
   }
 }
@@ -47,8 +49,13 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
 std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
                                            const TextTableOptions& options) {
   if (is_jsonl(file->path())) {
-    check_jsonl_options(file->path(), options);
-    return std::make_unique<JsonlReader>(std::move(file));
+    check_csv_options(file->path(), options, "JSON Lines");
+    return std::make_unique<JsonlReader>(std::move(file),
+                                         options.problem_type == ProblemType::word_labels);
+  }
+  if (options.problem_type == ProblemType::word_labels) {
+    check_csv_options(file->path(), options, "CoNLL");
+    return std::make_unique<ConllReader>(std::move(file));
   }
   return std::make_unique<CsvReader>(std::move(file), CsvOptions{.delimiter = options.delimiter,
                                                                  .has_header = options.has_header});
@@ -60,6 +67,14 @@ TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTab
     : options_(options),
       records_(detail::open_records(std::move(file), options)),
       text_column_(records_->column(options.text_column, "text_column")) {
+  if (!options.text_pair_column.empty()) {
+    if (options.text_pair_column == options.text_column) {
+      throw InputError(detail::kTextTable,
+                       "text_pair_column=" + options.text_pair_column + " is the text column",
+                       "another column, with the second text");
+    }
+    pair_column_ = records_->column(options.text_pair_column, "text_pair_column");
+  }
   for (const auto& column : options.label_columns) {
     label_columns_.push_back(records_->column(column, "label_column"));
   }
@@ -88,7 +103,8 @@ bool TextRowReader::next() {
     text_ = records_->field(text_column_);
     if (!passes) {
       ++counts_.filtered_out;
-    } else if (is_blank(text_) && !options_.keep_empty_text) {
+    } else if (!options_.keep_empty_text &&
+               (is_blank(text_) || (pair_column_ && is_blank(text_pair())))) {
       ++counts_.empty_text;
     } else if (needs_label && is_blank(label())) {
       ++counts_.empty_label;
@@ -117,6 +133,23 @@ void TextRowReader::require_rows() const {
                        ", with empty label " + std::to_string(counts_.empty_label),
                    "at least one sample with a text and a label",
                    "check the columns and the filters");
+}
+
+LabelledWords read_labelled_words(const TextRowReader& reader, const TextTableOptions& options) {
+  LabelledWords read{.words =
+                         read_word_list(reader.text(), reader.position(), options.text_column)};
+  if (options.label_column.empty()) {
+    return read;
+  }
+  read.labels = read_word_list(reader.label(), reader.position(), options.label_column);
+  if (read.labels.size() != read.words.size()) {
+    throw InputError(detail::kTextTable,
+                     reader.position() + ": " + options.text_column + " has " +
+                         std::to_string(read.words.size()) + " words, but " + options.label_column +
+                         " has " + std::to_string(read.labels.size()) + " labels",
+                     "one label for each word");
+  }
+  return read;
 }
 
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {

@@ -7,6 +7,7 @@
 #include <utf8proc.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -15,8 +16,10 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 
+#include "encode_parallel.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/process.h"
@@ -32,7 +35,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TextClassificationReport, rows_read, filtered
 namespace detail {
 
 // Increase it with every change of the ids that equal files and options give.
-constexpr int kTokenRules = 3;
+constexpr int kTokenRules = 4;
 
 class TextHasher {
  public:
@@ -105,10 +108,10 @@ std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
       {"eval", described_file(eval_file)},
       {"split", {texts.eval_split, texts.eval_split > 0 ? texts.seed : uint64_t{0}}},
       {"columns",
-       {texts.table.text_column, texts.table.label_column, texts.table.label_columns,
-        texts.table.label_separator, static_cast<int>(texts.table.problem_type),
-        static_cast<int>(texts.table.delimiter), texts.table.has_header,
-        texts.table.keep_empty_text}},
+       {texts.table.text_column, texts.table.text_pair_column, texts.table.label_column,
+        texts.table.label_columns, texts.table.label_separator,
+        static_cast<int>(texts.table.problem_type), static_cast<int>(texts.table.delimiter),
+        texts.table.has_header, texts.table.keep_empty_text}},
       {"filters", texts.table.filters},
       {"rows", {texts.max_train_rows, texts.max_eval_rows}},
       {"labels", texts.label_names},
@@ -117,6 +120,10 @@ std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
       {"max_length", options.max_length}};
   // Options may have bytes that are not UTF-8.
   return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+bool has_pairs(const TokenizedClassificationOptions& options) {
+  return !options.texts.table.text_pair_column.empty();
 }
 
 // Makes the ids of both files, in order.
@@ -168,6 +175,8 @@ class TokenMaker {
   };
   struct Chunk {
     std::vector<std::string> texts{};
+    std::vector<std::string> pairs{}; // [text]; empty without pairs
+    std::vector<LabelledWords> words{}; // [text]; instead of texts
     std::vector<Place> places{}; // [text]
     size_t bytes = 0;
   };
@@ -177,8 +186,14 @@ class TokenMaker {
     const SelectedRows& rows = selection_.files[0];
     TextRowReader reader(rows.file, rows.table);
     for (size_t row = 0; reader.next(); ++row) {
-      if (rows.sides[row] == SelectedRows::Side::train) {
+      if (rows.sides[row] != SelectedRows::Side::train) {
+        continue;
+      }
+      if (type() == ProblemType::word_labels) {
+        learner.add(joined(read_labelled_words(reader, rows.table).words, " "));
+      } else {
         learner.add(reader.text());
+        learner.add(reader.text_pair());
       }
       throw_if_interrupted();
     }
@@ -194,11 +209,18 @@ class TokenMaker {
       if (rows.sides[row] == SelectedRows::Side::left_out) {
         continue;
       }
-      chunk.texts.emplace_back(reader.text());
+      if (type() == ProblemType::word_labels) {
+        chunk.words.push_back(read_labelled_words(reader, rows.table));
+      } else {
+        chunk.texts.emplace_back(reader.text());
+      }
+      if (has_pairs(options_)) {
+        chunk.pairs.emplace_back(reader.text_pair());
+      }
       chunk.places.push_back(
           {rows.labels[row], rows.sides[row] == SelectedRows::Side::train ? &train_ : &eval_});
-      chunk.bytes += reader.text().size();
-      if (chunk.texts.size() == kChunkRows || chunk.bytes >= kChunkBytes) {
+      chunk.bytes += reader.text().size() + reader.text_pair().size();
+      if (chunk.places.size() == kChunkRows || chunk.bytes >= kChunkBytes) {
         take(chunk, sink);
         tell_(before + reader.bytes_read(), total_);
         throw_if_interrupted();
@@ -209,32 +231,80 @@ class TokenMaker {
   }
 
   void take(Chunk& chunk, const Sink& sink) {
-    const TokenizedTexts encoded =
-        tokenize_texts(tokenizer_, chunk.texts, options_.max_length, options_.threads);
+    const auto encodings = encode_parallel(chunk.places.size(), options_.threads,
+                                           [&](size_t i) { return encode(chunk, i); });
     std::vector<int32_t> ids;
-    for (size_t i = 0; i < encoded.ids.size(); ++i) {
-      const auto& row = encoded.ids[i];
+    for (size_t i = 0; i < encodings.size(); ++i) {
+      const auto& row = encodings[i].ids;
       const Place& place = chunk.places[i];
-      const bool set = options_.texts.table.problem_type == ProblemType::multi_label;
-      const std::vector<int32_t> classes =
-          set ? selection_.label_sets[place.label] : std::vector<int32_t>();
+      const bool set = type() == ProblemType::multi_label;
+      const std::vector<int32_t> after = numbers_after(chunk, i, encodings[i]);
+      const auto label =
+          set ? static_cast<int32_t>(selection_.label_sets[place.label].size()) : place.label;
       if (place.side == &train_) {
         checksum_.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof(row[0])});
         checksum_.add(
-            {reinterpret_cast<const char*>(classes.data()), classes.size() * sizeof(classes[0])});
-        checksum_.add("," + std::to_string(set ? std::ssize(classes) : place.label) + ";");
+            {reinterpret_cast<const char*>(after.data()), after.size() * sizeof(after[0])});
+        checksum_.add("," + std::to_string(label) + ";");
       }
       place.side->push_back({.begin = ids_ + static_cast<int64_t>(ids.size()),
                              .tokens = static_cast<int32_t>(row.size()),
-                             .label = set ? static_cast<int32_t>(classes.size()) : place.label});
+                             .label = label});
       ids.insert(ids.end(), row.begin(), row.end());
-      ids.insert(ids.end(), classes.begin(), classes.end());
+      ids.insert(ids.end(), after.begin(), after.end());
+      tokens_ += std::ssize(row);
+      truncated_ += encodings[i].truncated;
     }
     sink(ids);
     ids_ += static_cast<int64_t>(ids.size());
-    tokens_ += encoded.tokens;
-    truncated_ += encoded.truncated;
     chunk = {};
+  }
+
+  ProblemType type() const { return options_.texts.table.problem_type; }
+
+  Encoding encode(const Chunk& chunk, size_t i) const {
+    EncodeOptions options{.max_length = options_.max_length};
+    options.return_word_ids =
+        type() == ProblemType::word_labels || type() == ProblemType::unlabelled;
+    return !chunk.words.empty()   ? tokenizer_.encode_words(chunk.words[i].words, options)
+           : !chunk.pairs.empty() ? tokenizer_.encode(chunk.texts[i], chunk.pairs[i], options)
+                                  : tokenizer_.encode(chunk.texts[i], options);
+  }
+
+  // The numbers that follow a sample's ids (TokenTable).
+  std::vector<int32_t> numbers_after(const Chunk& chunk, size_t i, const Encoding& encoding) {
+    std::vector<int32_t> numbers;
+    if (!chunk.pairs.empty()) {
+      const auto& types = encoding.token_type_ids;
+      const auto second = std::ranges::find(types, 1);
+      if (std::any_of(second, types.end(), [](int64_t of) { return of != 1; })) {
+        throw InputError("data::tokenize_text_classification", "the tokenizer's token_type_ids",
+                         "0 for the first text, then 1 for the second");
+      }
+      numbers.push_back(static_cast<int32_t>(second - types.begin()));
+    }
+    if (type() == ProblemType::multi_label) {
+      const auto& classes = selection_.label_sets[chunk.places[i].label];
+      numbers.insert(numbers.end(), classes.begin(), classes.end());
+    } else if (type() == ProblemType::unlabelled) {
+      numbers.insert(numbers.end(), encoding.word_ids.begin(), encoding.word_ids.end());
+    } else if (type() == ProblemType::word_labels) {
+      int64_t before = -1;
+      for (const int64_t word : encoding.word_ids) {
+        numbers.push_back(word < 0 || word == before ? kIgnoredLabel
+                                                     : number_of(chunk.words[i].labels[word]));
+        before = word;
+      }
+    }
+    return numbers;
+  }
+
+  int32_t number_of(const std::string& label) {
+    const auto [entry, fresh] = numbers_.try_emplace(label, 0);
+    if (fresh) {
+      entry->second = static_cast<int32_t>(label_numbers({label}, selection_.label_names)[0]);
+    }
+    return entry->second;
   }
 
   const TokenizedClassificationOptions& options_;
@@ -244,6 +314,7 @@ class TokenMaker {
   Tokenizer tokenizer_;
   std::vector<TokenRow> train_{};
   std::vector<TokenRow> eval_{};
+  std::unordered_map<std::string, int32_t> numbers_{}; // of labels; word_labels only
   TextHasher checksum_{};
   int64_t ids_ = 0; // made so far
   int64_t tokens_ = 0;
@@ -264,6 +335,8 @@ TokenizedClassification tokenized_from(const TokenFile& file,
   for (TokenTable* side : {&result.train, &result.eval}) {
     side->problem_type = options.texts.table.problem_type;
     side->num_labels = std::ssize(result.label_names);
+    side->pairs = has_pairs(options);
+    side->has_labels = side->problem_type != ProblemType::unlabelled;
   }
   values.at("report").get_to(result.report);
   values.at("tokens").get_to(result.tokens);

@@ -1,9 +1,5 @@
 #include "hasten/text/tokenized_dataset.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <bit>
 #include <future>
@@ -11,7 +7,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "encode_parallel.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "token_file.h"
 
 namespace hasten {
@@ -20,15 +18,18 @@ namespace detail {
 
 constexpr const char* kTokenizedDataset = "data::TokenizedDataset";
 
-std::vector<Encoding> tokenize_parallel(const Tokenizer& tokenizer,
-                                        const std::vector<std::string>& texts, int64_t max_length,
-                                        size_t parts) {
-  std::vector<Encoding> encodings(texts.size());
+std::vector<Encoding> encode_parallel(size_t count, int threads,
+                                      const std::function<Encoding(size_t)>& encode) {
+  if (threads < 1) {
+    throw InputError("data::tokenize_texts", "threads=" + std::to_string(threads), "at least 1");
+  }
+  const size_t parts = std::clamp<size_t>(count / 16, 1, static_cast<size_t>(threads));
+  std::vector<Encoding> encodings(count);
   const auto run_part = [&](size_t part) {
-    size_t row = texts.size() * part / parts;
+    size_t row = count * part / parts;
     try {
-      for (; row < texts.size() * (part + 1) / parts; ++row) {
-        encodings[row] = tokenizer.encode(texts[row], {.max_length = max_length});
+      for (; row < count * (part + 1) / parts; ++row) {
+        encodings[row] = encode(row);
       }
     } catch (const InputError& error) {
       throw InputError("data::tokenize_texts", "row=" + std::to_string(row) + ": " + error.what());
@@ -58,25 +59,35 @@ int32_t as_int32(int64_t value, size_t row, const char* what, int64_t smallest) 
 } // namespace detail
 
 TokenizedTexts tokenize_texts(const Tokenizer& tokenizer, const std::vector<std::string>& texts,
-                              int64_t max_length, int threads) {
-  if (threads < 1) {
-    throw InputError("data::tokenize_texts", "threads=" + std::to_string(threads), "at least 1");
+                              int64_t max_length, int threads,
+                              const std::vector<std::string>& text_pairs) {
+  if (!text_pairs.empty() && text_pairs.size() != texts.size()) {
+    throw InputError("data::tokenize_texts",
+                     "texts=" + std::to_string(texts.size()) +
+                         ", text_pairs=" + std::to_string(text_pairs.size()),
+                     "one second text for each text, or none");
   }
-  const size_t parts = std::clamp<size_t>(texts.size() / 16, 1, static_cast<size_t>(threads));
-  auto encodings = detail::tokenize_parallel(tokenizer, texts, max_length, parts);
+  auto encodings = detail::encode_parallel(texts.size(), threads, [&](size_t row) {
+    return text_pairs.empty()
+               ? tokenizer.encode(texts[row], {.max_length = max_length})
+               : tokenizer.encode(texts[row], text_pairs[row], {.max_length = max_length});
+  });
   TokenizedTexts result;
   result.ids.reserve(texts.size());
   for (auto& encoding : encodings) {
     result.truncated += encoding.truncated;
     result.tokens += static_cast<int64_t>(encoding.ids.size());
     result.ids.push_back(std::move(encoding.ids));
+    if (!text_pairs.empty()) {
+      result.token_type_ids.push_back(std::move(encoding.token_type_ids));
+    }
   }
   return result;
 }
 
 TokenizedDataset::TokenizedDataset(const std::vector<std::vector<int64_t>>& ids,
                                    std::vector<int64_t> labels, PaddingOptions padding)
-    : padding_(padding) {
+    : collator_(std::make_shared<const DataCollatorWithPadding>(padding)) {
   if (!labels.empty() && labels.size() != ids.size()) {
     throw InputError(
         detail::kTokenizedDataset,
@@ -95,34 +106,32 @@ TokenizedDataset::TokenizedDataset(const std::vector<std::vector<int64_t>>& ids,
     }
   }
   table_ = {.ids = stored, .rows = stored->rows, .has_labels = !labels.empty(), .owner = stored};
-  check();
+  check(padding.pad_to_length);
 }
 
 TokenizedDataset::TokenizedDataset(TokenTable table, PaddingOptions padding)
-    : table_(std::move(table)), padding_(padding) {
+    : table_(std::move(table)),
+      collator_(std::make_shared<const DataCollatorWithPadding>(padding)) {
+  check(padding.pad_to_length);
+}
+
+TokenizedDataset::TokenizedDataset(TokenTable table, std::shared_ptr<const DataCollator> collator)
+    : table_(std::move(table)), collator_(std::move(collator)) {
   check();
 }
 
-void TokenizedDataset::check() const {
-  if (padding_.pad_to_multiple_of < 1 || padding_.pad_to_length < 0 || padding_.pad_id < 0) {
-    throw InputError(detail::kTokenizedDataset,
-                     "pad_to_multiple_of=" + std::to_string(padding_.pad_to_multiple_of) +
-                         ", pad_to_length=" + std::to_string(padding_.pad_to_length) +
-                         ", pad_id=" + std::to_string(padding_.pad_id),
-                     "pad_to_multiple_of at least 1, pad_to_length and pad_id at least 0",
-                     padding_.pad_id < 0 ? "give the tokenizer a pad_token" : "");
-  }
+void TokenizedDataset::check(int64_t longest) const {
   const int64_t ids = table_.ids ? table_.ids->size() : 0;
   for (size_t i = 0; i < table_.rows.size(); ++i) {
     const TokenRow& row = table_.rows[i];
-    if (row.tokens <= 0 || row.begin < 0 || classes(row) < 0 ||
-        row.begin > ids - row.tokens - classes(row) ||
-        (padding_.pad_to_length > 0 && row.tokens > padding_.pad_to_length)) {
+    const bool several = table_.problem_type == ProblemType::multi_label;
+    if (row.tokens <= 0 || row.begin < 0 || (several && row.label < 0) ||
+        row.begin > ids - row.tokens - numbers_after(row) ||
+        (longest > 0 && row.tokens > longest)) {
       throw InputError(detail::kTokenizedDataset,
                        "row=" + std::to_string(i) + " has tokens=" + std::to_string(row.tokens),
-                       padding_.pad_to_length > 0
-                           ? "1 to pad_to_length=" + std::to_string(padding_.pad_to_length)
-                           : "at least 1, and ids inside the table");
+                       longest > 0 ? "1 to pad_to_length=" + std::to_string(longest)
+                                   : "at least 1, and ids inside the table");
     }
   }
 }
@@ -138,58 +147,61 @@ const TokenRow& TokenizedDataset::row(int64_t index) const {
 
 int64_t TokenizedDataset::length(int64_t index) const { return row(index).tokens; }
 
-at::Tensor TokenizedDataset::empty_labels(int64_t rows) const {
-  return table_.problem_type == ProblemType::single_label ? at::empty({rows}, at::kLong)
-         : table_.problem_type == ProblemType::regression
-             ? at::empty({rows}, at::kFloat)
-             : at::zeros({rows, table_.num_labels}, at::kFloat);
+int64_t TokenizedDataset::numbers_after(const TokenRow& row) const {
+  const ProblemType type = table_.problem_type;
+  const bool each_token = type == ProblemType::word_labels || type == ProblemType::unlabelled;
+  return (table_.pairs ? 1 : 0) + (type == ProblemType::multi_label ? row.label
+                                   : each_token                     ? row.tokens
+                                                                    : 0);
 }
 
-Batch TokenizedDataset::collate(const std::vector<int64_t>& indices) const {
-  const auto rows = static_cast<int64_t>(indices.size());
-  int64_t longest = std::max<int64_t>(padding_.pad_to_length, 1);
-  if (padding_.pad_to_length == 0) {
-    for (const int64_t row : indices) {
-      longest = std::max(longest, length(row));
-    }
-    const int64_t multiple = padding_.pad_to_multiple_of;
-    longest = (longest + multiple - 1) / multiple * multiple;
+TokenFeature TokenizedDataset::feature(int64_t index) const {
+  const TokenRow& from = row(index);
+  std::vector<int32_t> numbers(static_cast<size_t>(from.tokens + numbers_after(from)));
+  table_.ids->read(from.begin, numbers);
+  auto after = numbers.cbegin() + from.tokens;
+  TokenFeature feature{.input_ids = {numbers.cbegin(), after}, .index = index};
+  if (table_.pairs) {
+    feature.token_type_ids.assign(feature.input_ids.size(), 1);
+    std::fill_n(feature.token_type_ids.begin(), std::clamp(*after++, 0, from.tokens), 0);
   }
-  const auto input_ids = at::full({rows, longest}, padding_.pad_id, at::kLong);
-  const auto mask = at::zeros({rows, longest}, at::kLong);
-  auto* id_out = input_ids.mutable_data_ptr<int64_t>();
-  auto* mask_out = mask.mutable_data_ptr<int64_t>();
-  const auto labels = empty_labels(rows);
-  std::vector<int32_t> ids;
-  for (int64_t i = 0; i < rows; ++i) {
-    const TokenRow& from = row(indices[i]);
-    ids.resize(static_cast<size_t>(from.tokens + classes(from)));
-    table_.ids->read(from.begin, ids);
-    const int64_t first =
-        i * longest + (padding_.padding_side == TokenSide::left ? longest - from.tokens : 0);
-    std::copy_n(ids.begin(), from.tokens, id_out + first);
-    std::fill_n(mask_out + first, from.tokens, 1);
-    if (table_.problem_type == ProblemType::single_label) {
-      labels.mutable_data_ptr<int64_t>()[i] = from.label;
-    } else if (table_.problem_type == ProblemType::regression) {
-      labels.mutable_data_ptr<float>()[i] = std::bit_cast<float>(from.label);
-    }
-    for (auto number = ids.begin() + from.tokens; number != ids.end(); ++number) {
-      if (*number < 0 || *number >= table_.num_labels) {
-        throw InputError(
-            detail::kTokenizedDataset,
-            "row=" + std::to_string(indices[i]) + " has label=" + std::to_string(*number),
-            "0 or more, below num_labels=" + std::to_string(table_.num_labels));
+  if (table_.problem_type == ProblemType::unlabelled) {
+    feature.word_ids.assign(after, numbers.cend());
+  }
+  if (!table_.has_labels) {
+    return feature;
+  }
+  if (table_.problem_type == ProblemType::single_label) {
+    feature.labels = int64_t{from.label};
+  } else if (table_.problem_type == ProblemType::regression) {
+    feature.labels = std::bit_cast<float>(from.label);
+  } else if (table_.problem_type == ProblemType::word_labels) {
+    feature.labels = std::vector<int64_t>(after, numbers.cend());
+  } else if (table_.problem_type == ProblemType::multi_label) {
+    std::vector<float> labels(static_cast<size_t>(table_.num_labels));
+    for (; after != numbers.cend(); ++after) {
+      if (*after < 0 || *after >= table_.num_labels) {
+        throw InputError(detail::kTokenizedDataset,
+                         "row=" + std::to_string(index) + " has label=" + std::to_string(*after),
+                         "0 or more, below num_labels=" + std::to_string(table_.num_labels));
       }
-      labels.mutable_data_ptr<float>()[i * table_.num_labels + *number] = 1;
+      labels[static_cast<size_t>(*after)] = 1;
     }
+    feature.labels = std::move(labels);
   }
-  Batch batch{
-      .tensors = {{"input_ids", input_ids}, {"attention_mask", mask}},
-      .indices = indices,
-      .padded = std::ranges::any_of(indices, [&](int64_t row) { return length(row) < longest; })};
-  if (table_.has_labels) {
-    batch.tensors.emplace("labels", labels);
+  return feature;
+}
+
+Batch TokenizedDataset::collate_in_epoch(const std::vector<int64_t>& indices,
+                                         uint64_t epoch) const {
+  if (!indices.empty() || size() == 0) {
+    return (*collator_)(mapped(indices, [this](int64_t index) { return feature(index); }), epoch);
+  }
+  Batch batch = (*collator_)({feature(0)}, epoch);
+  batch.indices.clear();
+  batch.padded = false;
+  for (auto& [name, tensor] : batch.tensors) {
+    tensor = tensor.narrow(0, 0, 0);
   }
   return batch;
 }

@@ -30,11 +30,15 @@ struct MetricColumn {
 std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
   static const MetricColumn known[] = {{"MSE", "eval_mse"},           {"pearson", "eval_pearson"},
                                        {"micro-F1", "eval_f1_micro"}, {"macro-F1", "eval_f1_macro"},
-                                       {"accuracy", "eval_accuracy"}, {"macro-F1", "eval_f1"}};
+                                       {"ppl", "eval_perplexity"},    {"accuracy", "eval_accuracy"},
+                                       {"macro-F1", "eval_f1"}};
   std::vector<MetricColumn> columns;
   std::ranges::copy_if(known, std::back_inserter(columns), [&](const MetricColumn& column) {
     return epoch.evaluation.contains(column.name);
   });
+  if (epoch.evaluation.contains("eval_precision")) { // of entities
+    columns = {{"entity-F1", "eval_f1"}, {"accuracy", "eval_accuracy"}};
+  }
   for (const auto& [name, value] : epoch.evaluation) {
     if (name != "eval_loss" && name != "eval_runtime" &&
         name.find("_per_second") == std::string::npos && columns.size() < 2 &&
@@ -42,7 +46,7 @@ std::array<MetricColumn, 2> metric_columns(const EpochReport& epoch) {
       columns.push_back({name.substr(name.find('_') + 1, 8), name});
     }
   }
-  columns.insert(columns.end(), {known[4], known[5]});
+  columns.insert(columns.end(), {known[5], known[6]});
   return {columns[0], columns[1]};
 }
 

@@ -134,6 +134,11 @@ TEST(TrainingArguments, BestMetricHasThePrefixAndTheDirectionOfItsName) {
   EXPECT_TRUE(arguments.best_is_greater());
   arguments.greater_is_better = false;
   EXPECT_FALSE(arguments.best_is_greater());
+  arguments.greater_is_better.reset();
+  for (const char* error : {"perplexity", "eval_mse", "mae"}) {
+    arguments.metric_for_best_model = error;
+    EXPECT_FALSE(arguments.best_is_greater()) << error;
+  }
 }
 
 TEST(TrainingPlan, CountsUpdatesAsHuggingFaceDoes) {

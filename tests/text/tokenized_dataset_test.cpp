@@ -47,7 +47,7 @@ TEST(TokenizedDataset, PaddingOptionsSetTheLength) {
 
 TEST(TokenizedDataset, ABatchOfNoRowsHasShapes) {
   const auto batch = TokenizedDataset(kRows, {1, 0, 1}).collate({});
-  EXPECT_EQ(batch["input_ids"].sizes(), (at::IntArrayRef{0, 1}));
+  EXPECT_EQ(batch["input_ids"].sizes(), (at::IntArrayRef{0, std::ssize(kRows[0])}));
   EXPECT_EQ(batch["labels"].sizes(), (at::IntArrayRef{0}));
   EXPECT_FALSE(TokenizedDataset(kRows, {}).collate({0}).has("labels"));
 }

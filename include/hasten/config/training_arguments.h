@@ -262,7 +262,8 @@ struct TrainingArguments {
   bool load_best_model_at_end = false;
   /// Name of a metric in the evaluation record, with or without "eval_".
   std::string metric_for_best_model = "loss";
-  /// Default: true unless the metric's name ends in "loss".
+  /// Default: false for a metric whose name ends in loss, perplexity, mse or mae, else true.
+  /// transformers knows only loss.
   std::optional<bool> greater_is_better{};
   /// Above 0: stops training after this many evaluations in a row in which metric_for_best_model
   /// did not beat the best so far by more than early_stopping_threshold

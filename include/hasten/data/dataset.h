@@ -45,6 +45,12 @@ class Dataset {
   }
   /// Makes one batch of the samples `indices`, padded to the longest of them.
   virtual Batch collate(const std::vector<int64_t>& indices) const = 0;
+  /// The same in an epoch of a training loader, for a dataset that draws anew in each. DataLoader
+  /// calls it; in an evaluation the epoch is 0.
+  virtual Batch collate_in_epoch(const std::vector<int64_t>& indices, uint64_t epoch) const {
+    (void)epoch;
+    return collate(indices);
+  }
 };
 
 } // namespace hasten

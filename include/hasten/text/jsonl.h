@@ -20,8 +20,9 @@ namespace hasten {
 
 class JsonlReader final : public RecordReader {
  public:
-  /// Reads the first object. Throws InputError if the file is empty, or as next() does.
-  explicit JsonlReader(std::shared_ptr<const TextFile> file);
+  /// Reads the first object. `lists`: a value may be an array, whose field is its JSON text. Throws
+  /// InputError if the file is empty, or as next() does.
+  explicit JsonlReader(std::shared_ptr<const TextFile> file, bool lists = false);
 
   /// The columns are the keys of the first object, sorted. column() selects a key: from now on
   /// next() reads its value.
@@ -29,7 +30,7 @@ class JsonlReader final : public RecordReader {
 
   /// Throws InputError with path:line, and the byte in the line and in the file, if a line is not a
   /// JSON object or not UTF-8. Throws InputError with path:line and the key if an object lacks a
-  /// selected key or has an array or object there.
+  /// selected key or has an object there, or an array without `lists`.
   bool next() override;
 
   std::string_view field(size_t column) const override { return fields_[column]; }
@@ -38,6 +39,7 @@ class JsonlReader final : public RecordReader {
   bool find_line(std::string_view& line);
   nlohmann::json parse(std::string_view line) const;
 
+  bool lists_;
   std::vector<std::string> samples_{}; // the first object's values [column]
   std::vector<std::string> wanted_{}; // keys that column() selected
   std::vector<std::string> fields_{}; // [wanted]

@@ -1,5 +1,5 @@
-// Selects the training and evaluation samples of files with a text and labels, and determines their
-// labels: class numbers, numbers (regression) or sets of classes.
+// Selects the training and evaluation samples of files with texts and labels, and determines their
+// labels: class numbers, numbers (regression), sets of classes, or a class for each word.
 //
 // Every rank reads the files itself and gets the same result. Nothing here communicates or logs.
 // Threading: free functions.
@@ -31,14 +31,14 @@ struct TextClassificationOptions {
   /// Ignored if columns give the names (label_columns, regression).
   std::vector<std::string> label_names{};
   /// If the training data has a label that label_names lacks: true takes new names from the
-  /// training data, false throws InputError.
+  /// training data, false throws InputError. word_labels: the tags of all words.
   bool replace_label_names = false;
 };
 
 /// Counts of the training or evaluation samples.
 struct TextSideReport {
   int64_t rows = 0;
-  std::vector<int64_t> counts{}; // samples with each label [label number]; empty for regression
+  std::vector<int64_t> counts{}; // samples with each label [label number]; empty for other types
   double least = 0, most = 0, sum = 0; // regression only: of the targets
 };
 
@@ -53,7 +53,8 @@ struct TextClassificationReport : TextRowCounts {
   std::vector<std::string> warnings{};
 
   /// Text for the start banner: numbers of samples, labels, and what was left out and why.
-  std::vector<std::string> lines(const std::vector<std::string>& label_names) const;
+  std::vector<std::string> lines(const std::vector<std::string>& label_names,
+                                 ProblemType type = ProblemType::single_label) const;
 };
 
 /// Use of each sample of one file, without the texts.
@@ -63,7 +64,7 @@ struct SelectedRows {
   /// Reader options. [row] is the index of a sample among those that the reader returns.
   TextTableOptions table{};
   /// single_label: the class number. regression: the bits of the number as a float. multi_label: an
-  /// index into TextSelection::label_sets. [row]
+  /// index into TextSelection::label_sets. Otherwise 0. [row]
   std::vector<int32_t> labels{};
   std::vector<Side> sides{}; // [row]
 };
@@ -72,7 +73,8 @@ struct TextSelection {
   std::vector<SelectedRows> files{}; // the training file, then the evaluation file if any
   /// Each distinct set of labels, as ascending label numbers.
   std::vector<std::vector<int32_t>> label_sets{};
-  std::vector<std::string> label_names{}; // [label number]; for regression the column's name
+  /// [label number]; for regression the column's name, for unlabelled none
+  std::vector<std::string> label_names{};
   TextClassificationReport report{};
 };
 
@@ -80,8 +82,8 @@ struct TextSelection {
 /// that training has (compared by 128-bit hashes). `eval_file` may be null. Before this removal, a
 /// single_label split has every label with two samples or more on both sides.
 /// Memory: 21 bytes per sample (5 without evaluation) and the distinct labels; no text.
-/// Throws InputError as TextRowReader does, and if there is no label column; a label is not among
-/// the names, not a finite number or neither 0 nor 1; eval_split is outside [0, 1); eval_file and
+/// Throws InputError as TextRowReader does, and if there is no label column; a sample has another
+/// number of labels than words; a label is not among the names, not a finite number or neither 0 nor 1; eval_split is outside [0, 1); eval_file and
 /// eval_split are both given; or no sample remains for evaluation.
 TextSelection select_text_rows(const std::shared_ptr<const TextFile>& train_file,
                                const std::shared_ptr<const TextFile>& eval_file,

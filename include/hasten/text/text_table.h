@@ -1,11 +1,12 @@
 // Reads the samples of a file with a text column and optional labels: CSV and TSV
 // (hasten/text/csv.h), or JSON Lines if the file ends in .jsonl, .ndjson or .json
-// (hasten/text/jsonl.h). Applies filters, counts skipped records and numbers the labels. Nothing
+// (hasten/text/jsonl.h). Files with lists of words are JSON Lines or CoNLL (hasten/text/conll.h). Applies filters, counts skipped records and numbers the labels. Nothing
 // here logs. Threading: one reader per thread; free functions.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,8 +18,12 @@
 namespace hasten {
 
 struct TextTableOptions {
+  /// For word_labels a column of lists of words.
   std::string text_column = "text";
-  /// Empty: samples have no labels (prediction).
+  /// Column of the second text of a pair; empty: samples have one text.
+  std::string text_pair_column{};
+  /// Empty: samples have no labels (prediction, unlabelled). For word_labels a column of lists, with
+  /// a label for each word.
   std::string label_column = "label";
   /// A multi_label sample may have no label. For the other types, a sample without a label is
   /// skipped.
@@ -53,9 +58,9 @@ struct TextRowCounts {
 /// a regular file may be larger than memory.
 class TextRowReader {
  public:
-  /// Throws InputError as CsvReader or JsonlReader do, and for an unknown column (the message lists
-  /// the columns with one value each), a filter without "=", or a delimiter or has_header=false
-  /// with JSON Lines.
+  /// Throws InputError as the files' readers do, and for an unknown column (the message lists the
+  /// columns with one value each), a pair column that is the text column, a filter without "=", or a
+  /// delimiter or has_header=false with JSON Lines or CoNLL.
   TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options);
 
   /// Moves to the next sample that passes. Returns false if there is none. Throws InputError as the
@@ -63,6 +68,10 @@ class TextRowReader {
   bool next();
   /// Text of the current sample. The views of text() and label() are valid until next().
   std::string_view text() const { return text_; }
+  /// Second text of a pair; empty without text_pair_column.
+  std::string_view text_pair() const {
+    return pair_column_ ? records_->field(*pair_column_) : std::string_view();
+  }
   /// Value of label_column, or of label_columns[column], without surrounding white space. Empty if
   /// there is no label column.
   std::string_view label(size_t column = 0) const;
@@ -82,12 +91,22 @@ class TextRowReader {
   TextTableOptions options_;
   std::unique_ptr<RecordReader> records_;
   size_t text_column_ = 0;
+  std::optional<size_t> pair_column_{};
   std::vector<size_t> label_columns_{};
   std::vector<std::pair<size_t, std::string>> filters_{}; // column, value
   int64_t passed_ = 0;
   TextRowCounts counts_{};
   std::string_view text_{};
 };
+
+/// A sample of word_labels.
+struct LabelledWords {
+  std::vector<std::string> words{};
+  std::vector<std::string> labels{}; // [word]; empty without a label column
+};
+/// The lists of the current sample. Throws InputError with file and line if a value is no list of
+/// texts or numbers, or if the lists are not equally long.
+LabelledWords read_labelled_words(const TextRowReader& reader, const TextTableOptions& options);
 
 /// Distinct labels, sorted as numbers if all are integers, else by bytes. The index of a name is
 /// its label number.

@@ -1,0 +1,191 @@
+#include "hasten/tasks/task.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+
+#include "hasten/base/error.h"
+#include "hasten/base/text.h"
+#include "hasten/metrics/classification.h"
+#include "hasten/metrics/perplexity.h"
+#include "hasten/tasks/entity_metrics.h"
+#include "hasten/text/tokenized_dataset.h"
+#include "hasten/trainer/losses.h"
+
+namespace hasten {
+
+namespace detail {
+
+LossFunction classification_loss(PreTrainedModel model, ProblemType type) {
+  return [model = std::move(model), type](const Batch& batch) mutable {
+    LossOutput result;
+    result.outputs = model->forward(model_inputs(batch)).logits;
+    if (!batch.has("labels")) {
+      result.outputs = type == ProblemType::regression ? result.outputs.squeeze(1) : result.outputs;
+      return result;
+    }
+    if (type != ProblemType::single_label) {
+      return type == ProblemType::regression
+                 ? mse_output(result.outputs, batch["labels"])
+                 : bce_with_logits_output(result.outputs, batch["labels"]);
+    }
+    result.loss_sum =
+        at::cross_entropy_loss(result.outputs, batch["labels"], {}, at::Reduction::Sum);
+    result.weight = static_cast<double>(batch.rows());
+    return result;
+  };
+}
+
+/// Share of the labelled tokens whose largest logit is the label's. state(): int64 [2]: right, all.
+class TokenAccuracy final : public SumMetric {
+ public:
+  TokenAccuracy() : SumMetric("tasks::fill_mask", {2}, at::kLong) {}
+  void update(const at::Tensor& logits, const at::Tensor& labels) {
+    const at::Tensor counted = labels.ne(kIgnoredLabel);
+    const at::Tensor right = logits.argmax(-1).eq(labels).logical_and(counted);
+    sums_.add_(at::stack({right.sum(), counted.sum()}).cpu());
+  }
+  double compute() const {
+    const auto* counts = sums_.const_data_ptr<int64_t>();
+    return static_cast<double>(counts[0]) / static_cast<double>(std::max<int64_t>(1, counts[1]));
+  }
+};
+
+/// Cross-entropy of the tokens that have a label.
+LossFunction token_loss(PreTrainedModel model, ProblemType) {
+  return [model = std::move(model)](const Batch& batch) mutable {
+    const at::Tensor logits = model->forward(model_inputs(batch)).logits;
+    return batch.has("labels") ? cross_entropy_output(logits, batch["labels"])
+                               : LossOutput{.outputs = logits};
+  };
+}
+
+Task text_classification() {
+  return {.name = "text-classification",
+          .head = ModelTask::sequence_classification,
+          .problem_types = {ProblemType::single_label, ProblemType::regression,
+                            ProblemType::multi_label},
+          .collator =
+              [](const Tokenizer& tokenizer, const auto&) {
+                return std::make_shared<const DataCollatorWithPadding>(tokenizer.padding());
+              },
+          .loss = classification_loss,
+          .metrics =
+              [](ProblemType type, const std::vector<std::string>& names) {
+                return type == ProblemType::regression ? regression_metrics()
+                       : type == ProblemType::multi_label
+                           ? multi_label_metrics(std::ssize(names), "labels", names)
+                           : classification_metrics(std::ssize(names), "labels", names);
+              }};
+}
+
+Task token_classification() {
+  return {
+      .name = "token-classification",
+      .head = ModelTask::token_classification,
+      .problem_types = {ProblemType::word_labels},
+      .text_column = "tokens",
+      .label_column = "ner_tags",
+      .collator =
+          [](const Tokenizer& tokenizer, const auto&) {
+            return std::make_shared<const DataCollatorForTokenClassification>(tokenizer.padding());
+          },
+      .loss = token_loss,
+      .metrics = [](ProblemType,
+                    const std::vector<std::string>& names) { return entity_metrics(names); }};
+}
+
+Task fill_mask() {
+  return {
+      .name = "fill-mask",
+      .head = ModelTask::masked_lm,
+      .problem_types = {ProblemType::unlabelled},
+      .label_column = {},
+      .collator =
+          [](const Tokenizer& tokenizer, const DataCollatorForLanguageModelingOptions& options) {
+            return std::make_shared<const DataCollatorForLanguageModeling>(tokenizer, options);
+          },
+      .loss = token_loss,
+      .metrics =
+          [](ProblemType, const std::vector<std::string>&) {
+            return named_metrics("labels", std::pair("perplexity", Perplexity()),
+                                 std::pair("accuracy", TokenAccuracy()));
+          }};
+}
+
+struct TaskRegistry {
+  std::mutex mutex{};
+  std::deque<Task> tasks{text_classification(), token_classification(), fill_mask()};
+};
+
+TaskRegistry& task_registry() {
+  static TaskRegistry registry;
+  return registry;
+}
+
+} // namespace detail
+
+void register_task(Task task) {
+  if (task.name.empty() || task.problem_types.empty() || !task.collator || !task.loss ||
+      !task.metrics) {
+    throw InputError("tasks::register_task", "task=" + task.name + " lacks a field",
+                     "name, problem_types, collator, loss and metrics");
+  }
+  detail::TaskRegistry& registry = detail::task_registry();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  if (std::ranges::find(registry.tasks, task.name, &Task::name) != registry.tasks.end()) {
+    throw InputError("tasks::register_task", "task=" + task.name + " is registered already",
+                     "a name that no task has");
+  }
+  registry.tasks.push_back(std::move(task));
+}
+
+const Task& find_task(std::string_view name) {
+  detail::TaskRegistry& registry = detail::task_registry();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto found = std::ranges::find(registry.tasks, name, &Task::name);
+  if (found == registry.tasks.end()) {
+    throw InputError(
+        "tasks::find_task", "task=" + std::string(name),
+        "one of " + joined(mapped(registry.tasks, [](const Task& task) { return task.name; })));
+  }
+  return *found;
+}
+
+const Task& task_of(const PreTrainedConfig& config) {
+  detail::TaskRegistry& registry = detail::task_registry();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  const auto found = std::ranges::find_if(
+      registry.tasks, [&](const Task& task) { return config.has_head(task.head); });
+  return found == registry.tasks.end() ? registry.tasks.front() : *found;
+}
+
+std::vector<std::string> task_names() {
+  detail::TaskRegistry& registry = detail::task_registry();
+  const std::lock_guard<std::mutex> lock(registry.mutex);
+  return mapped(registry.tasks, [](const Task& task) { return task.name; });
+}
+
+ModelInputs model_inputs(const Batch& batch) {
+  const auto of = [&](const char* name) { return batch.has(name) ? batch[name] : at::Tensor(); };
+  return {.input_ids = batch["input_ids"],
+          .attention_mask = batch.padded ? of("attention_mask") : at::Tensor(),
+          .token_type_ids = of("token_type_ids")};
+}
+
+ProblemType problem_type_of(const PreTrainedConfig& config) {
+  if (config.problem_type.empty()) {
+    return config.num_labels() == 1 ? ProblemType::regression : ProblemType::single_label;
+  }
+  const auto type = spelled<ProblemType>(config.problem_type);
+  if (!type || *type > ProblemType::multi_label) {
+    throw InputError("tasks::problem_type_of",
+                     "config.json: problem_type=" + config.problem_type.substr(0, 80),
+                     "single_label_classification, regression or multi_label_classification");
+  }
+  return *type;
+}
+
+} // namespace hasten

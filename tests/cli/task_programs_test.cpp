@@ -1,0 +1,172 @@
+// hasten train, eval and predict for each task, as a user runs them.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "cli/run_program.h"
+#include "cli/small_reviews.h"
+#include "hasten/base/files.h"
+
+namespace hasten::task_programs_test {
+
+using testing_support::ProgramRun;
+using testing_support::run_program;
+using testing_support::TemporaryFolder;
+
+/// Sentences in which three names of people and two of places are to be found.
+std::string tagged_sentences(int sentences, int first) {
+  const std::vector<std::string> people{"ada", "grace", "alan"}, places{"london", "paris"};
+  std::string text;
+  for (int i = first; i < first + sentences; ++i) {
+    text += people[i % 3] + " B-PER\n" + (i % 2 == 0 ? "smith I-PER\n" : "") +
+            (i % 5 < 2 ? "saw O\n" : "left O\n") + places[i % 2] + " B-LOC\n" +
+            (i % 7 == 0 ? "again O\n" : "") + ". O\n\n";
+  }
+  return text;
+}
+
+nlohmann::json results_of(const TemporaryFolder& folder) {
+  return nlohmann::json::parse(read_file(folder / "out/eval_results.json"));
+}
+
+ProgramRun train(const TemporaryFolder& folder, const std::string& task, const std::string& file,
+                 const std::vector<std::string>& more) {
+  std::vector<std::string> arguments{"hasten",          "train",        "--task",          task,
+                                     "--model",         "bert-tiny",    "--train-file",    file,
+                                     "--output-dir",    folder / "out", "--nproc",         "2",
+                                     "--save-strategy", "no",           "--learning-rate", "3e-3"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return run_program(arguments);
+}
+
+nlohmann::json evaluate(const TemporaryFolder& folder, const std::string& file,
+                        const std::vector<std::string>& more) {
+  std::vector<std::string> arguments{"hasten", "eval", "--model", folder / "out",
+                                     "--file", file,   "--json"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  const ProgramRun run = run_program(arguments);
+  EXPECT_EQ(run.code, 0) << run.error;
+  return nlohmann::json::parse(run.out, nullptr, false);
+}
+
+TEST(TaskPrograms, TokenClassificationLearnsEntitiesAndFindsThemInTexts) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.conll", tagged_sentences(90, 0));
+  write_file_atomically(folder / "eval.conll", tagged_sentences(30, 91));
+  // Sentences that training has are no evaluation data: these differ in their full stop.
+  std::string other = read_file(folder / "eval.conll");
+  for (size_t at = 0; (at = other.find(". O", at)) != std::string::npos; ++at) {
+    other[at] = '!';
+  }
+  write_file_atomically(folder / "eval.conll", other);
+  const ProgramRun run = train(folder, "token-classification", folder / "train.conll",
+                               {"--eval-file", folder / "eval.conll", "--num-train-epochs", "8",
+                                "--metric-for-best-model", "f1"});
+  ASSERT_EQ(run.code, 0) << run.error;
+  const nlohmann::json results = results_of(folder);
+  EXPECT_GT(results.at("eval_f1"), 0.95) << results.dump();
+  EXPECT_EQ(results.at("per_class").size(), 2U) << results.dump();
+
+  for (const char* processes : {"1", "2"}) {
+    const auto again =
+        evaluate(folder, folder / "eval.conll", {"--nproc", processes, "--batch-size", "3"});
+    EXPECT_EQ(again.at("eval_f1"), results.at("eval_f1"));
+    EXPECT_NEAR(again.at("eval_loss").get<double>(), results.at("eval_loss").get<double>(), 1e-6);
+  }
+  const ProgramRun texts = run_program(
+      {"hasten", "predict", "--model", folder / "out", "--json", "Grace Smith left Paris ."});
+  ASSERT_EQ(texts.code, 0) << texts.error;
+  const auto entities = nlohmann::json::parse(texts.out).at("entities");
+  ASSERT_EQ(entities.size(), 2U) << texts.out;
+  EXPECT_EQ(entities[0].at("word"), "Grace Smith");
+  EXPECT_EQ(entities[1].at("entity_group"), "LOC");
+  EXPECT_EQ(entities[1].at("start"), 17);
+
+  const ProgramRun words =
+      run_program({"hasten", "predict", "--model", folder / "out", "--file", folder / "train.conll",
+                   "--max-rows", "2", "--output", folder / "tags.jsonl"});
+  ASSERT_EQ(words.code, 0) << words.error;
+  const std::string lines = read_file(folder / "tags.jsonl");
+  const auto first = nlohmann::json::parse(lines.substr(0, lines.find('\n')));
+  EXPECT_EQ(first.at("ner_tags"),
+            (std::vector<std::string>{"B-PER", "I-PER", "O", "B-LOC", "O", "O"}));
+}
+
+TEST(TaskPrograms, FillMaskLearnsWordsAndItsPerplexityIsThatOfAnySplit) {
+  const TemporaryFolder folder;
+  std::string text = "text\n";
+  for (int i = 0; i < 120; ++i) {
+    text += "the " + std::string(i % 2 == 0 ? "cat drinks milk" : "dog eats meat") + " on day " +
+            std::to_string(i) + "\n";
+  }
+  write_file_atomically(folder / "train.csv", text);
+  const ProgramRun run = train(folder, "fill-mask", folder / "train.csv",
+                               {"--eval-split", "0.2", "--num-train-epochs", "10",
+                                "--whole-word-mask", "--metric-for-best-model", "perplexity"});
+  ASSERT_EQ(run.code, 0) << run.error;
+  EXPECT_TRUE(run.said("[MASK]")) << run.error; // the command that the run suggests
+  const nlohmann::json results = results_of(folder);
+  EXPECT_LT(results.at("eval_perplexity"), 12) << results.dump();
+  EXPECT_NEAR(std::log(results.at("eval_perplexity").get<double>()), results.at("eval_loss"), 1e-6);
+
+  const auto one = evaluate(folder, folder / "train.csv", {"--batch-size", "5"});
+  const auto two = evaluate(folder, folder / "train.csv", {"--nproc", "2", "--batch-size", "16"});
+  EXPECT_NEAR(one.at("eval_perplexity").get<double>(), two.at("eval_perplexity").get<double>(),
+              1e-5);
+  const ProgramRun mask = run_program({"hasten", "predict", "--model", folder / "out", "--json",
+                                       "--top-k", "2", "the cat drinks [MASK] on day 4"});
+  ASSERT_EQ(mask.code, 0) << mask.error;
+  const auto answer = nlohmann::json::parse(mask.out).at("masks").at(0);
+  ASSERT_EQ(answer.size(), 2U);
+  EXPECT_EQ(answer[0].at("token_str"), "milk") << mask.out;
+  EXPECT_EQ(answer[0].at("sequence"), "the cat drinks milk on day 4");
+}
+
+TEST(TaskPrograms, PairsOfTextsAreClassified) {
+  const TemporaryFolder folder;
+  std::string text = "question,answer,label\n";
+  for (int i = 0; i < 40; ++i) {
+    text +=
+        "number " + std::to_string(i) + "?," + (i % 2 == 0 ? "it is good,yes\n" : "it is bad,no\n");
+  }
+  write_file_atomically(folder / "train.csv", text);
+  const std::vector<std::string> columns{"--text-column", "question", "--text-pair-column",
+                                         "answer"};
+  std::vector<std::string> flags{"--num-train-epochs", "6", "--eval-split", "0.2"};
+  flags.insert(flags.end(), columns.begin(), columns.end());
+  const ProgramRun run = train(folder, "text-classification", folder / "train.csv", flags);
+  ASSERT_EQ(run.code, 0) << run.error;
+  EXPECT_EQ(results_of(folder).at("eval_accuracy"), 1);
+  EXPECT_EQ(evaluate(folder, folder / "train.csv", columns).at("eval_accuracy"), 1);
+  std::vector<std::string> predict{"hasten",       "predict", "--model",
+                                   folder / "out", "--file",  folder / "train.csv",
+                                   "--max-rows",   "2",       "--json"};
+  predict.insert(predict.end(), columns.begin(), columns.end());
+  const ProgramRun answers = run_program(predict);
+  ASSERT_EQ(answers.code, 0) << answers.error;
+  EXPECT_EQ(nlohmann::json::parse(answers.out.substr(0, answers.out.find('\n'))).at("label"),
+            "yes");
+}
+
+TEST(TaskPrograms, FlagsOfAnotherTaskAreErrors) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.conll", tagged_sentences(4, 0));
+  const std::string file = folder / "train.conll";
+  for (const auto& [task, more, said] :
+       {std::tuple<std::string, std::vector<std::string>, std::string>{
+            "token-classification", {"--problem-type", "regression"}, "--problem-type=regression"},
+        {"token-classification", {"--delimiter", ";"}, "is read as CoNLL"},
+        {"text-classification", {"--whole-word-mask"}, "--task fill-mask"},
+        {"fill-mask", {"--label-column", "x"}, "--label-column=x"},
+        {"fill-mask", {"--metric-for-best-model", "f1"}, "perplexity"},
+        {"token-clasification", {}, "write token-classification"}}) {
+    const ProgramRun run = train(folder, task, file, more);
+    EXPECT_EQ(run.code, 2) << run.error;
+    EXPECT_TRUE(run.said(said)) << run.error;
+  }
+}
+
+} // namespace hasten::task_programs_test
