@@ -1,6 +1,6 @@
 // The registry of tasks: what a model is fine-tuned for, by the names of Hugging Face's hub. hasten
-// has "text-classification", "token-classification" and "fill-mask". A task joins a head, the labels
-// of the data, a collator, a loss and metrics for a Trainer:
+// has "text-classification", "token-classification" and "fill-mask". A task has a head, kinds of
+// labels, a collator, a loss and metrics for a Trainer:
 //
 //   const hasten::Task& task = hasten::find_task("token-classification");
 //   auto model = hasten::model_from_pretrained(folder, task.head, {.id2label = names});
