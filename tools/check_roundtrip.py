@@ -63,15 +63,14 @@ def compare_words(model_folder, texts, program):
     import torch
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder, add_prefix_space=True)
-    except ValueError:  # not byte-level BPE
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    # Byte-level BPE needs add_prefix_space=True for words. Not every class of transformers heeds it.
+    space = " " if "ByteLevel" in json.dumps(json.loads((model_folder / "tokenizer.json").read_text())["pre_tokenizer"]) else ""
     model = AutoModelForTokenClassification.from_pretrained(model_folder).eval()
     predictions = predict(program, model_folder, [{"tokens": words_of(text)} for text in texts])
     problems, largest = [], 0.0
     for number, (text, ours) in enumerate(zip(texts, predictions), 1):
-        encoded = tokenizer(words_of(text), is_split_into_words=True, truncation=True, return_tensors="pt")
+        encoded = tokenizer([space + word for word in words_of(text)], is_split_into_words=True, truncation=True, return_tensors="pt")
         with torch.no_grad():
             probabilities = model(**encoded).logits[0].softmax(1)
         expected = [None] * len(words_of(text))

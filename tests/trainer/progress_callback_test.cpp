@@ -83,9 +83,13 @@ TEST(ProgressCallback, TheTableHasTheMetricsThatTheEvaluationHas) {
                       {"eval_runtime", 1.0},
                       {"eval_samples_per_second", 9.0},
                       {"eval_perplexity", 2.25}};
-  EXPECT_NE(epoch_header(epoch).find("perplexi"), std::string::npos);
+  EXPECT_NE(epoch_header(epoch).find("  ppl  "), std::string::npos);
   EXPECT_NE(epoch_line(epoch).find("2.2500"), std::string::npos);
   EXPECT_EQ(epoch_header(epoch).size(), epoch_line(epoch).size());
+  epoch.evaluation = {{"eval_accuracy", 1.0}, {"eval_f1", 0.75}, {"eval_precision", 0.5}};
+  EXPECT_NE(epoch_header(epoch).find("entity-F1  accuracy"), std::string::npos);
+  epoch.evaluation = {{"eval_structural", 0.5}};
+  EXPECT_NE(epoch_header(epoch).find("structur"), std::string::npos);
 }
 
 EpochReport epoch_with(int64_t number, double loss, double accuracy) {
