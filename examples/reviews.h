@@ -28,7 +28,7 @@ struct Reviews {
 // Reads a CSV with columns text and label, and learns the vocabulary from the texts.
 inline Reviews read_reviews(const std::string& path) {
   const auto data = hasten::tokenize_text_classification(
-      hasten::TextFile::open(path), nullptr, {.texts = {.eval_split = 0.2}, .max_length = 128});
+      hasten::TextFile::open(path), {}, {.texts = {.eval_split = 0.2}, .max_length = 128});
   const auto dataset = [](const hasten::TokenTable& rows) {
     return std::make_shared<hasten::TokenizedDataset>(rows);
   };

@@ -14,6 +14,7 @@
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/text/pretrained_folder.h"
+#include "hasten/text/text_file.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
 
@@ -42,6 +43,13 @@ void check_readable_file(const std::string& where, const std::string& flag,
   }
   if (files::is_regular_file(status) && files::file_size(path, error) == 0) {
     refuse("is empty");
+  }
+}
+
+void check_readable_files(const std::string& where, const std::string& flag,
+                          const std::string& names) {
+  for (const auto& path : matching_files(names, where, flag)) {
+    check_readable_file(where, flag, path);
   }
 }
 
@@ -150,8 +158,10 @@ void check_inputs(const TrainCommand& command) {
   for (const auto& [flag, file] : {std::pair("--train-file", &command.train_file),
                                    std::pair("--eval-file", &command.eval_file)}) {
     if (!file->empty()) {
-      detail::check_readable_file(kWhere, flag, *file);
-      detail::check_read_by_all(flag, *file, processes);
+      for (const auto& path : matching_files(*file, kWhere, flag)) {
+        detail::check_readable_file(kWhere, flag, path);
+        detail::check_read_by_all(flag, path, processes);
+      }
     }
   }
   detail::check_output_dir(command);
@@ -205,13 +215,13 @@ std::string finished_line(const TrainCommand& command) {
 void check_inputs(const PredictCommand& command) {
   detail::check_model("cli::predict", command.model, false);
   if (!command.file.empty()) {
-    detail::check_readable_file("cli::predict", "--file", command.file);
+    detail::check_readable_files("cli::predict", "--file", command.file);
   }
 }
 
 void check_inputs(const EvalCommand& command) {
   detail::check_model("cli::eval", command.model, false);
-  detail::check_readable_file("cli::eval", "--file", command.file);
+  detail::check_readable_files("cli::eval", "--file", command.file);
 }
 
 void check_inputs(const PlanCommand& command) {
@@ -277,10 +287,17 @@ void check_nproc(const std::string& command, int nproc, bool oversubscribe, cons
 }
 
 void check_lines(const std::string& train_file, int nproc) {
-  std::ifstream file(train_file);
-  int lines = 1; // the last one may have no line break
-  for (char c = 0; lines < nproc && file.get(c);) {
-    lines += c == '\n' || c == '\r' ? 1 : 0;
+  int lines = 0;
+  for (const auto& path : matching_files(train_file, "cli::train", "--train-file")) {
+    std::error_code error;
+    if (!std::filesystem::is_regular_file(path, error)) {
+      return; // a pipe can be read only once
+    }
+    std::ifstream file(path);
+    ++lines; // the last one may have no line break
+    for (char c = 0; lines < nproc && file.get(c);) {
+      lines += c == '\n' || c == '\r' ? 1 : 0;
+    }
   }
   if (lines < nproc) {
     throw InputError("cli::train",

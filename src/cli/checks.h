@@ -43,7 +43,7 @@ std::string finished_line(const TrainCommand& command);
 /// more than 16 processes per core without `oversubscribe`. `command` is "train", "compare" or
 /// "launch".
 void check_nproc(const std::string& command, int nproc, bool oversubscribe, const World& world);
-/// Throws InputError if the file has fewer lines than `nproc`.
+/// Throws InputError if the files (matching_files) have fewer lines than `nproc`.
 void check_lines(const std::string& train_file, int nproc);
 /// Throws InputError for flags of signals and of output inside the world of another launcher.
 void check_launch_outside(const std::string& command, const ProcessFlags& processes,

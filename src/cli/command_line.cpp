@@ -52,7 +52,8 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
                             "a tag for each word of --file; fill-mask prints tokens for each mask. "
                             "- reads one text per line from stdin."});
   declare_model(flags, command, "Model and texts");
-  flags.value("--file", command.file, "FILE", "a .csv, .tsv or .jsonl file with texts");
+  flags.value("--file", command.file, "FILE,...",
+              "texts, .csv, .tsv or .jsonl; several files with commas or as a pattern");
   declare_rows(flags, command, false);
   flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
   flags.flag("--json", command.json, "print one JSON object per line");
@@ -84,7 +85,8 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
                                        "    --predictions wrong.csv"},
                           .notes = kEnvironmentNote});
   declare_model(flags, command, "Model and data");
-  flags.value("--file", command.file, "FILE", "labelled samples, .csv, .tsv or .jsonl");
+  flags.value("--file", command.file, "FILE,...",
+              "labelled samples, .csv, .tsv or .jsonl; several files with commas or as a pattern");
   flags.required();
   declare_rows(flags, command, true);
   flags.flag("--json", command.json, "print one JSON object");

@@ -63,7 +63,7 @@ struct TrainCommand : ProcessFlags {
   /// Keep upper case and accents in a learned vocabulary.
   bool cased = false;
 
-  /// Empty: synthetic reviews (hasten/text/synthetic_reviews.h).
+  /// Files, patterns (matching_files). Empty: synthetic reviews (hasten/text/synthetic_reviews.h).
   std::string train_file{};
   std::string eval_file{};
   /// Fraction of train_file's samples used for evaluation, [0, 1); 0: no evaluation.
@@ -102,7 +102,7 @@ struct ModelFlags {
   std::string model{};
   /// One of task_choices(); empty: that of the model's head.
   std::string task{};
-  std::string file{};
+  std::string file{}; // files, patterns (matching_files)
   TableFlags table{};
   int64_t max_rows = 0;
   bool json = false;

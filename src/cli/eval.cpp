@@ -39,11 +39,12 @@ TextClassificationOptions eval_options(const EvalCommand& command, const TextMod
 
 std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command, const TextModel& model,
                                               bool is_main) {
-  const auto rows = tokenize_text_classification(TextFile::open(command.file, "cli::eval"), nullptr,
-                                                 {.texts = eval_options(command, model),
-                                                  .tokenizer = model.tokenizer,
-                                                  .max_length = model.max_length,
-                                                  .threads = tokenizer_threads()});
+  const auto rows =
+      tokenize_text_classification(TextFiles::open(command.file, "cli::eval", "--file"), {},
+                                   {.texts = eval_options(command, model),
+                                    .tokenizer = model.tokenizer,
+                                    .max_length = model.max_length,
+                                    .threads = tokenizer_threads()});
   if (is_main) {
     tell_of_cut_texts(model, rows.truncated, std::ssize(rows.train.rows));
     if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
@@ -78,7 +79,8 @@ void write_eval_predictions(const EvalCommand& command, const TextModel& model, 
   TextTableOptions options = eval_options(command, model).table;
   options.max_rows = command.max_rows;
   std::vector<std::string> texts;
-  for (TextRowReader reader(TextFile::open(command.file, "cli::eval"), options); reader.next();) {
+  for (TextRowReader reader(TextFiles::open(command.file, "cli::eval", "--file"), options);
+       reader.next();) {
     texts.emplace_back(reader.text());
   }
   if (std::ssize(texts) != rows.size()) {

@@ -125,10 +125,7 @@ class Hasten {
     if (command.nproc == 1 && !command.logs.any()) {
       become_worker(arguments_);
     }
-    std::error_code error; // a pipe can be read only once
-    if (std::filesystem::is_regular_file(command.train_file, error)) {
-      check_lines(command.train_file, command.nproc);
-    }
+    check_lines(command.train_file, command.nproc);
     LaunchOptions options = with_prefix(command);
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
     return report(launch_workers(std::move(options)), true);

@@ -38,8 +38,15 @@ std::string card_row(const std::string& name, const std::string& value) {
   return "| " + markdown_text(name) + " | " + markdown_text(value) + " |\n";
 }
 
-std::string data_name(const std::filesystem::path& file) {
-  return file.empty() ? "synthetic reviews" : file.filename().string();
+/// The names of the files, or the patterns, without folders.
+std::string data_name(const std::string& files) {
+  std::error_code error;
+  const bool one = std::filesystem::exists(files, error);
+  return files.empty() ? "synthetic reviews"
+                       : joined(mapped(one ? std::vector<std::string>{files} : split(files),
+                                       [](const std::filesystem::path& file) {
+                                         return file.filename().string();
+                                       }));
 }
 
 /// Hugging Face's front matter.

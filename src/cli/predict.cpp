@@ -42,7 +42,7 @@ std::vector<std::string> prediction_texts(const PredictCommand& command, const T
     options.label_column.clear();
     options.max_rows = command.max_rows;
     options.keep_empty_text = true;
-    TextRowReader reader(TextFile::open(command.file, "cli::predict"), options);
+    TextRowReader reader(TextFiles::open(command.file, "cli::predict", "--file"), options);
     std::vector<std::string> texts;
     while (reader.next()) {
       texts.emplace_back(reader.text());

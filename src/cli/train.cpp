@@ -96,8 +96,10 @@ TokenizedClassification read_train_data(const TrainCommand& command,
   auto data = tokenize_text_classification(
       command.train_file.empty()
           ? TextFile::of_text("synthetic reviews.csv", synthetic_reviews_table())
-          : TextFile::open(command.train_file, kWhere),
-      command.eval_file.empty() ? nullptr : TextFile::open(command.eval_file, kWhere), options);
+          : TextFiles::open(command.train_file, kWhere, "--train-file"),
+      command.eval_file.empty() ? TextFiles()
+                                : TextFiles::open(command.eval_file, kWhere, "--eval-file"),
+      options);
   tell_of_cache(data.cache, options.cache_dir, is_main);
   if (single_label && data.label_names.size() == 1) {
     // A single output means regression to every reader of config.json.

@@ -22,10 +22,10 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
   flags.flag("--cased", command.cased, "a learned vocabulary keeps upper case and accents");
 
   flags.group("Data");
-  flags.value("--train-file,--train-data", command.train_file, "FILE",
-              "training data, .csv, .tsv or .jsonl; words with tags are .jsonl or CoNLL "
-              "(default: the 4,000 generated reviews of hasten synth reviews, 10 % of them for "
-              "evaluation)");
+  flags.value("--train-file,--train-data", command.train_file, "FILE,...",
+              "training data, .csv, .tsv or .jsonl; words with tags are .jsonl or CoNLL; several "
+              "files with commas or as a pattern in quotes, 'part-*.csv' (default: the 4,000 "
+              "generated reviews of hasten synth reviews, 10 % of them for evaluation)");
   declare_table(flags, command.table, true);
   flags.value("--problem-type", command.problem_type, "NAME",
               "single_label_classification, regression (labels are numbers) or "
@@ -34,7 +34,8 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
               "fill-mask: share of the tokens that the model has to find");
   flags.flag("--whole-word-mask", command.whole_word_mask,
              "fill-mask: mask all tokens of a word together");
-  flags.value("--eval-file,--eval-data", command.eval_file, "FILE", "evaluation data");
+  flags.value("--eval-file,--eval-data", command.eval_file, "FILE,...",
+              "evaluation data, as for --train-file");
   flags.value("--eval-split", command.eval_split, "FRACTION",
               "without --eval-file: fraction of the training samples used for evaluation, "
               "0 to 1, stratified by label");

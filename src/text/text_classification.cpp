@@ -234,23 +234,23 @@ void add_counts(const TextRowCounts& counts, TextClassificationReport& report) {
   report.empty_label += counts.empty_label;
 }
 
-// Reads another file, whose samples all go to `side`. Returns their hashes if requested.
-std::vector<TextHash> add_file(const std::shared_ptr<const TextFile>& file, int64_t max_rows,
-                               RowSide side, bool with_hashes,
-                               const TextClassificationOptions& options, TextSelection& selection) {
-  SelectedRows selected{.file = file, .table = options.table};
+// Reads other files, whose samples all go to `side`. Returns their hashes if requested.
+std::vector<TextHash> add_files(const TextFiles& files, int64_t max_rows, RowSide side,
+                                bool with_hashes, const TextClassificationOptions& options,
+                                TextSelection& selection) {
+  SelectedRows selected{.files = files, .table = options.table};
   selected.table.max_rows = max_rows;
-  TextRowReader reader(file, selected.table);
+  TextRowReader reader(files, selected.table);
   ScannedRows rows = scan_rows(reader, selected.table, with_hashes);
   add_counts(reader.counts(), selection.report);
   if (selection.files.empty()) {
     selection.label_names = choose_label_names(rows, options);
   }
   if (selection.label_names.empty() && options.table.problem_type != ProblemType::unlabelled) {
-    throw InputError(kSelectRows,
-                     "no sample of " + file->path().string() +
-                         " has a label in column=" + options.table.label_column,
-                     "at least one sample with a text and a label");
+    throw InputError(
+        kSelectRows,
+        "no sample of " + files.names() + " has a label in column=" + options.table.label_column,
+        "at least one sample with a text and a label");
   }
   number_labels(rows, options.table.problem_type,
                 selection.label_names == options.label_names ? "the model" : "the training data",
@@ -337,7 +337,7 @@ void warn_of_one_class(TextSelection& selection) {
   }
 }
 
-void check_text_options(const TextClassificationOptions& options, const TextFile* eval_file) {
+void check_text_options(const TextClassificationOptions& options, const TextFiles& eval_files) {
   if (!(options.eval_split >= 0 && options.eval_split < 1)) {
     throw InputError(kSelectRows, "eval_split=" + std::to_string(options.eval_split),
                      "a share of the samples, at least 0 and less than 1");
@@ -359,9 +359,9 @@ void check_text_options(const TextClassificationOptions& options, const TextFile
                      "label_columns or label_separator for multi_label_classification, and "
                      "neither for other problem types");
   }
-  if (options.eval_split > 0 && eval_file != nullptr) {
+  if (options.eval_split > 0 && !eval_files.empty()) {
     throw InputError(kSelectRows,
-                     "eval_file=" + eval_file->path().string() +
+                     "eval_file=" + eval_files.names() +
                          " together with eval_split=" + std::to_string(options.eval_split),
                      "one of the two", "omit eval_split");
   }
@@ -413,23 +413,22 @@ std::vector<std::string> TextClassificationReport::lines(
   return text;
 }
 
-TextSelection select_text_rows(const std::shared_ptr<const TextFile>& train_file,
-                               const std::shared_ptr<const TextFile>& eval_file,
+TextSelection select_text_rows(const TextFiles& train_files, const TextFiles& eval_files,
                                const TextClassificationOptions& options) {
   using detail::RowSide;
-  detail::check_text_options(options, eval_file.get());
-  const bool evaluates = options.eval_split > 0 || eval_file != nullptr;
+  detail::check_text_options(options, eval_files);
+  const bool evaluates = options.eval_split > 0 || !eval_files.empty();
   TextSelection selection;
   auto& [files, sets, names, report] = selection;
-  const auto hashes = detail::add_file(train_file, options.max_train_rows, RowSide::train,
-                                       evaluates, options, selection);
+  const auto hashes = detail::add_files(train_files, options.max_train_rows, RowSide::train,
+                                        evaluates, options, selection);
   if (options.eval_split > 0) {
     detail::draw_rows(options, selection);
     detail::keep_out_of_evaluation(files[0], hashes, detail::training_hashes(files[0], hashes),
                                    RowSide::train, report);
-  } else if (eval_file != nullptr) {
-    const auto seen =
-        detail::add_file(eval_file, options.max_eval_rows, RowSide::eval, true, options, selection);
+  } else if (!eval_files.empty()) {
+    const auto seen = detail::add_files(eval_files, options.max_eval_rows, RowSide::eval, true,
+                                        options, selection);
     detail::keep_out_of_evaluation(files[1], seen, detail::training_hashes(files[0], hashes),
                                    RowSide::left_out, report);
   }

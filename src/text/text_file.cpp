@@ -51,7 +51,8 @@ std::shared_ptr<const TextFile> TextFile::open(const std::filesystem::path& path
   detail::FileDescriptor opened(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (opened.get() < 0) {
     throw InputError(where, "file=" + path.string() + " cannot be opened: " + std::strerror(errno),
-                     "a file that exists and may be read");
+                     "a file that exists and may be read",
+                     errno == EMFILE ? "raise the limit (ulimit -n), or join the files" : "");
   }
   struct stat status {};
   std::string problem;
@@ -116,6 +117,27 @@ void TextFile::read(size_t at, char* to, size_t bytes) const {
                                          " bytes and has " + std::to_string(status.st_size)),
                    "a file that does not change until training has begun",
                    error != 0 ? "" : "use a copy of the file, or replace it by a rename");
+}
+
+TextFiles TextFiles::open(const std::string& names, const char* where, const std::string& flag) {
+  TextFiles files;
+  for (const auto& path : matching_files(names, where, flag)) {
+    files.push_back(TextFile::open(path, where));
+  }
+  return files;
+}
+
+int64_t TextFiles::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& file : *this) {
+    bytes += static_cast<int64_t>(file->size());
+  }
+  return bytes;
+}
+
+std::string TextFiles::names() const {
+  return joined(
+      first_items(mapped(*this, [](const auto& file) { return file->path().string(); }), 5));
 }
 
 TextWindow::TextWindow(std::shared_ptr<const TextFile> file) : file_(std::move(file)) { move(0); }

@@ -1,4 +1,4 @@
-// Samples of one file, and label numbers.
+// Samples of files, and label numbers.
 #include <algorithm>
 #include <set>
 #include <string_view>
@@ -63,25 +63,34 @@ std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
 
 } // namespace detail
 
-TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options)
-    : options_(options),
-      records_(detail::open_records(std::move(file), options)),
-      text_column_(records_->column(options.text_column, "text_column")) {
-  if (!options.text_pair_column.empty()) {
-    if (options.text_pair_column == options.text_column) {
-      throw InputError(detail::kTextTable,
-                       "text_pair_column=" + options.text_pair_column + " is the text column",
-                       "another column, with the second text");
-    }
-    pair_column_ = records_->column(options.text_pair_column, "text_pair_column");
+TextRowReader::TextRowReader(TextFiles files, const TextTableOptions& options)
+    : options_(options), files_(std::move(files)) {
+  if (files_.empty()) {
+    throw InputError(detail::kTextTable, "files= is empty", "at least one file");
   }
-  for (const auto& column : options.label_columns) {
+  if (!options.text_pair_column.empty() && options.text_pair_column == options.text_column) {
+    throw InputError(detail::kTextTable,
+                     "text_pair_column=" + options.text_pair_column + " is the text column",
+                     "another column, with the second text");
+  }
+  open();
+}
+
+void TextRowReader::open() {
+  records_ = detail::open_records(files_[file_], options_);
+  text_column_ = records_->column(options_.text_column, "text_column");
+  if (!options_.text_pair_column.empty()) {
+    pair_column_ = records_->column(options_.text_pair_column, "text_pair_column");
+  }
+  label_columns_.clear();
+  filters_.clear();
+  for (const auto& column : options_.label_columns) {
     label_columns_.push_back(records_->column(column, "label_column"));
   }
-  if (label_columns_.empty() && !options.label_column.empty()) {
-    label_columns_.push_back(records_->column(options.label_column, "label_column"));
+  if (label_columns_.empty() && !options_.label_column.empty()) {
+    label_columns_.push_back(records_->column(options_.label_column, "label_column"));
   }
-  for (const auto& filter : options.filters) {
+  for (const auto& filter : options_.filters) {
     const size_t equals = filter.find('=');
     if (equals == std::string::npos || equals == 0) {
       throw InputError(detail::kTextTable, "filter=" + filter, "column=value",
@@ -92,10 +101,21 @@ TextRowReader::TextRowReader(std::shared_ptr<const TextFile> file, const TextTab
   }
 }
 
+bool TextRowReader::next_record() {
+  while (!records_->next()) {
+    if (file_ + 1 == files_.size()) {
+      return false;
+    }
+    before_ += static_cast<int64_t>(files_[file_++]->size());
+    open();
+  }
+  return true;
+}
+
 bool TextRowReader::next() {
   const bool needs_label =
       !label_columns_.empty() && options_.problem_type != ProblemType::multi_label;
-  while ((options_.max_rows == 0 || passed_ < options_.max_rows) && records_->next()) {
+  while ((options_.max_rows == 0 || passed_ < options_.max_rows) && next_record()) {
     ++counts_.rows_read;
     const bool passes = std::ranges::all_of(filters_, [&](const auto& filter) {
       return records_->field(filter.first) == filter.second;
@@ -125,14 +145,13 @@ void TextRowReader::require_rows() const {
   if (passed_ > 0) {
     return;
   }
-  throw InputError(detail::kTextTable,
-                   "no sample of " + records_->path().string() +
-                       " is left: records=" + std::to_string(counts_.rows_read) +
-                       ", left out by filters " + std::to_string(counts_.filtered_out) +
-                       ", with empty text " + std::to_string(counts_.empty_text) +
-                       ", with empty label " + std::to_string(counts_.empty_label),
-                   "at least one sample with a text and a label",
-                   "check the columns and the filters");
+  throw InputError(
+      detail::kTextTable,
+      "no sample of " + files_.names() + " is left: records=" + std::to_string(counts_.rows_read) +
+          ", left out by filters " + std::to_string(counts_.filtered_out) + ", with empty text " +
+          std::to_string(counts_.empty_text) + ", with empty label " +
+          std::to_string(counts_.empty_label),
+      "at least one sample with a text and a label", "check the columns and the filters");
 }
 
 LabelledWords read_labelled_words(const TextRowReader& reader, const TextTableOptions& options) {

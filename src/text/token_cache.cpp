@@ -82,30 +82,29 @@ nlohmann::json described_tokenizer(const TokenizedClassificationOptions& options
   return described;
 }
 
-nlohmann::json described_file(const std::shared_ptr<const TextFile>& file) {
-  if (file == nullptr) {
-    return nullptr;
-  }
-  // The extension determines how the file is read.
-  TextHasher hasher;
-  for (TextWindow window(file);; window.move(window.text().size())) {
-    hasher.add(window.text());
-    if (window.reaches_end()) {
-      return {hasher.hex(), file->path().extension().string()};
+nlohmann::json described_files(const TextFiles& files) {
+  nlohmann::json described = nlohmann::json::array();
+  for (const auto& file : files) {
+    TextHasher hasher;
+    TextWindow window(file);
+    for (hasher.add(window.text()); !window.reaches_end(); hasher.add(window.text())) {
+      window.move(window.text().size());
     }
+    // The extension determines how the file is read.
+    described.push_back({hasher.hex(), file->path().extension().string()});
   }
+  return described;
 }
 
 // Hash of everything that determines the ids.
-std::string token_cache_key(const std::shared_ptr<const TextFile>& train_file,
-                            const std::shared_ptr<const TextFile>& eval_file,
+std::string token_cache_key(const TextFiles& train_files, const TextFiles& eval_files,
                             const TokenizedClassificationOptions& options) {
   const TextClassificationOptions& texts = options.texts;
   const nlohmann::json described{
       {"rules", kTokenRules},
       {"unicode", utf8proc_unicode_version()},
-      {"train", described_file(train_file)},
-      {"eval", described_file(eval_file)},
+      {"train", described_files(train_files)},
+      {"eval", described_files(eval_files)},
       {"split", {texts.eval_split, texts.eval_split > 0 ? texts.seed : uint64_t{0}}},
       {"columns",
        {texts.table.text_column, texts.table.text_pair_column, texts.table.label_column,
@@ -126,19 +125,18 @@ bool has_pairs(const TokenizedClassificationOptions& options) {
   return !options.texts.table.text_pair_column.empty();
 }
 
-// Makes the ids of both files, in order.
+// Makes the ids of all files, in order.
 class TokenMaker {
  public:
   using Sink = std::function<void(std::span<const int32_t>)>;
 
-  TokenMaker(const std::shared_ptr<const TextFile>& train_file,
-             const std::shared_ptr<const TextFile>& eval_file,
+  TokenMaker(const TextFiles& train_files, const TextFiles& eval_files,
              const TokenizedClassificationOptions& options,
              std::function<void(int64_t, int64_t)> tell)
       : options_(options),
         tell_(std::move(tell)),
-        total_(static_cast<int64_t>(train_file->size() + (eval_file ? eval_file->size() : 0))),
-        selection_(select_text_rows(train_file, eval_file, options.texts)),
+        total_(train_files.bytes() + eval_files.bytes()),
+        selection_(select_text_rows(train_files, eval_files, options.texts)),
         tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
 
   void make(const Sink& sink) {
@@ -148,8 +146,8 @@ class TokenMaker {
     ids_ = tokens_ = truncated_ = 0;
     int64_t before = 0;
     for (const SelectedRows& rows : selection_.files) {
-      read_file(rows, before, sink);
-      before += static_cast<int64_t>(rows.file->size());
+      read_files(rows, before, sink);
+      before += rows.files.bytes();
     }
   }
 
@@ -184,7 +182,7 @@ class TokenMaker {
   Tokenizer learned_tokenizer() {
     WordPieceLearner learner(options_.learned);
     const SelectedRows& rows = selection_.files[0];
-    TextRowReader reader(rows.file, rows.table);
+    TextRowReader reader(rows.files, rows.table);
     for (size_t row = 0; reader.next(); ++row) {
       if (rows.sides[row] != SelectedRows::Side::train) {
         continue;
@@ -200,10 +198,10 @@ class TokenMaker {
     return WordPieceTokenizer(learner.learn(options_.vocab), options_.learned);
   }
 
-  void read_file(const SelectedRows& rows, int64_t before, const Sink& sink) {
+  void read_files(const SelectedRows& rows, int64_t before, const Sink& sink) {
     constexpr size_t kChunkRows = 16384;
     constexpr size_t kChunkBytes = size_t{4} << 20;
-    TextRowReader reader(rows.file, rows.table);
+    TextRowReader reader(rows.files, rows.table);
     Chunk chunk;
     for (size_t row = 0; reader.next(); ++row) {
       if (rows.sides[row] == SelectedRows::Side::left_out) {
@@ -439,16 +437,15 @@ class TokenLock {
 // One call of tokenize_text_classification.
 class TokenCache {
  public:
-  TokenCache(const std::shared_ptr<const TextFile>& train_file,
-             const std::shared_ptr<const TextFile>& eval_file,
+  TokenCache(const TextFiles& train_files, const TextFiles& eval_files,
              const TokenizedClassificationOptions& options)
-      : train_file_(train_file), eval_file_(eval_file), options_(options) {}
+      : train_files_(train_files), eval_files_(eval_files), options_(options) {}
 
   TokenizedClassification get() {
     if (options_.cache_dir.empty()) {
       return in_memory({});
     }
-    key_ = token_cache_key(train_file_, eval_file_, options_);
+    key_ = token_cache_key(train_files_, eval_files_, options_);
     const auto folder = options_.cache_dir / "tokens";
     path_ = folder / (key_ + ".tokens");
     std::string problem;
@@ -529,7 +526,7 @@ class TokenCache {
   }
 
   TokenMaker new_maker(TokenLock* lock) {
-    return {train_file_, eval_file_, options_, [this, lock](int64_t done, int64_t total) {
+    return {train_files_, eval_files_, options_, [this, lock](int64_t done, int64_t total) {
               report({.done = done, .total = total}, lock);
             }};
   }
@@ -560,8 +557,8 @@ class TokenCache {
     }
   }
 
-  const std::shared_ptr<const TextFile>& train_file_;
-  const std::shared_ptr<const TextFile>& eval_file_;
+  const TextFiles& train_files_;
+  const TextFiles& eval_files_;
   const TokenizedClassificationOptions& options_;
   std::string key_{};
   std::filesystem::path path_{};
@@ -591,10 +588,9 @@ std::filesystem::path cache_folder(const std::filesystem::path& given) {
 }
 
 TokenizedClassification tokenize_text_classification(
-    const std::shared_ptr<const TextFile>& train_file,
-    const std::shared_ptr<const TextFile>& eval_file,
+    const TextFiles& train_files, const TextFiles& eval_files,
     const TokenizedClassificationOptions& options) {
-  return detail::TokenCache(train_file, eval_file, options).get();
+  return detail::TokenCache(train_files, eval_files, options).get();
 }
 
 } // namespace hasten

@@ -80,6 +80,44 @@ TEST(DataPrograms, JsonLinesTrainTheModelThatCsvDoes) {
   EXPECT_FALSE(std::filesystem::exists(folder / "bad"));
 }
 
+TEST(DataPrograms, FilesOfAPatternTrainAndEvaluateAsTheJoinedFileDoes) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "train.csv", small_reviews(24));
+  for (const int part : {0, 1, 2}) {
+    write_file_atomically(folder / ("part-" + std::to_string(part) + ".csv"),
+                          small_reviews(8, 8 * part));
+  }
+  const std::vector<std::string> more{"--eval-split", "0.2", "--nproc", "2"};
+  ASSERT_EQ(detail::cached_train(folder, "train.csv", "whole", more).code, 0);
+  const auto parts = detail::cached_train(folder, "part-*.csv", "parts", more);
+  ASSERT_EQ(parts.code, 0) << parts.error;
+  EXPECT_EQ(read_file(folder / "whole/model.safetensors"),
+            read_file(folder / "parts/model.safetensors"));
+  const auto card = read_file(folder / "parts/README.md");
+  EXPECT_NE(card.find("fine-tuned on part-\\*.csv"), card.npos) << card;
+  for (const char* command : {"eval", "predict"}) {
+    const auto run = [&](const std::string& files) {
+      return run_program(
+          {"hasten", command, "--model", folder / "whole", "--file", files, "--json"});
+    };
+    const auto joined = run(folder / "train.csv");
+    const auto split =
+        run((folder / "part-[01].csv").string() + "," + (folder / "part-2.csv").string());
+    ASSERT_EQ(split.code, 0) << split.error;
+    EXPECT_EQ(split.out.substr(0, split.out.find("runtime")),
+              joined.out.substr(0, joined.out.find("runtime")));
+  }
+  const auto none = detail::cached_train(folder, "piece-*.csv", "none");
+  EXPECT_EQ(none.code, 2);
+  EXPECT_TRUE(none.said("--train-file=" + (folder / "piece-*.csv").string() + ": no file matches"))
+      << none.error;
+  write_file_atomically(folder / "part-1.csv", "text\ngood\n");
+  const auto bad = detail::cached_train(folder, "part-*.csv", "bad");
+  EXPECT_EQ(bad.code, 2);
+  EXPECT_TRUE(bad.said("label_column=label is not a column of " + (folder / "part-1.csv").string()))
+      << bad.error;
+}
+
 TEST(DataPrograms, AModelInTheCacheOfHuggingFaceIsGivenByName) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "train.csv", small_reviews(20));

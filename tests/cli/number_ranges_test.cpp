@@ -167,6 +167,9 @@ TEST(NumberRanges, MoreProcessesThanLinesAreRefusedBeforeTheyStart) {
   write_file_atomically(file, "text,label\na,x\nb,y\n");
   EXPECT_NO_THROW(check_lines(file, 4)); // who reads it knows better
   EXPECT_THROW(check_lines(file, 5), InputError);
+  const std::string twice = file.string() + "," + file.string();
+  EXPECT_NO_THROW(check_lines(twice, 8));
+  EXPECT_THROW(check_lines(twice, 9), InputError);
 }
 
 } // namespace hasten

@@ -24,7 +24,7 @@ TokenizedClassificationOptions task_options(ProblemType type, const std::string&
 
 TokenizedClassification tokenized(const std::string& name, const std::string& text,
                                   const TokenizedClassificationOptions& options) {
-  return tokenize_text_classification(TextFile::of_text(name, text), nullptr, options);
+  return tokenize_text_classification(TextFile::of_text(name, text), {}, options);
 }
 
 std::vector<int64_t> row_of(const Batch& batch, const char* name, int64_t row) {

@@ -15,7 +15,7 @@ namespace hasten {
 
 using Names = std::vector<std::string>;
 
-struct TextFiles {
+struct WrittenFiles {
   testing_support::TemporaryFolder folder{};
   std::filesystem::path write(const std::string& name, const std::string& text) {
     std::ofstream(folder / name) << text;
@@ -85,7 +85,7 @@ Selected select(const std::filesystem::path& train, const TextClassificationOpti
   Selected selected{select_text_rows(TextFile::open(train),
                                      eval.empty() ? nullptr : TextFile::open(eval), options)};
   for (const SelectedRows& file : selected.files) {
-    const TableRows read = read_rows(file.file->path(), file.table);
+    const TableRows read = read_rows(file.files.at(0)->path(), file.table);
     EXPECT_EQ(read.texts.size(), file.sides.size());
     for (size_t row = 0; row < file.sides.size(); ++row) {
       if (file.sides[row] != SelectedRows::Side::left_out) {
@@ -101,7 +101,7 @@ Selected select(const std::filesystem::path& train, const TextClassificationOpti
 }
 
 TEST(TextTable, SkipsAndCountsEmptyAndFilteredRows) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path =
       files.write("r.csv",
                   "text,label,source\na,pos,x\n,pos,x\n  \xC2\xA0,neg,x\nb,,x\nc, neg ,x\n"
@@ -117,7 +117,7 @@ TEST(TextTable, SkipsAndCountsEmptyAndFilteredRows) {
 }
 
 TEST(TextTable, MaxRowsTakesTheFirstThatPass) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.tsv", "a\t1\tx\nb\t0\ty\n\t1\tx\nc\t1\tx\nd\t0\tx\n");
   const auto table = read_rows(path, {.text_column = "0",
                                       .label_column = "1",
@@ -128,14 +128,14 @@ TEST(TextTable, MaxRowsTakesTheFirstThatPass) {
 }
 
 TEST(TextTable, PredictionKeepsEveryRow) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", "n,text\n1,a\n2,\n3,c\n");
   const auto table = read_rows(path, {.label_column = "", .keep_empty_text = true});
   EXPECT_EQ(table.texts, (Names{"a", "", "c"}));
 }
 
 TEST(TextTable, WhatCannotBeReadIsNamed) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", "text,label,source\na,pos,imdb\n");
   const auto error = [&](TextTableOptions options) {
     return input_error([&] { read_rows(path, options); });
@@ -159,7 +159,7 @@ TEST(Labels, PlaceholderNamesOfAModelTakeNumbers) {
 }
 
 TEST(TextClassification, NamesOfTheModelWinAndForeignLabelsAreListed) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", "text,label\na,neg\nb,pos\nc,meh\nd,odd\n");
   TextClassificationOptions options{.label_names = {"pos", "odd", "neg", "meh"}};
   EXPECT_EQ(select(path, options).train_rows.labels, (std::vector<int32_t>{2, 0, 3, 1}));
@@ -170,7 +170,7 @@ TEST(TextClassification, NamesOfTheModelWinAndForeignLabelsAreListed) {
 }
 
 TEST(TextClassification, NamesOfTheModelGiveWayToTheDatasWhereThatIsAskedFor) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", "text,label\na,neg\nb,pos\nc,neg\n");
   TextClassificationOptions options{.label_names = {"pos", "odd", "neg"},
                                     .replace_label_names = true};
@@ -185,7 +185,7 @@ TEST(TextClassification, NamesOfTheModelGiveWayToTheDatasWhereThatIsAskedFor) {
 }
 
 TEST(TextClassification, AnEvaluationLabelThatTrainingLacksIsNamedWithItsLine) {
-  TextFiles files;
+  WrittenFiles files;
   const auto train = files.write("t.csv", "text,label\na,0\nb,1\n");
   const auto eval = files.write("e.csv", "text,label\n\"c\n\",1\nd,2\n");
   expect_parts(input_error([&] { select(train, {}, eval); }),
@@ -193,7 +193,7 @@ TEST(TextClassification, AnEvaluationLabelThatTrainingLacksIsNamedWithItsLine) {
 }
 
 TEST(TextClassification, SplitIsSeededAndStratified) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", rows_of_labels({70, 25, 4, 1}));
   const auto load = [&](uint64_t seed) { return select(path, {.eval_split = 0.2, .seed = seed}); };
   const auto data = load(1);
@@ -209,7 +209,7 @@ TEST(TextClassification, SplitIsSeededAndStratified) {
 }
 
 TEST(TextClassification, EverySideHasRowsOfEveryLabelForAnyShare) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", rows_of_labels({30, 2, 2}));
   for (const double share : {0.001, 0.5, 0.999}) {
     const auto data = select(path, {.eval_split = share});
@@ -221,7 +221,7 @@ TEST(TextClassification, EverySideHasRowsOfEveryLabelForAnyShare) {
 }
 
 TEST(TextClassification, TextsOfTrainingAreKeptOutOfEvaluation) {
-  TextFiles files;
+  WrittenFiles files;
   std::string text = "text,label\n";
   for (int row = 0; row < 200; ++row) {
     text += "review " + std::to_string(row % 120) + "," + std::to_string(row % 2) + "\n";
@@ -243,7 +243,7 @@ TEST(TextClassification, TextsOfTrainingAreKeptOutOfEvaluation) {
 }
 
 TEST(TextClassification, OneClassIsAWarningAndTheReportSaysWhatWasLeftOut) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", "text,label\na,pos\n,pos\nb,pos\n");
   const auto data = select(path);
   ASSERT_EQ(data.report.warnings.size(), 1u);
@@ -254,7 +254,7 @@ TEST(TextClassification, OneClassIsAWarningAndTheReportSaysWhatWasLeftOut) {
 }
 
 TEST(TextClassification, ContradictoryOptionsAreNamed) {
-  TextFiles files;
+  WrittenFiles files;
   const auto path = files.write("r.csv", "text,label\na,x\na,y\na,x\n");
   const auto error = [&](TextClassificationOptions options,
                          const std::filesystem::path& eval = {}) {
@@ -271,7 +271,7 @@ TEST(TextClassification, ContradictoryOptionsAreNamed) {
 }
 
 TEST(TextClassification, NumbersAreDrawnAlikeAndTheirRangeIsSaid) {
-  TextFiles files;
+  WrittenFiles files;
   std::string text = "text,stars\n,1\nblank,\n";
   for (int row = 0; row < 20; ++row) {
     text += "film " + std::to_string(row) + "," + std::to_string(row % 2 == 0 ? 4.5 : -1.5) + "\n";
@@ -297,7 +297,7 @@ TEST(TextClassification, NumbersAreDrawnAlikeAndTheirRangeIsSaid) {
 }
 
 TEST(TextClassification, SetsOfLabelsComeFromColumnsOrOneField) {
-  TextFiles files;
+  WrittenFiles files;
   const auto columns = files.write("c.csv", "text,fun,long\na,1,true\nb,0,1.0\nc,False,0\nd,0,1\n");
   const auto field = files.write("f.csv", "text,tags\na,long | fun|long\nb,long\nc,\nd,long\n");
   TextClassificationOptions by_column{

@@ -111,16 +111,51 @@ TEST(TokenCache, ASecondCallReadsWhatTheFirstOneMade) {
   }
 }
 
+TEST(TokenCache, SeveralFilesGiveTheIdsOfTheJoinedFile) {
+  const CachedReviews joined;
+  auto options = joined.options();
+  const TextFiles parts{
+      TextFile::of_text("a.csv", CachedReviews::make_text(3)),
+      TextFile::of_text("b.tsv", "label\ttext\npos\t\"a\tb\"\n"),
+      TextFile::of_text("none.csv", "text,label\n"),
+      TextFile::of_text("c.jsonl", "{\"label\": \"neg\", \"text\": \"dull, dull\"}\n"),
+      TextFile::of_text("d.csv", CachedReviews::make_text(30)),
+  };
+  const std::string text = CachedReviews::make_text(3) + "a\tb,pos\n\"dull, dull\",neg\n" +
+                           CachedReviews::make_text(30).substr(std::string("text,label\n").size());
+  for (const int64_t max_rows : {0, 4, 5, 20}) {
+    options.texts.max_train_rows = max_rows;
+    int64_t done = 0;
+    options.progress = [&](const TokenizeProgress& progress) { done = progress.done; };
+    const auto of_parts = tokenize_text_classification(parts, {}, options);
+    EXPECT_TRUE(max_rows > 0 || done == parts.bytes()) << done;
+    const auto whole =
+        tokenize_text_classification(TextFile::of_text("whole.csv", text), {}, options);
+    EXPECT_EQ(described_tokens(of_parts), described_tokens(whole)) << max_rows;
+    EXPECT_EQ(of_parts.tokenizer.vocab(), whole.tokenizer.vocab());
+    EXPECT_NE(of_parts.cache.path, whole.cache.path);
+    EXPECT_EQ(tokenize_text_classification(parts, {}, options).cache.source, Source::read);
+  }
+  const TextFiles other_order{parts[0], parts[2], parts[1], parts[3], parts[4]};
+  EXPECT_EQ(tokenize_text_classification(other_order, {}, options).cache.source, Source::made);
+  options.texts.eval_split = 0;
+  options.texts.max_train_rows = 0;
+  const auto evaluated =
+      tokenize_text_classification({parts[0], parts[1]}, {parts[3], parts[4]}, options);
+  EXPECT_EQ(evaluated.report.train.rows, 4);
+  EXPECT_EQ(evaluated.report.eval.rows, 28); // 3 of 31 are in the training texts
+}
+
 TEST(TokenCache, IdsEqualThoseOfTheTexts) {
   const CachedReviews reviews;
   const auto options = reviews.options();
   const auto data = reviews.get(options);
   const auto selection =
-      select_text_rows(TextFile::of_text(reviews.name, reviews.text), nullptr, options.texts);
+      select_text_rows(TextFile::of_text(reviews.name, reviews.text), {}, options.texts);
   const SelectedRows& file = selection.files.at(0);
   WordPieceLearner learner(options.learned);
   size_t next[2] = {0, 0};
-  TextRowReader reader(file.file, file.table);
+  TextRowReader reader(file.files, file.table);
   for (size_t row = 0; reader.next(); ++row) {
     const bool trains = file.sides[row] == SelectedRows::Side::train;
     const TokenTable& side = trains ? data.train : data.eval;

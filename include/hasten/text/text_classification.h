@@ -57,10 +57,10 @@ struct TextClassificationReport : TextRowCounts {
                                  ProblemType type = ProblemType::single_label) const;
 };
 
-/// Use of each sample of one file, without the texts.
+/// Use of each sample of the training or the evaluation files, without the texts.
 struct SelectedRows {
   enum class Side : char { train, eval, left_out };
-  std::shared_ptr<const TextFile> file{};
+  TextFiles files{};
   /// Reader options. [row] is the index of a sample among those that the reader returns.
   TextTableOptions table{};
   /// single_label: the class number. regression: the bits of the number as a float. multi_label: an
@@ -70,7 +70,7 @@ struct SelectedRows {
 };
 
 struct TextSelection {
-  std::vector<SelectedRows> files{}; // the training file, then the evaluation file if any
+  std::vector<SelectedRows> files{}; // the training files, then the evaluation files if any
   /// Each distinct set of labels, as ascending label numbers.
   std::vector<std::vector<int32_t>> label_sets{};
   /// [label number]; for regression the column's name, for unlabelled none
@@ -79,14 +79,13 @@ struct TextSelection {
 };
 
 /// Reads each file once, names the labels, draws the split, and removes from evaluation the texts
-/// that training has (compared by 128-bit hashes). `eval_file` may be null. Before this removal, a
+/// that training has (compared by 128-bit hashes). `eval_files` may be empty. Before this removal, a
 /// single_label split has every label with two samples or more on both sides.
 /// Memory: 21 bytes per sample (5 without evaluation) and the distinct labels; no text.
 /// Throws InputError as TextRowReader does, and if there is no label column; a sample has another
-/// number of labels than words; a label is not among the names, not a finite number or neither 0 nor 1; eval_split is outside [0, 1); eval_file and
+/// number of labels than words; a label is not among the names, not a finite number or neither 0 nor 1; eval_split is outside [0, 1); eval_files and
 /// eval_split are both given; or no sample remains for evaluation.
-TextSelection select_text_rows(const std::shared_ptr<const TextFile>& train_file,
-                               const std::shared_ptr<const TextFile>& eval_file,
+TextSelection select_text_rows(const TextFiles& train_files, const TextFiles& eval_files,
                                const TextClassificationOptions& options);
 
 } // namespace hasten

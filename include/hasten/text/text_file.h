@@ -55,6 +55,30 @@ class TextFile {
   std::string read_{}; // content of all other files
 };
 
+/// The files that `names` means: the file of this name if it exists, else those of the names between
+/// its commas, in order. A name that does not exist and has *, ? or [ is a pattern (glob(7)): all
+/// that match, in the order of their bytes. Other names need not exist. Needs no LibTorch. Throws
+/// InputError "[where] flag=names" for a pattern without a match.
+std::vector<std::filesystem::path> matching_files(const std::string& names,
+                                                  const std::string& where,
+                                                  const std::string& flag);
+
+/// Files that are read one after the other.
+struct TextFiles : std::vector<std::shared_ptr<const TextFile>> {
+  using vector::vector;
+  TextFiles() = default;
+  /// One file; none if it is null.
+  TextFiles(std::shared_ptr<const TextFile> file) { // NOLINT: implicit
+    resize(file == nullptr ? 0 : 1, file);
+  }
+  /// Opens matching_files(). Throws as it and TextFile::open do.
+  static TextFiles open(const std::string& names, const char* where, const std::string& flag);
+
+  int64_t bytes() const;
+  /// "a.csv, b.csv", for messages.
+  std::string names() const;
+};
+
 /// A window that moves forward through a file, for readers that need a whole record in memory.
 /// Copies move independently.
 /// Memory: 256 KiB, or twice the longest record.

@@ -1,4 +1,4 @@
-// Reads the samples of a file with a text column and optional labels: CSV and TSV
+// Reads the samples of files with a text column and optional labels: CSV and TSV
 // (hasten/text/csv.h), or JSON Lines if the file ends in .jsonl, .ndjson or .json
 // (hasten/text/jsonl.h). Files with lists of words are JSON Lines or CoNLL (hasten/text/conll.h). Applies filters, counts skipped records and numbers the labels. Nothing
 // here logs. Threading: one reader per thread; free functions.
@@ -54,17 +54,18 @@ struct TextRowCounts {
   int64_t empty_label = 0; // records skipped for an empty or blank label
 };
 
-/// Reads the samples of one file that pass the filters, one by one. Memory: that of TextWindow, so
+/// Reads the samples of files that pass the filters, one by one, one file after the other. Each file
+/// has its own header and format; its columns may be in another order. Memory: that of TextWindow, so
 /// a regular file may be larger than memory.
 class TextRowReader {
  public:
   /// Throws InputError as the files' readers do, and for an unknown column (the message lists the
-  /// columns with one value each), a pair column that is the text column, a filter without "=", or a
-  /// delimiter or has_header=false with JSON Lines or CoNLL.
-  TextRowReader(std::shared_ptr<const TextFile> file, const TextTableOptions& options);
+  /// columns with one value each), a pair column that is the text column, a filter without "=", a
+  /// delimiter or has_header=false with JSON Lines or CoNLL, or no file.
+  TextRowReader(TextFiles files, const TextTableOptions& options);
 
   /// Moves to the next sample that passes. Returns false if there is none. Throws InputError as the
-  /// readers do.
+  /// constructor and the readers do.
   bool next();
   /// Text of the current sample. The views of text() and label() are valid until next().
   std::string_view text() const { return text_; }
@@ -75,21 +76,27 @@ class TextRowReader {
   /// Value of label_column, or of label_columns[column], without surrounding white space. Empty if
   /// there is no label column.
   std::string_view label(size_t column = 0) const;
-  /// Line at which the sample starts, from 1.
+  /// Line of its file at which the sample starts, from 1.
   int64_t line() const { return records_->line(); }
   /// "path:line".
   std::string position() const { return records_->position(); }
   const TextRowCounts& counts() const { return counts_; }
-  /// Bytes of the file up to the end of the current sample, for progress.
-  int64_t bytes_read() const { return static_cast<int64_t>(records_->bytes_read()); }
+  /// Bytes of the files up to the end of the current sample, for progress.
+  int64_t bytes_read() const { return before_ + static_cast<int64_t>(records_->bytes_read()); }
 
-  /// Call it at the end of the file. Throws InputError if no sample passed. The message says how
+  /// Call it at the end of the files. Throws InputError if no sample passed. The message says how
   /// many samples each rule left out.
   void require_rows() const;
 
  private:
+  void open();
+  bool next_record();
+
   TextTableOptions options_;
-  std::unique_ptr<RecordReader> records_;
+  TextFiles files_;
+  size_t file_ = 0; // the current one
+  int64_t before_ = 0; // bytes of the earlier ones
+  std::unique_ptr<RecordReader> records_{};
   size_t text_column_ = 0;
   std::optional<size_t> pair_column_{};
   std::vector<size_t> label_columns_{};

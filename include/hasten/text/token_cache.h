@@ -78,15 +78,14 @@ struct TokenizedClassification {
 };
 
 /// Reads, splits (select_text_rows) and tokenizes the files, or opens the cache file of an earlier
-/// run. `eval_file` may be null.
+/// run. `eval_files` may be empty.
 /// Local; blocks while another process makes the same ids. Memory: 37 bytes per sample while ids
 /// are made, and about 8 MB of text; without a cache file 4 bytes per token more. Cost with an
 /// existing cache file: one pass over the input files and the cache file for their hashes (about 5
 /// GB/s each).
 /// Throws InputError as select_text_rows, WordPieceLearner::learn and Tokenizer::encode do. Throws Interrupted. A cache that cannot be read or written is not an error.
-TokenizedClassification tokenize_text_classification(
-    const std::shared_ptr<const TextFile>& train_file,
-    const std::shared_ptr<const TextFile>& eval_file,
-    const TokenizedClassificationOptions& options);
+TokenizedClassification tokenize_text_classification(const TextFiles& train_files,
+                                                     const TextFiles& eval_files,
+                                                     const TokenizedClassificationOptions& options);
 
 } // namespace hasten
