@@ -24,7 +24,7 @@ set(HASTEN_DEVELOPMENT COMPONENT development)
 # The libraries that programs need besides LibTorch, into lib/hasten/. Their versions differ
 # between releases of a distribution.
 function(hasten_bring_libraries)
-  foreach(module sodium utf8proc onig xxhash jemalloc)
+  foreach(module sodium utf8proc onig xxhash z jemalloc)
     file(REAL_PATH "${HastenLibraries_${module}_LIBRARY}" library)
     execute_process(COMMAND "${CMAKE_READELF}" -d "${library}" OUTPUT_VARIABLE dynamic
       COMMAND_ERROR_IS_FATAL ANY)
@@ -77,7 +77,7 @@ function(hasten_install_pkg_config)
     set(base "nlohmann_json")
     set(HASTEN_PC_DESCRIPTION "${PROJECT_DESCRIPTION}")
     if(name STREQUAL "hasten_text")
-      set(needs utf8proc onig xxhash)
+      set(needs utf8proc onig xxhash z)
       set(base "hasten")
       set(HASTEN_PC_DESCRIPTION "Text data and models of hasten")
     endif()

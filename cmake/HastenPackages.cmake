@@ -27,7 +27,7 @@ set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_DEPENDS
   "hasten (= ${PROJECT_VERSION}), nlohmann-json3-dev")
 # The static libraries need these.
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_RECOMMENDS
-  "pkg-config, libsodium-dev, libutf8proc-dev, libonig-dev, libxxhash-dev")
+  "pkg-config, libsodium-dev, libutf8proc-dev, libonig-dev, libxxhash-dev, zlib1g-dev")
 set(CPACK_COMPONENT_RUNTIME_DESCRIPTION "${CPACK_PACKAGE_DESCRIPTION}")
 set(CPACK_COMPONENT_DEVELOPMENT_DESCRIPTION "Headers, static libraries, CMake and pkg-config \
 files, documentation and examples of hasten, and the headers of LibTorch.")

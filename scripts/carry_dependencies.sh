@@ -62,7 +62,7 @@ carry_package() {
 }
 
 for header in nlohmann/json.hpp CLI/CLI.hpp gtest/gtest.h sodium.h utf8proc.h xxhash.h \
-  oniguruma.h jemalloc/jemalloc.h; do
+  oniguruma.h jemalloc/jemalloc.h zlib.h zconf.h; do
   from=$(folder_of "$header")
   parts=("$from/$header")
   [[ $header != */* ]] || parts=("$from/${header%%/*}")
@@ -71,7 +71,7 @@ for header in nlohmann/json.hpp CLI/CLI.hpp gtest/gtest.h sodium.h utf8proc.h xx
 done
 carry_package nlohmann_json nlohmann/json.hpp
 carry_package CLI11 CLI/CLI.hpp
-for library in sodium jemalloc utf8proc onig xxhash gtest; do
+for library in sodium jemalloc utf8proc onig xxhash z gtest; do
   carry_library "$library"
 done
 if [[ -n $cuda ]]; then

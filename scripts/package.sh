@@ -65,7 +65,7 @@ collect_licences() {
   local package file found
   rm -rf "$licences"
   mkdir -p "$licences"
-  for package in libsodium libutf8proc libonig libxxhash libjemalloc nlohmann-json3 libcli11; do
+  for package in libsodium libutf8proc libonig libxxhash libjemalloc zlib1g nlohmann-json3 libcli11; do
     file=/usr/share/doc/$package-dev/copyright
     [[ -f $file ]] || die "there is no $file. The packages need the licences of what they hold."
     cp "$file" "$licences/${package#lib}.txt"

@@ -51,6 +51,7 @@ missing_packages() {
     [libsodium-dev]=sodium.h
     [libjemalloc-dev]=jemalloc/jemalloc.h
     [libxxhash-dev]=xxhash.h
+    [zlib1g-dev]=zlib.h
   )
   command -v "${CXX:-c++}" >/dev/null || { echo "${!brings[@]}" | tr ' ' '\n'; return; }
   for name in "${!brings[@]}"; do

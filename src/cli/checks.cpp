@@ -294,6 +294,9 @@ void check_lines(const std::string& train_file, int nproc) {
       return; // a pipe can be read only once
     }
     std::ifstream file(path);
+    if (file.peek() == 0x1F) {
+      return; // gzip
+    }
     ++lines; // the last one may have no line break
     for (char c = 0; lines < nproc && file.get(c);) {
       lines += c == '\n' || c == '\r' ? 1 : 0;

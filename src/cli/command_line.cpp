@@ -53,7 +53,7 @@ Command parse_predict(const CommandEntry& entry, std::vector<std::string> argume
                             "- reads one text per line from stdin."});
   declare_model(flags, command, "Model and texts");
   flags.value("--file", command.file, "FILE,...",
-              "texts, .csv, .tsv or .jsonl; several files with commas or as a pattern");
+              "texts, .csv, .tsv or .jsonl, also .gz; several files with commas or as a pattern");
   declare_rows(flags, command, false);
   flags.value("--output", command.output, "FILE", "write .csv or .jsonl instead of printing");
   flags.flag("--json", command.json, "print one JSON object per line");
@@ -85,8 +85,9 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
                                        "    --predictions wrong.csv"},
                           .notes = kEnvironmentNote});
   declare_model(flags, command, "Model and data");
-  flags.value("--file", command.file, "FILE,...",
-              "labelled samples, .csv, .tsv or .jsonl; several files with commas or as a pattern");
+  flags.value(
+      "--file", command.file, "FILE,...",
+      "labelled samples, .csv, .tsv or .jsonl, also .gz; several files with commas or as a pattern");
   flags.required();
   declare_rows(flags, command, true);
   flags.flag("--json", command.json, "print one JSON object");

@@ -29,7 +29,7 @@ void for_each_text(const std::string& path, const std::string& text_column,
                    const std::function<void(std::string_view, int64_t bytes_read)>& add) {
   static const std::set<std::string> kTables{".csv", ".tsv", ".tab", ".jsonl", ".ndjson", ".json"};
   const auto file = TextFile::open(path, "cli::tokenizer");
-  if (kTables.contains(std::filesystem::path(path).extension())) {
+  if (kTables.contains(file->extension())) {
     TextTableOptions options;
     options.text_column = text_column;
     options.label_column.clear();

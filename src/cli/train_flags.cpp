@@ -23,9 +23,9 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 
   flags.group("Data");
   flags.value("--train-file,--train-data", command.train_file, "FILE,...",
-              "training data, .csv, .tsv or .jsonl; words with tags are .jsonl or CoNLL; several "
-              "files with commas or as a pattern in quotes, 'part-*.csv' (default: the 4,000 "
-              "generated reviews of hasten synth reviews, 10 % of them for evaluation)");
+              "training data, .csv, .tsv or .jsonl, also .gz; words with tags are .jsonl or CoNLL; "
+              "several files with commas or as a pattern in quotes, 'part-*.csv' (default: the "
+              "4,000 generated reviews of hasten synth reviews, 10 % of them for evaluation)");
   declare_table(flags, command.table, true);
   flags.value("--problem-type", command.problem_type, "NAME",
               "single_label_classification, regression (labels are numbers) or "

@@ -12,7 +12,7 @@ namespace detail {
 
 constexpr const char* kCsvReader = "data::CsvReader";
 
-char csv_delimiter(const std::filesystem::path& path, char given) {
+char csv_delimiter(const std::filesystem::path& extension, char given) {
   if (given == '"' || given == '\n' || given == '\r') {
     throw InputError(kCsvReader, "delimiter=" + byte_name(given),
                      "a character that is neither a quote nor a line break",
@@ -21,7 +21,6 @@ char csv_delimiter(const std::filesystem::path& path, char given) {
   if (given != '\0') {
     return given;
   }
-  const auto extension = path.extension();
   return extension == ".tsv" || extension == ".tab" ? '\t' : ',';
 }
 
@@ -42,7 +41,7 @@ CsvReader::CsvReader(const std::filesystem::path& path, CsvOptions options)
 
 CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
     : RecordReader(std::move(file)),
-      delimiter_(detail::csv_delimiter(path(), options.delimiter)),
+      delimiter_(detail::csv_delimiter(window_.file().extension(), options.delimiter)),
       text_(window_.text()) {
   cr_ends_lines_ = detail::lacks_line_feeds(window_);
   if (!read_record()) {

@@ -1,9 +1,9 @@
 #include "hasten/text/pretrained_folder.h"
 
 #include <algorithm>
-#include <cctype>
 #include <cstdlib>
 #include <optional>
+#include <regex>
 #include <system_error>
 #include <utility>
 
@@ -18,30 +18,18 @@ namespace detail {
 // A repository of the hub.
 struct HubName {
   std::string repository{}; // "org/name" or "name"
-  std::string revision = "main";
+  std::string revision{};
 };
 
-// The hub's rule for a part of a name. A revision may have more such parts.
-bool is_hub_word(const std::string& word) {
-  const auto at_edge = [](char c) {
-    return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
-  };
-  return !word.empty() && at_edge(word.front()) && at_edge(word.back()) &&
-         word.find("..") == std::string::npos &&
-         std::ranges::all_of(word, [&](char c) { return at_edge(c) || c == '-' || c == '.'; });
-}
-
+// Empty if the hub allows no such name. A path with ".." never reaches the cache.
 std::optional<HubName> hub_name(const std::string& given) {
-  const size_t at = given.find('@');
-  HubName name{.repository = given.substr(0, at)};
-  if (at != std::string::npos) {
-    name.revision = given.substr(at + 1);
+  static const std::regex form(R"(((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(\w[\w./-]*))?)");
+  std::smatch parts;
+  if (given.size() > 300 || given.find("..") != std::string::npos ||
+      !std::regex_match(given, parts, form) || parts[1].str().find("--") != std::string::npos) {
+    return std::nullopt;
   }
-  const auto words = split(name.repository, "/");
-  const bool fits = words.size() <= 2 && std::ranges::all_of(words, is_hub_word) &&
-                    name.repository.find("--") == std::string::npos &&
-                    std::ranges::all_of(split(name.revision, "/"), is_hub_word);
-  return fits ? std::optional(name) : std::nullopt;
+  return HubName{parts[1], parts[2].matched ? parts[2].str() : "main"};
 }
 
 std::filesystem::path hub_cache() {

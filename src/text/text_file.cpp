@@ -3,13 +3,16 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 
 namespace hasten {
@@ -18,7 +21,9 @@ namespace detail {
 
 constexpr size_t kTextPiece = size_t{256} << 10; // bytes
 
-// Formats that users mistake for text tables, by their first bytes.
+constexpr std::string_view kGzipStart = "\x1F\x8B";
+
+// Formats that users mistake for text tables, by their first bytes. FILE in `fix` is the path.
 struct NotText {
   std::string_view start;
   const char* name;
@@ -27,14 +32,16 @@ struct NotText {
 constexpr NotText kNotTexts[] = {
     {"\xFF\xFE", "UTF-16", "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8"},
     {"\xFE\xFF", "UTF-16", "save it as UTF-8, for example with iconv -f UTF-16 -t UTF-8"},
-    {"PAR1", "a Parquet file", "convert it, for example with pandas.read_parquet(file).to_csv(…)"},
+    {"PAR1", "a Parquet file",
+     "convert it: python -c \"import pandas as pd; pd.read_parquet('FILE').to_json('FILE.jsonl', "
+     "orient='records', lines=True)\""},
     {"ARROW1", "an Arrow file", "convert it, for example with pandas.read_feather(file).to_csv(…)"},
     {"\xFF\xFF\xFF\xFF", "an Arrow stream, as Hugging Face's datasets keep them",
      "convert it, for example with Dataset.from_file(file).to_csv(…)"},
     {"PK\x03\x04", "a zip archive or an Excel sheet",
      "unpack it, or save the sheet as CSV in UTF-8"},
-    {"\x1F\x8B", "compressed by gzip", "unpack it with gunzip"},
-    {"\x28\xB5\x2F\xFD", "compressed by zstd", "unpack it with unzstd"},
+    {kGzipStart, "compressed by gzip twice", "unpack it with gunzip"},
+    {"\x28\xB5\x2F\xFD", "compressed by zstd", "unpack it: zstd -d FILE"},
 };
 
 int64_t modified_ns(const struct stat& status) {
@@ -89,14 +96,76 @@ void TextFile::check_start(const char* where) {
   const size_t count = std::min(sizeof(bytes), size_);
   read(0, bytes, count);
   const std::string_view start(bytes, count);
+  if (start.starts_with(detail::kGzipStart) && !unpacked_) {
+    unpack(where);
+    return check_start(where);
+  }
   mark_bytes_ = start.starts_with("\xEF\xBB\xBF") ? 3 : 0;
   for (const auto& known : detail::kNotTexts) {
     if (start.starts_with(known.start)) {
       throw InputError(where,
                        "file=" + path_.string() + " is " + known.name + ", as its first bytes show",
-                       "text in UTF-8: CSV, TSV or JSON lines", known.fix);
+                       "text in UTF-8: CSV, TSV or JSON lines",
+                       joined(split(known.fix, "FILE"), path_.string()));
     }
   }
+}
+
+// Replaces the content by the text of all gzip members in it.
+void TextFile::unpack(const char* where) {
+  const char* variable = std::getenv("TMPDIR");
+  const std::string folder = variable == nullptr || *variable == '\0' ? "/tmp" : variable;
+  std::string name = folder + "/hasten-XXXXXX";
+  detail::FileDescriptor to(::mkostemp(name.data(), O_CLOEXEC));
+  int error = to ? 0 : errno;
+  ::unlink(name.c_str());
+  z_stream stream{};
+  int state = ::inflateInit2(&stream, MAX_WBITS + 16); // gzip alone
+  const std::unique_ptr<z_stream, int (*)(z_stream*)> owner(&stream, &::inflateEnd);
+  std::string from(detail::kTextPiece, '\0'), text(detail::kTextPiece, '\0');
+  size_t at = 0, written = 0;
+  while (error == 0 && (state == Z_OK || state == Z_STREAM_END)) {
+    if (stream.avail_in == 0) {
+      throw_if_interrupted();
+      const size_t count = std::min(from.size(), size_ - at);
+      read(at, from.data(), count);
+      at += count;
+      stream.next_in = reinterpret_cast<Bytef*>(from.data());
+      stream.avail_in = static_cast<uInt>(count);
+    }
+    if (state == Z_STREAM_END && (stream.avail_in == 0 || ::inflateReset(&stream) != Z_OK)) {
+      break;
+    }
+    stream.next_out = reinterpret_cast<Bytef*>(text.data());
+    stream.avail_out = static_cast<uInt>(text.size());
+    state = ::inflate(&stream, Z_NO_FLUSH);
+    const size_t count = text.size() - stream.avail_out;
+    error = detail::write_all(to.get(), {text.data(), count});
+    written += count;
+  }
+  if (error != 0) {
+    throw Error(where,
+                "file=" + path_.string() + " cannot be unpacked in the folder " + folder + ": " +
+                    std::strerror(error),
+                "a folder with space for the text",
+                "set TMPDIR to another folder, or unpack the file yourself with gunzip",
+                kind_of_errno(error));
+  }
+  if (state != Z_STREAM_END) {
+    const std::string what = state == Z_BUF_ERROR ? " is cut off"
+                             : stream.msg == nullptr
+                                 ? " is damaged"
+                                 : " is damaged (" + std::string(stream.msg) + ")";
+    throw InputError(where,
+                     "file=" + path_.string() + what + ", at byte " +
+                         std::to_string(at - stream.avail_in) + " of the gzip file",
+                     "a whole gzip file",
+                     "copy or download it again; gzip -t shows whether it is whole");
+  }
+  file_ = std::move(to);
+  read_.clear();
+  size_ = written;
+  unpacked_ = true;
 }
 
 void TextFile::read(size_t at, char* to, size_t bytes) const {
@@ -107,7 +176,8 @@ void TextFile::read(size_t at, char* to, size_t bytes) const {
   const int error = detail::read_at(file_.get(), to, bytes, at) < 0 ? errno : 0;
   struct stat status {};
   if (error == 0 && ::fstat(file_.get(), &status) == 0 &&
-      static_cast<size_t>(status.st_size) == size_ && detail::modified_ns(status) == changed_ns_) {
+      static_cast<size_t>(status.st_size) == size_ &&
+      (unpacked_ || detail::modified_ns(status) == changed_ns_)) {
     return;
   }
   throw InputError("data::TextFile",

@@ -19,8 +19,7 @@ namespace detail {
 
 constexpr const char* kTextTable = "data::read_text_table";
 
-bool is_jsonl(const std::filesystem::path& path) {
-  const auto extension = path.extension();
+bool is_jsonl(const std::filesystem::path& extension) {
   return extension == ".jsonl" || extension == ".ndjson" || extension == ".json";
 }
 
@@ -48,7 +47,7 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
 
 std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
                                            const TextTableOptions& options) {
-  if (is_jsonl(file->path())) {
+  if (is_jsonl(file->extension())) {
     check_csv_options(file->path(), options, "JSON Lines");
     return std::make_unique<JsonlReader>(std::move(file),
                                          options.problem_type == ProblemType::word_labels);

@@ -91,7 +91,7 @@ nlohmann::json described_files(const TextFiles& files) {
       window.move(window.text().size());
     }
     // The extension determines how the file is read.
-    described.push_back({hasher.hex(), file->path().extension().string()});
+    described.push_back({hasher.hex(), file->extension().string()});
   }
   return described;
 }

@@ -58,8 +58,8 @@ TEST(BadInput, TablesAreRefusedWithFileLineAndColumn) {
        {"train.csv:3", "UTF-8"}},
       {"review,label\ngood,pos\n", {"text_column=text", "review (\"good\")", "label (\"pos\")"}},
       {"text,label\n", {"train.csv"}},
-      {"PAR1\x15\x04\x15\x10", {"train.csv is a Parquet file", "to_csv"}},
-      {"\x1F\x8B\x08", {"train.csv is compressed by gzip", "gunzip"}},
+      {"PAR1\x15\x04\x15\x10", {"train.csv is a Parquet file", "/train.csv').to_json("}},
+      {"\x1F\x8B\x08", {"train.csv is cut off, at byte 3 of the gzip file"}},
   };
   const TemporaryFolder folder;
   for (const Case& bad : cases) {

@@ -33,7 +33,7 @@ chmod +x "$work/bin/pkg-config"
 PATH=$work/bin:$PATH configure carried "-DHASTEN_TORCH=$torch" -DHASTEN_TESTS=ON ||
   fail "CMake with carried libraries"
 [[ ! -f $work/pkg-config.log ]] || fail "pkg-config was called"
-for library in sodium utf8proc onig jemalloc xxhash gtest; do
+for library in sodium utf8proc onig jemalloc xxhash z gtest; do
   for what in INCLUDE_DIR:PATH LIBRARY:FILEPATH; do
     grep -q "^HastenLibraries_${library}_$what=$work/source/.deps/" "$work/carried/CMakeCache.txt" ||
       fail "$library was not found in .deps"

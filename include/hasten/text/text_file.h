@@ -1,6 +1,7 @@
 // The bytes of an input file, or of a text in place of a file.
 // A regular file is read in pieces, so it may be larger than memory. Other files (a pipe) are read
-// into memory when they are opened, so they can be read more than once. Nothing is mapped, because
+// into memory when they are opened, so they can be read more than once. A gzip file is the text in
+// it: opening unpacks it into a file without a name in TMPDIR, or else /tmp. Nothing is mapped, because
 // a mapped file that shrinks ends the process by SIGBUS.
 // Threading: TextFile is immutable once made; one TextWindow per thread.
 #pragma once
@@ -23,7 +24,8 @@ class TextFile {
  public:
   /// `where` begins the error's message: "data::CsvReader".
   /// Throws InputError if the file is missing, a folder, unreadable or UTF-16, or if its first
-  /// bytes show a format that is not text (Parquet, Arrow, Excel, compressed).
+  /// bytes show a format that is not text (Parquet, Arrow, Excel, zstd), or a gzip file that is cut
+  /// off or damaged, with the byte. Throws Error if there is no space to unpack a gzip file.
   static std::shared_ptr<const TextFile> open(const std::filesystem::path& path,
                                               const char* where = "data::TextFile");
   /// Makes a TextFile from `text`. Messages use `name`. Its extension selects the format, as for a
@@ -31,6 +33,11 @@ class TextFile {
   static std::shared_ptr<const TextFile> of_text(std::filesystem::path name, std::string text);
 
   const std::filesystem::path& path() const { return path_; }
+  /// Selects the format: ".jsonl" of "a.jsonl" and of "a.jsonl.gz".
+  std::filesystem::path extension() const {
+    return (path_.extension() == ".gz" ? path_.stem() : path_).extension();
+  }
+  /// Bytes of the text.
   size_t size() const { return size_; }
   /// Bytes of the byte-order mark at the start: 3 or 0.
   size_t mark_bytes() const { return mark_bytes_; }
@@ -46,9 +53,11 @@ class TextFile {
  private:
   explicit TextFile(std::filesystem::path path);
   void check_start(const char* where);
+  void unpack(const char* where);
 
   std::filesystem::path path_;
-  detail::FileDescriptor file_{}; // a regular file
+  detail::FileDescriptor file_{}; // a regular file, or what unpack() wrote
+  bool unpacked_ = false;
   size_t size_ = 0; // bytes, when it was opened
   int64_t changed_ns_ = 0; // modification time at that moment
   size_t mark_bytes_ = 0;
