@@ -41,7 +41,10 @@ int main(int argc, char** argv) {
     return 2;
   }
   return hasten::record([&] {
-    const auto lines = hasten::split(hasten::read_file(argv[1]), "\n");
+    auto lines = hasten::split(hasten::read_file(argv[1]), "\n");
+    if (lines.back().empty()) { // after the last line's end
+      lines.pop_back();
+    }
     for (int kind = 3; kind < argc; ++kind) {
       for (const bool offsets : {false, true}) {
         hasten::measure(lines, std::filesystem::path(argv[2]) / argv[kind], offsets);

@@ -25,7 +25,7 @@ class Tokenizers(Bench):
         rows = csv.DictReader(self.train.open(newline=""))
         self.texts.write_text("\n".join(" ".join(row["text"].split()) for row in rows) + "\n", encoding="utf-8")
         if options.peers:
-            self.lines([options.peer_python, ROOT / "benchmarks/peers/tokenizers.py", "train", self.texts, self.folder])
+            self.lines([options.peer_python, ROOT / "benchmarks/peers/tokenizer_speed.py", "train", self.texts, self.folder])
 
     def lines(self, command):
         output = wait_all([(list(map(str, command)), environment())]).output
@@ -40,7 +40,7 @@ class Tokenizers(Bench):
         ours = self.lines([self.options.programs / "tokenizer_speed", self.texts, self.folder, *KINDS])
         peer = {}
         if self.options.peers:
-            peer = self.lines([self.options.peer_python, ROOT / "benchmarks/peers/tokenizers.py", "time", self.texts, self.folder])
+            peer = self.lines([self.options.peer_python, ROOT / "benchmarks/peers/tokenizer_speed.py", "time", self.texts, self.folder])
         for case in self.cases:
             mine, theirs = ours[case.name], peer.get(case.name, {})
             if theirs and mine["tokens"] != theirs["tokens"]:

@@ -8,8 +8,6 @@ import importlib.util
 import pathlib
 import sys
 
-# A file beside this one has the name of a package that transformers imports.
-sys.path = [folder for folder in sys.path if pathlib.Path(folder or ".").resolve() != pathlib.Path(__file__).parent.resolve()]
 import transformers
 from transformers import AutoModel, PreTrainedTokenizerFast
 

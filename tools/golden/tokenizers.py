@@ -29,7 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 TEXTS, PAIRS, FULL, LONGEST = 5000, 1000, 300, 16
 SPLIT, SHOWN = 300, 20
-LARGE = None  # benchmarks/peers/tokenizers.py sets it: the size of the vocabulary, and texts
+LARGE = None  # benchmarks/peers/tokenizer_speed.py sets it: the size of the vocabulary, and texts
 
 # First and last code point. All are in Unicode 6.0, and each range is of assigned ones.
 RANGES = [

@@ -1,7 +1,7 @@
 """Python's tokenizers on one thread, and the tokenizers that both sides use.
 
-    tokenizers.py train TEXTS FOLDER    trains one of each KIND on the lines of TEXTS
-    tokenizers.py time TEXTS FOLDER     one line a case: {"case", "seconds"}
+    tokenizer_speed.py train TEXTS FOLDER    trains one of each KIND on the lines of TEXTS
+    tokenizer_speed.py time TEXTS FOLDER     one line a case: {"case", "seconds"}
 """
 
 import importlib.util
@@ -13,8 +13,6 @@ import time
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
-# This file has the name of the package: look for that elsewhere.
-sys.path = [folder for folder in sys.path if pathlib.Path(folder or ".").resolve() != pathlib.Path(__file__).parent.resolve()]
 from tokenizers import Tokenizer
 
 KINDS = ("bert", "roberta", "llama3", "llama2", "xlm_roberta")
