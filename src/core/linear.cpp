@@ -4,10 +4,18 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/chunk.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+#include <ATen/ops/threshold_backward.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -145,18 +153,21 @@ static at::Tensor linear_operator(const at::Tensor& a, const at::Tensor& b,
   return handle.call(a, b, bias);
 }
 
-// A product of x [rows, in] with a weight, and its gradients, in fp32, or in bf16 with an fp32 or
-// bf16 weight. A converted weight is not kept but converted again in backward.
+// A product of activation(x) [rows, in] with a weight, and its gradients, in fp32, or in bf16 with an
+// fp32 or bf16 weight. A converted weight is not kept but converted again in backward.
 //
 // It is a node of its own so that it can free x before it computes the gradient of x. That is when
 // many blocks need most memory.
 class LinearNode final : public torch::autograd::Node {
  public:
-  LinearNode(bool narrow, const at::Tensor& x, at::ScalarType x_type)
-      : narrow_(narrow), x_type_(x_type), x_(x, /*is_output=*/false) {}
+  LinearNode(bool narrow, Activation activation, const at::Tensor& x, at::ScalarType x_type)
+      : narrow_(narrow),
+        activation_(std::move(activation)),
+        x_type_(x_type),
+        x_(x, /*is_output=*/false) {}
 
-  static at::Tensor run(bool narrow,
-                        const at::Tensor& x, // [rows, in]; fp32 or bf16 if narrow
+  static at::Tensor run(bool narrow, const Activation& activation,
+                        const at::Tensor& x, // [rows, …]; fp32 or bf16 if narrow
                         const at::Tensor& weight, const at::Tensor& bias) {
     const auto in = [&](const at::Tensor& tensor) {
       return narrow ? tensor.to(at::kBFloat16) : tensor;
@@ -165,12 +176,13 @@ class LinearNode final : public torch::autograd::Node {
     at::Tensor kept; // x as backward reads it
     {
       const at::NoGradGuard no_grad;
-      kept = in(x);
-      product = linear_operator(kept, in(weight).t(),
+      kept = activation.name.empty() ? in(x) : x;
+      product = linear_operator(in(activation(kept)), in(weight).t(),
                                 bias.defined() ? std::optional(in(bias)) : std::nullopt);
     }
     if (torch::autograd::compute_requires_grad(x, weight, bias)) {
-      auto made = std::make_unique<LinearNode>(narrow, narrow ? kept : x, x.scalar_type());
+      auto made =
+          std::make_unique<LinearNode>(narrow, activation, narrow ? kept : x, x.scalar_type());
       made->weight_ = torch::autograd::SavedVariable(weight, false);
       // An intrusive_ptr since LibTorch 2.13, a shared_ptr before.
       const decltype(torch::autograd::Edge::function) node(std::move(made));
@@ -194,7 +206,10 @@ class LinearNode final : public torch::autograd::Node {
       return made;
     }
     at::Tensor gradient = std::move(gradients[0]);
-    gradient = (narrow_ ? gradient.to(at::kBFloat16) : gradient).contiguous();
+    const auto in = [&](const at::Tensor& tensor) {
+      return narrow_ ? tensor.to(at::kBFloat16) : tensor;
+    };
+    gradient = in(gradient).contiguous();
     at::Tensor x = x_.unpack();
     const at::Tensor weight = weight_.unpack();
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
@@ -203,24 +218,28 @@ class LinearNode final : public torch::autograd::Node {
     // A gradient of the gradient needs differentiable operators.
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
-      made[1] = (again ? at::mm(gradient.t(), x) : onednn_sum_over_rows(gradient, x))
+      const at::Tensor a = in(activation_(x));
+      made[1] = (again ? at::mm(gradient.t(), a) : onednn_sum_over_rows(gradient, a))
                     .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {
       made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat) : column_sums(gradient))
                     .to(weight.scalar_type());
     }
-    x.reset();
+    if (activation_.name.empty()) {
+      x.reset();
+    }
     if (task_should_compute_output(0)) {
-      const at::Tensor w = narrow_ ? weight.to(at::kBFloat16) : weight;
-      made[0] =
-          (again ? at::mm(gradient, w) : onednn_product(gradient, w, std::nullopt)).to(x_type_);
+      const at::Tensor w = in(weight);
+      made[0] = activation_.backward(
+          (again ? at::mm(gradient, w) : onednn_product(gradient, w, std::nullopt)).to(x_type_), x);
     }
     return made;
   }
 
  private:
   bool narrow_;
+  Activation activation_;
   at::ScalarType x_type_;
   torch::autograd::SavedVariable x_;
   torch::autograd::SavedVariable weight_{};
@@ -231,13 +250,15 @@ static bool plain(const at::Tensor& tensor, at::ScalarType type) {
 }
 
 /// Whether shapes and types allow oneDNN and the product is large enough to gain.
-static bool fits_onednn(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+static bool fits_onednn(bool gated, const at::Tensor& x, const at::Tensor& weight,
+                        const at::Tensor& bias) {
   const at::ScalarType type = weight.scalar_type();
   return at::globalContext().userEnabledMkldnn() && plain(weight, type) && weight.dim() == 2 &&
          (!bias.defined() ||
           (plain(bias, type) && bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
-         x.dim() >= 2 && x.size(-1) == weight.size(1) && weight.size(0) >= kFewestColumns &&
-         weight.size(1) >= kFewestColumns && x.numel() / weight.size(1) >= kFewestRows;
+         x.dim() >= 2 && x.size(-1) == (gated ? 2 : 1) * weight.size(1) &&
+         weight.size(0) >= kFewestColumns && weight.size(1) >= kFewestColumns &&
+         x.numel() / x.size(-1) >= kFewestRows;
 }
 
 static bool float_or_bf16(const at::Tensor& tensor) {
@@ -245,29 +266,72 @@ static bool float_or_bf16(const at::Tensor& tensor) {
 }
 
 /// Views x [..., in] as [rows, in], and the result as [..., out].
-static at::Tensor linear_by_rows(bool narrow, const at::Tensor& x, const at::Tensor& weight,
-                                 const at::Tensor& bias) {
-  const at::Tensor product = LinearNode::run(narrow, x.reshape({-1, x.size(-1)}), weight, bias);
+static at::Tensor linear_by_rows(bool narrow, const Activation& activation, const at::Tensor& x,
+                                 const at::Tensor& weight, const at::Tensor& bias) {
+  const at::Tensor product =
+      LinearNode::run(narrow, activation, x.reshape({-1, x.size(-1)}), weight, bias);
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
   return product.view(shape);
 }
 
+static const char* gelu_kind(const std::string& name) { return name == "gelu" ? "none" : "tanh"; }
+
+static at::Tensor activate(const std::string& name, const at::Tensor& x) {
+  return name == "relu" ? at::relu(x) : name == "tanh" ? at::tanh(x) : at::gelu(x, gelu_kind(name));
+}
+
+static at::Tensor activate_backward(const std::string& name, const at::Tensor& gradient,
+                                    const at::Tensor& x) {
+  return name == "relu"   ? at::threshold_backward(gradient, x, 0)
+         : name == "tanh" ? at::tanh_backward(gradient, at::tanh(x))
+                          : at::gelu_backward(gradient, x, gelu_kind(name));
+}
+
 } // namespace detail
 
-at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+at::Tensor Activation::operator()(const at::Tensor& x) const {
+  if (name.empty()) {
+    return x;
+  }
+  if (!gated) {
+    return detail::activate(name, x);
+  }
+  const auto halves = x.chunk(2, -1);
+  return detail::activate(name, halves[0]) * halves[1];
+}
+
+at::Tensor Activation::backward(const at::Tensor& gradient, const at::Tensor& x) const {
+  if (name.empty()) {
+    return gradient;
+  }
+  if (!gated) {
+    return detail::activate_backward(name, gradient, x);
+  }
+  const auto halves = x.chunk(2, -1);
+  return at::cat({detail::activate_backward(name, gradient * halves[1], halves[0]),
+                  gradient * detail::activate(name, halves[0])},
+                 -1);
+}
+
+at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
+                       const at::Tensor& bias) {
   const auto narrow = autocast_dtype(at::kCPU);
-  if (detail::fits_onednn(x, weight, bias)) {
+  if (detail::fits_onednn(activation.gated, x, weight, bias)) {
     if (narrow == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
         detail::float_or_bf16(weight)) {
-      return detail::linear_by_rows(true, x, weight, bias);
+      return detail::linear_by_rows(true, activation, x, weight, bias);
     }
     if (!narrow && linear_uses_onednn() && detail::plain(x, at::kFloat) &&
         detail::plain(weight, at::kFloat)) {
-      return detail::linear_by_rows(false, x, weight, bias);
+      return detail::linear_by_rows(false, activation, x, weight, bias);
     }
   }
-  return at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  return at::linear(activation(x), weight, bias.defined() ? std::optional(bias) : std::nullopt);
+}
+
+at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return fast_linear(Activation{}, x, weight, bias);
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)

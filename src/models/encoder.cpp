@@ -11,7 +11,6 @@
 #include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
-#include "hasten/core/linear.h"
 
 namespace hasten::detail {
 
@@ -51,14 +50,9 @@ torch::nn::LayerNorm make_norm(const PreTrainedConfig& config, bool bias) {
   return bias ? torch::nn::LayerNorm(options) : torch::nn::LayerNorm(without_bias);
 }
 
-at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x) {
-  return fast_linear(x, layer->weight, layer->bias);
-}
-
-at::Tensor activate(const std::string& name, const at::Tensor& x) {
-  return name == "relu"   ? at::relu(x)
-         : name == "tanh" ? at::tanh(x)
-                          : at::gelu(x, name == "gelu" ? "none" : "tanh");
+at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x,
+                     const Activation& activation) {
+  return fast_linear(activation, x, layer->weight, layer->bias);
 }
 
 // The module at all but the last part of a path, and that part.
@@ -128,7 +122,7 @@ class EncoderLayerImpl : public torch::nn::Module {
   int64_t heads_;
   double hidden_dropout_;
   double attention_dropout_;
-  std::string activation_;
+  Activation activation_;
 };
 TORCH_MODULE(EncoderLayer);
 
@@ -144,7 +138,7 @@ EncoderLayerImpl::EncoderLayerImpl(const PreTrainedConfig& config, const Encoder
       heads_(config.num_attention_heads),
       hidden_dropout_(config.hidden_dropout_prob),
       attention_dropout_(config.attention_probs_dropout_prob),
-      activation_(config.hidden_act) {
+      activation_{config.hidden_act} {
   register_path(*this, names.query, query_.ptr());
   register_path(*this, names.key, key_.ptr());
   register_path(*this, names.value, value_.ptr());
@@ -168,8 +162,8 @@ at::Tensor EncoderLayerImpl::forward(at::Tensor hidden, at::Tensor mask, bool fi
   const at::Tensor asking = first_token_only ? hidden.narrow(1, 0, 1).contiguous() : hidden;
   const at::Tensor context = linear_of(attention_output_, attend(asking, hidden, mask));
   hidden = attention_norm_->forward(dropout_add(context, asking, p));
-  const at::Tensor wide = activate(activation_, linear_of(intermediate_, hidden));
-  return output_norm_->forward(dropout_add(linear_of(output_, wide), hidden, p));
+  const at::Tensor wide = linear_of(intermediate_, hidden);
+  return output_norm_->forward(dropout_add(linear_of(output_, wide, activation_), hidden, p));
 }
 
 class BertEncoder : public TextEncoder {
@@ -306,7 +300,7 @@ at::Tensor EncoderModel::logits(const ModelInputs& inputs) {
   }
   if (!dense_.is_empty()) {
     x = dropout_add(x, {}, is_training() ? head_.dropout_before : 0.0);
-    x = activate(head_.activation, linear_of(dense_, x));
+    x = Activation{head_.activation}(linear_of(dense_, x));
   }
   if (!norm_.is_empty()) {
     x = norm_->forward(x);

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
+#include "hasten/core/linear.h"
 #include "hasten/models/pretrained_model.h"
 
 namespace hasten::detail {
@@ -39,9 +40,8 @@ torch::nn::Embedding make_embedding(int64_t rows, int64_t width,
                                     std::optional<int64_t> padding = {});
 torch::nn::LayerNorm make_norm(const PreTrainedConfig& config, bool bias = true);
 
-at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x);
-/// "gelu", "gelu_new", "relu" or "tanh".
-at::Tensor activate(const std::string& name, const at::Tensor& x);
+at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x,
+                     const Activation& activation = {});
 
 /// Registers a module or a parameter under a dotted path, making the modules between.
 void register_path(torch::nn::Module& root, const std::string& path,

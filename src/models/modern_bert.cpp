@@ -110,7 +110,7 @@ class ModernBertLayerImpl : public torch::nn::Module {
   int64_t heads_;
   double attention_dropout_;
   double mlp_dropout_;
-  std::string activation_;
+  Activation activation_;
 };
 TORCH_MODULE(ModernBertLayer);
 
@@ -124,7 +124,7 @@ ModernBertLayerImpl::ModernBertLayerImpl(const PreTrainedConfig& config,
       heads_(config.num_attention_heads),
       attention_dropout_(config.attention_probs_dropout_prob),
       mlp_dropout_(config.hidden_dropout_prob),
-      activation_(config.hidden_act) {
+      activation_{config.hidden_act, true} {
   if (!first) {
     attn_norm_ = register_module("attn_norm", make_norm(config, options.norm_bias));
   }
@@ -151,10 +151,11 @@ at::Tensor ModernBertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, at::
   const at::Tensor context =
       self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2], mask, heads_, p);
   hidden = dropout_add(linear_of(attn_output_, context), hidden, p);
-  const auto halves = linear_of(wide_, mlp_norm_->forward(hidden)).chunk(2, -1);
-  const at::Tensor gated = dropout_add(activate(activation_, halves[0]) * halves[1], {},
-                                       is_training() ? mlp_dropout_ : 0.0);
-  return hidden + linear_of(output_, gated);
+  const at::Tensor wide = linear_of(wide_, mlp_norm_->forward(hidden));
+  if (is_training() && mlp_dropout_ > 0) {
+    return hidden + linear_of(output_, dropout_add(activation_(wide), {}, mlp_dropout_));
+  }
+  return hidden + linear_of(output_, wide, activation_);
 }
 
 class ModernBertEncoder : public TextEncoder {

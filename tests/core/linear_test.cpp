@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "hasten/core/autocast.h"
 #include "hasten/core/memory.h"
 
 namespace hasten {
@@ -89,6 +90,11 @@ TEST(Linear, CanBeDifferentiatedTwice) {
   const auto expected = norm_of_gradient(torch::nn::functional::linear(x, weight));
   EXPECT_LT(relative_difference(norm_of_gradient(fast_linear(x, weight)), expected.to(at::kDouble)),
             1e-5);
+  const Activation gelu{"gelu"};
+  EXPECT_LT(relative_difference(
+                norm_of_gradient(fast_linear(gelu, x, weight)),
+                norm_of_gradient(torch::nn::functional::linear(gelu(x), weight)).to(at::kDouble)),
+            1e-5);
 }
 
 // The peak of a block's backward: x and its gradient are not in memory at the same time.
@@ -112,6 +118,49 @@ TEST(Linear, BackwardLetsGoOfItsInputBeforeItMakesTheInputsGradient) {
     // If the graph is not retained, the input is freed before its gradient is computed.
     EXPECT_EQ(peak < kWeight + kOutput + kInput / 2, !retain) << peak;
   }
+}
+
+// Values and gradients are those of the two calls, bit for bit, in fp32 and under autocast.
+TEST(Linear, AnActivationComputedAgainGivesTheBitsOfOneThatIsSaved) {
+  torch::manual_seed(5);
+  for (const char* name : {"gelu", "gelu_new", "relu", "tanh"}) {
+    for (const bool gated : {false, true}) {
+      for (const bool narrow : {false, true}) {
+        const Autocast autocast({.enabled = narrow});
+        const Activation activation{name, gated};
+        const at::Tensor values =
+            torch::randn({3, 40, gated ? 128 : 64}).to(narrow ? at::kBFloat16 : at::kFloat);
+        const at::Tensor weights[] = {torch::randn({32, 64}), torch::randn({32})};
+        const auto results = [&](bool one_call) {
+          const at::Tensor x = values.clone().requires_grad_();
+          const at::Tensor weight = weights[0].clone().requires_grad_();
+          const at::Tensor bias = weights[1].clone().requires_grad_();
+          const at::Tensor y = one_call ? fast_linear(activation, x, weight, bias)
+                                        : fast_linear(activation(x), weight, bias);
+          y.pow(2).sum().backward();
+          return std::vector<at::Tensor>{y.detach(), x.grad(), weight.grad(), bias.grad()};
+        };
+        const auto one = results(true);
+        const auto two = results(false);
+        for (size_t i = 0; i < one.size(); ++i) {
+          EXPECT_TRUE(one[i].equal(two[i])) << name << gated << narrow << " result " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST(Linear, AnActivationIsNotKeptForBackward) {
+  if (!linear_uses_onednn()) {
+    GTEST_SKIP() << "this CPU's products are torch's own";
+  }
+  install_memory_meter();
+  const auto row = torch::randn({1, 1024}).requires_grad_();
+  const auto weight = torch::randn({16, 1024}).requires_grad_();
+  const int64_t before = memory_stats().live_bytes;
+  const at::Tensor y = fast_linear({"gelu"}, row.expand({256, 1024}).clone(), weight);
+  const int64_t kept = memory_stats().live_bytes - before;
+  EXPECT_LT(kept, 256 * 1024 * 4 * 5 / 4); // x and the result
 }
 
 TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {
