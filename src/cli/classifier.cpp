@@ -115,14 +115,20 @@ std::string example_text(const Task& task, const Tokenizer& tokenizer) {
              : "some text";
 }
 
-Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens) {
+Batch made_up_batch(const PreTrainedModelImpl& model, int64_t rows, int64_t tokens) {
+  const PreTrainedConfig& config = model.config();
   Batch batch;
   batch.indices.resize(static_cast<size_t>(rows));
   std::iota(batch.indices.begin(), batch.indices.end(), 0);
   batch.tensors["input_ids"] = at::randint(1, config.vocab_size, {rows, tokens}, at::kLong);
   batch.tensors["attention_mask"] = at::ones({rows, tokens}, at::kLong);
   batch.tensors["attention_mask"][rows - 1][tokens - 1].zero_();
-  batch.tensors["labels"] = at::randint(config.num_labels(), {rows}, at::kLong);
+  batch.tensors["labels"] =
+      model.task() == ModelTask::sequence_classification
+          ? at::randint(config.num_labels(), {rows}, at::kLong)
+          : at::randint(
+                model.task() == ModelTask::masked_lm ? config.vocab_size : config.num_labels(),
+                {rows, tokens}, at::kLong);
   return batch;
 }
 

@@ -54,7 +54,7 @@ std::string example_text(const Task& task, const Tokenizer& tokenizer);
 
 /// A batch of random samples of length `tokens`. The last sample has padding, so that blocks get
 /// a mask as in training.
-Batch made_up_batch(const PreTrainedConfig& config, int64_t rows, int64_t tokens);
+Batch made_up_batch(const PreTrainedModelImpl& model, int64_t rows, int64_t tokens);
 
 /// config.json, model.safetensors and the tokenizer's files.
 ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer);

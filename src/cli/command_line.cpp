@@ -233,6 +233,7 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
                             "--gradient-checkpointing budget:50% makes and uses such a plan."});
   flags.group("Model and batch");
   declare_folder_or_shape(flags, command.model);
+  flags.value("--task", command.task, "NAME", joined(task_choices()));
   flags.value("--batch", batch, "SAMPLESxTOKENS", "one batch of one process, e.g. 8x128");
   flags.required();
   flags.value("--budget", budget, "BYTES|PERCENT",
@@ -241,6 +242,7 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
   flags.value("--json", command.json, "FILE", "write the plan to FILE");
   flags.value("--svg", command.svg, "FILE", "write a plot of peak memory against time");
   flags.parse(std::move(arguments));
+  require_task(flags, command.task);
   read_batch(flags, batch, command.rows, command.tokens);
   if (!budget.empty()) {
     flags.require(read_flag("budget:" + budget, command.budget), "--budget=" + budget,
@@ -270,6 +272,7 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
                        "of libraries and the program itself (about 200 MiB) are not included."});
   flags.group("Model and batch");
   declare_folder_or_shape(flags, command.model);
+  flags.value("--task", command.task, "NAME", joined(task_choices()));
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{1, kPieces.most});
   flags.value("--num-labels", command.num_labels, "N", "number of labels of a shape",
@@ -288,6 +291,7 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   flags.parse(std::move(arguments));
+  require_task(flags, command.task);
   if (!batch.empty()) {
     read_batch(flags, batch, command.rows, command.tokens);
   }

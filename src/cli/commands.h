@@ -134,6 +134,7 @@ struct EvalCommand : ModelFlags, ProcessFlags {
 struct PlanCommand {
   /// A Hugging Face folder, or the name of a shape.
   std::string model{};
+  std::string task = "text-classification";
   /// Samples and tokens of one batch of one process.
   int64_t rows = 0;
   int64_t tokens = 0;
@@ -148,6 +149,7 @@ struct PlanCommand {
 struct EstimateMemoryCommand {
   /// A Hugging Face folder (only its config.json is read), or a shape.
   std::string model{};
+  std::string task = "text-classification";
   /// For a shape.
   int64_t vocab_size = 30522;
   int64_t num_labels = 2;

@@ -140,7 +140,7 @@ class CompareRun {
   Batch begin(int64_t rows, int64_t accumulation) {
     trying_ = rows;
     accelerator_.set_gradient_accumulation_steps(accumulation);
-    return made_up_batch(model_->config(), rows, arguments_.max_length).to(device_);
+    return made_up_batch(*model_, rows, arguments_.max_length).to(device_);
   }
 
   /// The maximum over ranks of each: peak since its reset, seconds, share.

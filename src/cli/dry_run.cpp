@@ -113,6 +113,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
     }
     const int64_t bytes = estimated_peak_bytes(
         {.model = command.model,
+         .task = in.task->name,
          .vocab_size = in.model->config().vocab_size,
          .num_labels = in.model->config().num_labels(),
          .rows = a.per_device_train_batch_size,

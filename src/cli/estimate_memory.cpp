@@ -11,6 +11,7 @@
 #include "hasten/flat/flat_layout.h"
 #include "hasten/models/step_memory.h"
 #include "hasten/optim/make_optimizer.h"
+#include "hasten/tasks/task.h"
 #include "run.h"
 
 namespace hasten {
@@ -79,7 +80,7 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
 /// and gradients.
 void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
                 const PreTrainedConfig& config, const OptimizerSettings& settings) {
-  const Shapes shapes = parameter_shapes(config);
+  const Shapes shapes = parameter_shapes(config, find_task(command.task).head);
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
   const int64_t ranks = copies_beside && command.arguments.shard_size > 0
@@ -110,7 +111,8 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
 /// Gradients that are reduced have buffers. Local SGD has these buffers and a rank's own gradients.
 MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const PreTrainedConfig config = config_of(command);
-  const Shapes shapes = parameter_shapes(config);
+  const ModelTask head = find_task(command.task).head;
+  const Shapes shapes = parameter_shapes(config, head);
   MemoryEstimate estimate;
   for (const auto& shape : shapes) {
     estimate.parameter_count += c10::multiply_integers(shape);
@@ -142,7 +144,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   }
   const StepMemory step = step_memory(config, command.rows, command.tokens,
                                       fresh ? GradientPlace::fresh : GradientPlace::existing,
-                                      has_16_bits(command) ? at::kBFloat16 : at::kFloat);
+                                      has_16_bits(command) ? at::kBFloat16 : at::kFloat, head);
   estimate.activations = step.activation_bytes;
   if (fresh) { // the gradients that exist at the peak
     estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;
@@ -153,6 +155,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
 
 nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   return {{"model", command.model},
+          {"task", command.task},
           {"parameter_count", e.parameter_count},
           {"optim", spelling(command.arguments.optim)},
           {"precision", has_16_bits(command) ? "bf16" : "fp32"},

@@ -35,7 +35,8 @@ std::string plan_lines(const ActivationPlan& plan) {
 int run_command(const PlanCommand& command) {
   install_memory_meter();
   set_seed(42);
-  PreTrainedModel model = AutoModelForSequenceClassification::from_pretrained(command.model);
+  const Task& task = find_task(command.task);
+  PreTrainedModel model = model_from_pretrained(command.model, task.head);
   if (command.tokens > model->config().max_tokens()) {
     throw InputError(
         "cli::plan",
@@ -43,8 +44,8 @@ int run_command(const PlanCommand& command) {
         "at most the model's " + std::to_string(model->config().max_tokens()) +
             " tokens per sample");
   }
-  const Batch batch = detail::made_up_batch(model->config(), command.rows, command.tokens);
-  const LossFunction sum = find_task("text-classification").loss(model, ProblemType::single_label);
+  const Batch batch = detail::made_up_batch(*model, command.rows, command.tokens);
+  const LossFunction sum = task.loss(model, task.problem_types[0]);
   const auto loss = [&] { return sum(batch).loss_sum; };
   loss().backward(); // a warm-up for allocations and caches
   const ChainProfile profile = profile_activations(model.ptr(), loss);

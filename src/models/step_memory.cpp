@@ -53,7 +53,7 @@ std::vector<std::vector<int64_t>> parameter_shapes(const PreTrainedConfig& confi
 }
 
 StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tokens,
-                       GradientPlace gradients, at::ScalarType compute_dtype) {
+                       GradientPlace gradients, at::ScalarType compute_dtype, ModelTask task) {
   if (compute_dtype != at::kFloat && compute_dtype != at::kBFloat16) {
     throw InputError("models::step_memory",
                      std::string("compute_dtype=") + c10::toString(compute_dtype),
@@ -66,7 +66,7 @@ StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tok
         "1 or more, and at most the model's " + std::to_string(config.max_tokens()) + " tokens");
   }
   const MemoryRehearsal rehearsal;
-  PreTrainedModel model = model_from_config(config, ModelTask::sequence_classification, false);
+  PreTrainedModel model = model_from_config(config, task, false);
   StepMemory memory;
   int64_t before = 0;
   int64_t kept_gradients = 0;
@@ -94,8 +94,9 @@ StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tok
   at::Tensor loss;
   {
     const Autocast autocast({.enabled = compute_dtype == at::kBFloat16});
-    loss = at::cross_entropy_loss(model->forward({ids, mask}).logits, at::empty({rows}, at::kLong),
-                                  {}, at::Reduction::Sum);
+    const at::Tensor logits = model->forward({ids, mask}).logits.to(at::kFloat).flatten(0, -2);
+    loss = at::cross_entropy_loss(logits, at::empty({logits.size(0)}, at::kLong), {},
+                                  at::Reduction::Sum);
   }
   memory.saved_bytes = memory_stats().live_bytes - before;
   loss.backward();

@@ -180,6 +180,9 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::train] --backend=glo. Expected one of auto, gloo, nccl. Fix: write gloo."},
       {"compare --model m --ddp-backend mpi",
        "[cli::compare] --backend=mpi. Expected one of auto, gloo, nccl."},
+      {"plan --model bert-base --batch 8x8 --task fill-masks",
+       "[cli::plan] --task=fill-masks. Expected one of text-classification, token-classification, "
+       "fill-mask. Fix: write fill-mask."},
       {"estimate-memory --model bert-base --batch 8",
        "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",

@@ -48,6 +48,7 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
       {"--nproc", "2", "--optim", "sgd", "--optim-args", "momentum=0.9"},
       {"--bf16"},
       {"--bf16", "--nproc", "2"},
+      {"--task", "fill-mask"},
       {"--nproc", "2", "--strategy", "fsdp"},
       {"--nproc", "2", "--strategy", "zero2", "--optim", "sgd"},
       {"--nproc", "2", "--local-sgd-steps", "2"},

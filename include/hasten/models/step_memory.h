@@ -36,7 +36,7 @@ struct StepMemory {
   int64_t saved_bytes = 0;
 };
 
-/// Memory of a model for sequence classification in training mode on the CPU, for a batch of shape
+/// Memory of a model with the head of `task` in training mode on the CPU, for a batch of shape
 /// [rows, tokens] without padding. The batch's three int64 tensors are included; libraries' scratch
 /// memory is not. No activation checkpointing. `compute_dtype` is kFloat, or kBFloat16 for a forward
 /// under Autocast with fp32 parameters. Runs the step on tensors without memory.
@@ -44,6 +44,7 @@ struct StepMemory {
 /// another compute_dtype.
 StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tokens,
                        GradientPlace gradients,
-                       c10::ScalarType compute_dtype = c10::ScalarType::Float);
+                       c10::ScalarType compute_dtype = c10::ScalarType::Float,
+                       ModelTask task = ModelTask::sequence_classification);
 
 } // namespace hasten
