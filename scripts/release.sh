@@ -2,7 +2,7 @@
 # What a release needs beyond scripts/test.sh, which it runs first: all parts under the
 # sanitizers, programs that use hasten in each way, a build with each release of LibTorch, the
 # packages, each installed where nothing else is, a hundred training runs that are killed at
-# random, models of each family that transformers and hasten exchange, the documentation site, the
+# random, models of each family that transformers and hasten exchange, published tokenizers, the documentation site, the
 # page of a run in a browser, and the benchmarks with their thresholds. It takes hours. The packages need debootstrap and root. Ends with 0 if all is well.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -15,9 +15,10 @@ scripts/test_versions.sh
 scripts/package.sh
 tools/kill_trials.py --trials 100 --programs build/release/bin
 python3 -m venv build/golden
-build/golden/bin/pip install -q torch==2.13.0 transformers==5.23.0
+build/golden/bin/pip install -q torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3
 build/golden/bin/python tools/check_encoders.py
 build/golden/bin/python tools/check_encoders.py --full
+build/golden/bin/python tools/check_tokenizers.py
 scripts/site.sh
 tools/check_report.py --programs build/release/bin
 mapfile -t benchmarks < <(scripts/bench.sh --list | awk '{ print $1 }')
