@@ -10,7 +10,6 @@ when not. Needs tokenizers, sentencepiece and transformers in this Python.
 """
 
 import argparse
-import importlib.util
 import json
 import pathlib
 import random
@@ -20,6 +19,9 @@ import tempfile
 import zipfile
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools/golden"))
+import tokenizers_golden  # noqa: E402
+
 # Requirement, the file in the wheel, and its name in a folder.
 PACKAGES = [
     ("anthropic==0.30.0", "anthropic/tokenizer.json", "tokenizer.json"),
@@ -30,10 +32,7 @@ TEXTS, LONGEST = 8000, 40
 
 def random_texts():
     """Characters of all scripts, many spaces, and pieces that tokenizers split in their own ways."""
-    spec = importlib.util.spec_from_file_location("golden_tokenizers", ROOT / "tools/golden/tokenizers.py")
-    golden = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(golden)
-    pool = [chr(code) for first, last in golden.RANGES for code in range(first, last + 1)]
+    pool = [chr(code) for first, last in tokenizers_golden.RANGES for code in range(first, last + 1)]
     pool += [" "] * 400 + ["  ", "\t", "1", "22", "'s", "n't", "http://", "...", "e\u0301", "\u00a0", "\u200d"] * 20
     source = random.Random(7)
     texts = ("".join(source.choices(pool, k=source.randint(1, LONGEST))) for _ in range(TEXTS))

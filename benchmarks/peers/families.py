@@ -4,10 +4,11 @@ tokenizers whose vocabularies are trained on the lines of TEXTS.
     families.py TEXTS FOLDER KIND…    KIND: distilbert, roberta, modernbert
 """
 
-import importlib.util
 import pathlib
 import sys
 
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools/golden"))
+import tokenizers_golden
 import transformers
 from transformers import AutoModel, PreTrainedTokenizerFast
 
@@ -24,15 +25,11 @@ KINDS = {
 
 def main():
     transformers.utils.logging.set_verbosity_error()
-    script = pathlib.Path(__file__).parents[2] / "tools/golden/tokenizers.py"
-    spec = importlib.util.spec_from_file_location("golden_tokenizers", script)
-    golden = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(golden)
-    golden.LARGE = PIECES, pathlib.Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    tokenizers_golden.LARGE = PIECES, pathlib.Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
     for kind in sys.argv[3:]:
         pieces, config, shape, special = KINDS[kind]
         folder = pathlib.Path(sys.argv[2]) / kind
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=golden.KINDS[pieces](), model_max_length=512, **special)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers_golden.KINDS[pieces](), model_max_length=512, **special)
         ids = dict(pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=None, cls_token_id=None, sep_token_id=None)
         transformers.set_seed(1)
         AutoModel.from_config(config(vocab_size=len(tokenizer), **shape, **ids)).save_pretrained(folder)

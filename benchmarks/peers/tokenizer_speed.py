@@ -4,7 +4,6 @@
     tokenizer_speed.py time TEXTS FOLDER     one line a case: {"case", "seconds"}
 """
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -13,6 +12,8 @@ import time
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "tools/golden"))
+import tokenizers_golden
 from tokenizers import Tokenizer
 
 KINDS = ("bert", "roberta", "llama3", "llama2", "xlm_roberta")
@@ -20,14 +21,10 @@ PIECES = 16000
 
 
 def train(lines, folder):
-    script = pathlib.Path(__file__).parents[2] / "tools/golden/tokenizers.py"
-    spec = importlib.util.spec_from_file_location("golden_tokenizers", script)
-    golden = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(golden)
-    golden.LARGE = PIECES, lines
+    tokenizers_golden.LARGE = PIECES, lines
     for kind in KINDS:
         (folder / kind).mkdir(parents=True, exist_ok=True)
-        golden.KINDS[kind]().save(str(folder / kind / "tokenizer.json"))
+        tokenizers_golden.KINDS[kind]().save(str(folder / kind / "tokenizer.json"))
 
 
 def measure(lines, folder):

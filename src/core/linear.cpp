@@ -12,6 +12,8 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/tanh_backward.h>
@@ -278,12 +280,16 @@ static at::Tensor linear_by_rows(bool narrow, const Activation& activation, cons
 static const char* gelu_kind(const std::string& name) { return name == "gelu" ? "none" : "tanh"; }
 
 static at::Tensor activate(const std::string& name, const at::Tensor& x) {
-  return name == "relu" ? at::relu(x) : name == "tanh" ? at::tanh(x) : at::gelu(x, gelu_kind(name));
+  return name == "relu"   ? at::relu(x)
+         : name == "silu" ? at::silu(x)
+         : name == "tanh" ? at::tanh(x)
+                          : at::gelu(x, gelu_kind(name));
 }
 
 static at::Tensor activate_backward(const std::string& name, const at::Tensor& gradient,
                                     const at::Tensor& x) {
   return name == "relu"   ? at::threshold_backward(gradient, x, 0)
+         : name == "silu" ? at::silu_backward(gradient, x)
          : name == "tanh" ? at::tanh_backward(gradient, at::tanh(x))
                           : at::gelu_backward(gradient, x, gelu_kind(name));
 }

@@ -101,8 +101,11 @@ class ShapeObserver final : public OpObserver {
   void pass(const OpPassing& passing) override {
     const OpInfo& info = op_info(passing.op);
     const auto arguments = passing.arguments();
-    if (passing.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
-        info.name.rfind("hasten::", 0) == 0) { // consists of operators, which are observed too
+    const bool composite =
+        passing.op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+        !passing.op.hasKernelForDispatchKey(c10::DispatchKey::CPU); // silu_backward has both
+    // Consists of operators, which are observed too.
+    if (composite || info.name.rfind("hasten::", 0) == 0) {
       const auto keys = c10::impl::tls_local_dispatch_key_set();
       const c10::impl::ForceDispatchKeyGuard inside(keys.included_,
                                                     keys.excluded_ - c10::DispatchKeySet(kOpKey));

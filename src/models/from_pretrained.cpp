@@ -176,11 +176,11 @@ void FolderLoad::decide_output(const FromPretrainedOptions& options) {
   const auto names_there = config_.id2label;
   config_.id2label = options.id2label.value_or(names_there);
   config_.problem_type = options.problem_type.value_or(config_.problem_type);
-  if (task_ == ModelTask::masked_lm || !has(output_)) {
+  const bool of_samples = task_ == ModelTask::sequence_classification;
+  if ((!of_samples && task_ != ModelTask::token_classification) || !has(output_)) {
     return;
   }
   rows_ = label_order(config_.id2label, names_there);
-  const bool of_samples = task_ == ModelTask::sequence_classification;
   const bool of_other_task =
       !config_.has_head(task_) && config_.has_head(of_samples ? ModelTask::token_classification
                                                               : ModelTask::sequence_classification);

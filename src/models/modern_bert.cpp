@@ -11,6 +11,7 @@
 #include "hasten/base/json.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
+#include "rotary.h"
 
 namespace hasten::detail {
 
@@ -67,31 +68,6 @@ ModernBertOptions::ModernBertOptions(const PreTrainedConfig& config) {
     local.push_back(i < std::ssize(types) ? types[static_cast<size_t>(i)] == "sliding_attention"
                                           : i % every != 0);
   }
-}
-
-/// Cosines and sines of the angles by which positions turn queries and keys: [T, 1, width / 2].
-struct RotaryTable {
-  RotaryTable(double theta, int64_t tokens, int64_t width, const at::Tensor& hidden) {
-    const auto options = at::TensorOptions().dtype(at::kFloat).device(hidden.device());
-    const at::Tensor exponents = at::arange(0, width, 2, options) / static_cast<double>(width);
-    const at::Tensor angles =
-        at::arange(tokens, options).unsqueeze(1) * (1.0 / at::pow(theta, exponents));
-    cosines = angles.cos().to(hidden.scalar_type()).unsqueeze(1);
-    sines = angles.sin().to(hidden.scalar_type()).unsqueeze(1);
-  }
-  at::Tensor cosines;
-  at::Tensor sines;
-};
-
-/// x [B, T, heads * width], each head's vector turned by its position's angles.
-static at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines,
-                          int64_t heads) {
-  const at::Tensor by_head = x.reshape({x.size(0), x.size(1), heads, -1}).to(cosines.scalar_type());
-  const auto halves = by_head.chunk(2, -1);
-  return at::cat({halves[0] * cosines - halves[1] * sines, halves[1] * cosines + halves[0] * sines},
-                 -1)
-      .to(x.scalar_type())
-      .view({x.size(0), x.size(1), x.size(2)});
 }
 
 class ModernBertLayerImpl : public torch::nn::Module {
@@ -209,8 +185,8 @@ at::Tensor ModernBertEncoder::encode(const ModelInputs& inputs, bool first_token
     const at::Tensor far = (gap > options_.window) | (gap < -options_.window);
     masks[1] = additive_mask(ignored.defined() ? far | ignored : far, hidden);
   }
-  const RotaryTable tables[2] = {{options_.global_theta, tokens, head_width_, hidden},
-                                 {options_.local_theta, tokens, head_width_, hidden}};
+  const RotaryTable tables[2] = {{{.theta = options_.global_theta}, tokens, head_width_, hidden},
+                                 {{.theta = options_.local_theta}, tokens, head_width_, hidden}};
   for (size_t i = 0; i < layers_->size(); ++i) {
     const size_t local = options_.local[i] ? 1 : 0;
     hidden =

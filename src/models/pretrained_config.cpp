@@ -133,7 +133,8 @@ void refuse_other_architectures(const nlohmann::json& json, std::string_view sou
 std::string_view task_name(ModelTask task) {
   return task == ModelTask::sequence_classification ? "SequenceClassification"
          : task == ModelTask::token_classification  ? "TokenClassification"
-                                                    : "MaskedLM";
+         : task == ModelTask::masked_lm             ? "MaskedLM"
+                                                    : "CausalLM";
 }
 
 int64_t PreTrainedConfig::max_tokens() const {
@@ -143,7 +144,9 @@ int64_t PreTrainedConfig::max_tokens() const {
 
 bool PreTrainedConfig::has_head(ModelTask task) const {
   const std::string name = "For" + std::string(task_name(task));
-  return std::ranges::any_of(architectures, [&](const auto& each) { return each.ends_with(name); });
+  const std::string own = model_family(model_type).class_name(task);
+  return std::ranges::any_of(architectures,
+                             [&](const auto& each) { return each.ends_with(name) || each == own; });
 }
 
 PreTrainedConfig PreTrainedConfig::from_json(const nlohmann::json& json, std::string_view source) {
@@ -204,6 +207,9 @@ nlohmann::json PreTrainedConfig::to_json() const {
     }
   };
   detail::visit_fields(*this, put);
+  if (pad_token_id < 0) {
+    json["pad_token_id"] = nullptr;
+  }
   put("classifier_dropout",
       classifier_dropout ? nlohmann::json(*classifier_dropout) : nlohmann::json());
   if (!problem_type.empty()) {
@@ -232,13 +238,15 @@ void PreTrainedConfig::validate(std::string_view source) const {
                                  ", num_attention_heads=" + std::to_string(num_attention_heads),
                              "a width that the number of heads divides");
   }
-  if (pad_token_id < 0 || pad_token_id >= vocab_size) {
+  if (pad_token_id < std::min<int64_t>(family.defaults.pad_token_id, 0) ||
+      pad_token_id >= vocab_size) {
     detail::throw_bad_config(source, "pad_token_id=" + std::to_string(pad_token_id),
                              "an id below vocab_size=" + std::to_string(vocab_size));
   }
-  if (hidden_act != "gelu" && hidden_act != "gelu_new" && hidden_act != "relu") {
+  if (hidden_act != "gelu" && hidden_act != "gelu_new" && hidden_act != "relu" &&
+      hidden_act != "silu") {
     detail::throw_bad_config(source, "hidden_act=\"" + hidden_act + "\"",
-                             "\"gelu\", \"gelu_new\" or \"relu\"");
+                             "\"gelu\", \"gelu_new\", \"relu\" or \"silu\"");
   }
   if (max_tokens() < 1) {
     detail::throw_bad_config(

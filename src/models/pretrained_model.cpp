@@ -18,8 +18,7 @@ namespace hasten {
 PreTrainedModelImpl::PreTrainedModelImpl(PreTrainedConfig config, ModelTask task)
     : config_(std::move(config)), task_(task) {
   config_.validate();
-  config_.architectures = {model_family(config_.model_type).class_prefix + "For" +
-                           std::string(task_name(task))};
+  config_.architectures = {model_family(config_.model_type).class_name(task)};
 }
 
 ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
@@ -41,6 +40,10 @@ ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
 }
 
 at::Tensor PreTrainedModelImpl::loss_of(const at::Tensor& logits, const at::Tensor& labels) const {
+  if (task_ == ModelTask::causal_lm) { // a token's label is that of the next
+    return at::cross_entropy_loss(logits.slice(1, 0, -1).flatten(0, 1),
+                                  labels.slice(1, 1).flatten());
+  }
   if (task_ != ModelTask::sequence_classification) {
     return at::cross_entropy_loss(logits.flatten(0, 1), labels.flatten());
   }

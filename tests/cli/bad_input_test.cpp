@@ -176,7 +176,7 @@ TEST(BadInput, ModelFoldersAreRefusedWithFileOrTensor) {
          write_file_atomically(model / "model.safetensors", bytes);
        },
        {"model.safetensors", "weight"}},
-      {"unknown type", edit_config("model_type", "gpt2"), {"gpt2", "bert"}},
+      {"unknown type", edit_config("model_type", "t5"), {"t5", "bert"}},
       {"pickle only",
        [](const paths::path& model) {
          paths::rename(model / "model.safetensors", model / "pytorch_model.bin");

@@ -123,7 +123,7 @@ TEST(Linear, BackwardLetsGoOfItsInputBeforeItMakesTheInputsGradient) {
 // Values and gradients are those of the two calls, bit for bit, in fp32 and under autocast.
 TEST(Linear, AnActivationComputedAgainGivesTheBitsOfOneThatIsSaved) {
   torch::manual_seed(5);
-  for (const char* name : {"gelu", "gelu_new", "relu", "tanh"}) {
+  for (const char* name : {"gelu", "gelu_new", "relu", "silu", "tanh"}) {
     for (const bool gated : {false, true}) {
       for (const bool narrow : {false, true}) {
         const Autocast autocast({.enabled = narrow});

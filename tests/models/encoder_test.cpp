@@ -239,10 +239,10 @@ TEST(PreTrainedConfig, WhatNoModelCanHaveIsNamed) {
     return config_error(json);
   };
   const std::pair<std::string, std::string> cases[] = {
-      {with("model_type", "gpt2"), "model_type=\"gpt2\""},
+      {with("model_type", "t5"), "model_type=\"t5\""},
       {config_error(nlohmann::json::object()), "no model_type"},
       {config_error(3), "not a JSON object"},
-      {with("hidden_act", "silu"), "hidden_act=\"silu\""},
+      {with("hidden_act", "mish"), "hidden_act=\"mish\""},
       {with("num_attention_heads", 7), "hidden_size=768"},
       {with("num_hidden_layers", 0), "num_hidden_layers=0"},
       {with("num_hidden_layers", 1.5), "num_hidden_layers=1.5"},

@@ -270,8 +270,8 @@ TEST(BertPretrained, FoldersThatAreNoModelSayWhatToDo) {
   expect_contains(folder.error(), "model.safetensors: the file is missing");
   std::ofstream(folder / "pytorch_model.bin") << "pickle";
   expect_contains(folder.error(), "convert them once: python -c");
-  std::ofstream(folder / "config.json") << R"({"model_type": "gpt2"})";
-  expect_contains(folder.error(), "config.json: model_type=\"gpt2\"");
+  std::ofstream(folder / "config.json") << R"({"model_type": "t5"})";
+  expect_contains(folder.error(), "config.json: model_type=\"t5\"");
   std::ofstream(folder / "config.json") << "{";
   expect_contains(folder.error(), "config.json");
   std::filesystem::remove(folder / "config.json");

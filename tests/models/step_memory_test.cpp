@@ -35,7 +35,7 @@ std::vector<MemoryCase> memory_cases() {
       {"without dropout", AutoConfig::from_shape("bert-mini", 500), 8, 64},
       {"attention keeps all", AutoConfig::from_shape("bert-mini", 500), 8, 64},
       {"three layers", AutoConfig::from_shape("bert-tiny", 500), 48, 64}};
-  for (const char* type : {"distilbert", "roberta", "modernbert"}) {
+  for (const char* type : {"distilbert", "roberta", "gpt2", "llama", "modernbert"}) {
     MemoryCase family{type, AutoConfig::for_model(type), 16, 96};
     family.config.vocab_size = 500;
     family.config.num_hidden_layers = 4;
@@ -46,7 +46,7 @@ std::vector<MemoryCase> memory_cases() {
     family.config.pad_token_id = 0;
     cases.push_back(family);
   }
-  cases.back().config.other_keys = R"({"local_attention": 32})";
+  cases.back().config.other_keys = R"({"local_attention": 32})"; // ModernBERT's
   cases[4].config.hidden_dropout_prob = 0;
   cases[4].config.attention_probs_dropout_prob = 0;
   cases[5].config.attention_probs_dropout_prob = 0;
@@ -113,7 +113,7 @@ TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
 
 TEST(StepMemory, ParameterShapesAreTheModels) {
   for (const std::string& type : model_types()) {
-    for (const ModelTask task : {ModelTask::sequence_classification, ModelTask::masked_lm}) {
+    for (const ModelTask task : model_family(type).tasks) {
       const PreTrainedConfig config = small_config(type);
       const PreTrainedModel model = model_from_config(config, task);
       std::vector<std::vector<int64_t>> shapes;

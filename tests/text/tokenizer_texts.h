@@ -1,4 +1,4 @@
-// The texts of tools/golden/tokenizers.py, and the folder of what it has written.
+// The texts of tools/golden/tokenizers_golden.py, and the folder of what it has written.
 #pragma once
 
 #include <cstdint>

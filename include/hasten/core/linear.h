@@ -20,8 +20,8 @@ namespace hasten {
 /// torch's linear: other CPUs, devices and dtypes, fp16, and products too small to gain.
 at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
-/// An activation function by the name that transformers gives it: "gelu", "gelu_new", "relu", "tanh",
-/// or "" for none.
+/// An activation function by the name that transformers gives it: "gelu", "gelu_new", "relu", "silu",
+/// "tanh", or "" for none.
 struct Activation {
   std::string name{};
   /// x [..., 2 n] becomes name(x[..., :n]) * x[..., n:], as in GEGLU (Shazeer 2020, "GLU variants

@@ -65,5 +65,6 @@ struct AutoModelFor {
 using AutoModelForSequenceClassification = AutoModelFor<ModelTask::sequence_classification>;
 using AutoModelForTokenClassification = AutoModelFor<ModelTask::token_classification>;
 using AutoModelForMaskedLM = AutoModelFor<ModelTask::masked_lm>;
+using AutoModelForCausalLM = AutoModelFor<ModelTask::causal_lm>;
 
 } // namespace hasten

@@ -1,6 +1,7 @@
-// The registry of model families, by the model_type of config.json. hasten has "bert",
-// "distilbert", "modernbert", "roberta" and "xlm-roberta". A program registers others at its
-// start; then AutoConfig and the AutoModelFor… classes know them.
+// The registry of model families, by the model_type of config.json. hasten has the encoders "bert",
+// "distilbert", "modernbert", "roberta" and "xlm-roberta", and the decoders "gpt2", "llama", "qwen2"
+// and "qwen3". A program registers others at its start; then AutoConfig and the AutoModelFor… classes
+// know them.
 // Threading: any thread may call every function.
 #pragma once
 
@@ -21,6 +22,8 @@ struct ModelFamily {
   /// Start of the names of transformers' classes: "DistilBert" for
   /// "DistilBertForSequenceClassification".
   std::string class_prefix{};
+  /// Classes that are not class_prefix + "For" + task_name: GPT-2's "GPT2LMHeadModel".
+  std::map<ModelTask, std::string> class_names{};
   /// The module with the encoder, without the head: "distilbert" for "distilbert.embeddings.…". A
   /// folder may have names without it.
   std::string base_model_prefix{};
@@ -42,6 +45,9 @@ struct ModelFamily {
   /// Optional: the parameter's name for a tensor's name in a file, such as an older one; empty for
   /// tensors that the model makes itself (buffers, copies of tied weights).
   std::function<std::string(const std::string& name)> current_name{};
+
+  /// Name of transformers' class for a task.
+  std::string class_name(ModelTask task) const;
 };
 
 /// Adds a family, for the rest of the process. Throws InputError if model_type, class_prefix or make

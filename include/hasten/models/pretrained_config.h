@@ -19,8 +19,10 @@ enum class ModelTask {
   token_classification,
   /// Logits of the vocabulary for each token.
   masked_lm,
+  /// Logits of the vocabulary for each token's next one.
+  causal_lm,
 };
-/// "SequenceClassification", "TokenClassification", "MaskedLM".
+/// "SequenceClassification", "TokenClassification", "MaskedLM", "CausalLM".
 std::string_view task_name(ModelTask task);
 
 /// A configuration. The fields have BERT's names and the defaults of bert-base-uncased. A family
@@ -34,9 +36,10 @@ struct PreTrainedConfig {
   int64_t intermediate_size = 3072;
   int64_t max_position_embeddings = 512;
   int64_t type_vocab_size = 2;
-  /// This row of the word embeddings starts at 0 and gets no gradient.
+  /// This row of the word embeddings starts at 0 and gets no gradient (but not GPT-2's). -1: none, for
+  /// decoders.
   int64_t pad_token_id = 0;
-  /// "gelu" (exact), "gelu_new" (tanh) or "relu".
+  /// "gelu" (exact), "gelu_new" (tanh), "relu" or "silu".
   std::string hidden_act = "gelu";
   double hidden_dropout_prob = 0.1;
   double attention_probs_dropout_prob = 0.1;

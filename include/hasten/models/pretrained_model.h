@@ -26,7 +26,8 @@ struct ModelInputs {
   /// [B, T] int64. Undefined means all 0. Families without token types ignore it.
   at::Tensor token_type_ids{};
   /// Sequence classification: [B] classes, or numbers ([B] or [B, L]) for a regression, or [B, L] of
-  /// 0 and 1 for several labels. The other tasks: [B, T] classes; -100 has no loss.
+  /// 0 and 1 for several labels. The other tasks: [B, T] classes; -100 has no loss. causal_lm compares
+  /// each token's logits with the next token's label, so labels are input_ids.
   at::Tensor labels{};
 };
 

@@ -1,6 +1,6 @@
 """Writes tests/golden/tokenizers: small tokenizers of each kind and what Python makes of texts.
 
-Run: python tools/golden/tokenizers.py tests/golden/tokenizers
+Run: python tools/golden/tokenizers_golden.py tests/golden/tokenizers
 
 Each KIND has the parts of the family's published tokenizer.json and a vocabulary that is trained
 here on our own texts. KIND.json is the tokenizer. KIND.bin has, little-endian: for each of TEXTS
@@ -21,8 +21,6 @@ import tempfile
 import unicodedata
 import zlib
 
-# This file has the name of the package: look for that elsewhere.
-sys.path = [folder for folder in sys.path if pathlib.Path(folder or ".").resolve() != pathlib.Path(__file__).parent.resolve()]
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers

@@ -1,8 +1,8 @@
-"""Writes tests/golden/encoders.safetensors: logits and the losses of ten AdamW steps of small
-encoders, by transformers. The weights follow from a formula, which tests/models/golden_encoder.h
+"""Writes tests/golden/families.safetensors: logits and the losses of ten AdamW steps of small
+models, by transformers. The weights follow from a formula, which tests/models/golden_family.h
 has too, so they are not stored. The metadata has each case's config.json.
 
-Run: python tools/golden/encoders.py   (needs torch, transformers)
+Run: python tools/golden/families.py   (needs torch, transformers)
 """
 
 import json
@@ -13,8 +13,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-FILE = pathlib.Path(__file__).resolve().parents[2] / "tests" / "golden" / "encoders.safetensors"
+FILE = pathlib.Path(__file__).resolve().parents[2] / "tests" / "golden" / "families.safetensors"
 SEQUENCE, TOKEN, MASKED = "SequenceClassification", "TokenClassification", "MaskedLM"
+CAUSAL = "CausalLM"
 VOCAB, LABELS = 48, ["bad", "fair", "good"]
 BATCHES = [[13, 3, 16, 1]] + [[5, 12, 8, 12], [16, 2, 9, 4]] * 5  # tokens of the samples
 SIZES = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
@@ -25,6 +26,11 @@ DISTILBERT = dict(vocab_size=VOCAB, dim=16, n_layers=2, n_heads=2, hidden_dim=24
                   seq_classif_dropout=0.0)
 MODERNBERT = SIZES | dict(num_hidden_layers=4, local_attention=6, pad_token_id=3,
                           bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+GPT2 = dict(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=20, initializer_range=0.3,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LLAMA = SIZES | dict(num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0,
+                   high_freq_factor=4.0, original_max_position_embeddings=8)
 # name: model_type, task, options
 CASES = {
     "bert_tokens": ("bert", TOKEN, SIZES | QUIET | dict(hidden_act="relu")),
@@ -46,6 +52,19 @@ CASES = {
     "modernbert_tokens": ("modernbert", TOKEN, MODERNBERT | dict(local_rope_theta=100.0)),
     "modernbert_masked": ("modernbert", MASKED, MODERNBERT | dict(
         layer_types=["sliding_attention", "full_attention"] * 2)),
+    "gpt2": ("gpt2", CAUSAL, GPT2),
+    "gpt2_classes": ("gpt2", SEQUENCE, GPT2 | dict(n_inner=40, activation_function="gelu")),
+    "llama": ("llama", CAUSAL, LLAMA),
+    "llama3": ("llama", CAUSAL, LLAMA | dict(
+        rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
+        head_dim=6, hidden_act="gelu", num_key_value_heads=2)),
+    "llama_classes": ("llama", SEQUENCE, LLAMA | dict(problem_type="multi_label_classification")),
+    "qwen2": ("qwen2", CAUSAL, LLAMA | dict(tie_word_embeddings=True)),
+    "qwen2_classes": ("qwen2", SEQUENCE, LLAMA),
+    "qwen3": ("qwen3", CAUSAL, LLAMA | dict(head_dim=12)),
+    "qwen3_classes": ("qwen3", SEQUENCE, LLAMA | dict(
+        head_dim=12, attention_bias=True, problem_type="regression", num_labels=1,
+        rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0))),
     "modernbert_no_decoder_bias": ("modernbert", MASKED, MODERNBERT | dict(decoder_bias=False)),
 }
 
@@ -63,6 +82,7 @@ def bits(name, count):
 
 def fill(model):
     tied = getattr(model, "_tied_weights_keys", None) or {}
+    tied = tied if getattr(model.config, "tie_word_embeddings", True) else {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             name = tied.get(name, name)
@@ -85,6 +105,8 @@ def batch(number, lengths, config, task):
     ids = torch.where(mask == 1, draw("ids", VOCAB - 8) + 8, config.pad_token_id)
     if task == TOKEN:
         labels = torch.where(mask == 1, draw("tokens", len(LABELS)), -100)
+    elif task == CAUSAL:
+        labels = torch.where(mask == 1, ids, -100)
     elif task == MASKED:
         chosen = (mask == 1) & (draw("chosen", 3) == 0)
         chosen[:, 0] = True

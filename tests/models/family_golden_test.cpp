@@ -1,25 +1,24 @@
-// Encoders of all families give transformers' numbers (tools/golden/encoders.py).
+// Models of all families give transformers' numbers (tools/golden/families.py).
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "golden_encoder.h"
+#include "golden_family.h"
 #include "hasten/models/model_family.h"
 #include "small_family.h"
 
-namespace hasten::encoder_golden_test {
+namespace hasten::family_golden_test {
 
 using namespace testing_support;
 
-class EncoderGolden : public testing::Test {
+class FamilyGolden : public testing::Test {
   OneThread one_thread_{};
 };
 
-TEST_F(EncoderGolden, EveryFamilyAndTaskIsThere) {
+TEST_F(FamilyGolden, EveryFamilyAndTaskIsThere) {
   std::set<std::pair<std::string, std::string>> expected, there;
   for (const std::string& type : model_types()) {
-    for (const ModelTask task : {ModelTask::sequence_classification,
-                                 ModelTask::token_classification, ModelTask::masked_lm}) {
+    for (const ModelTask task : model_family(type).tasks) {
       // encoder_test.cpp has BERT's classifier. XLM-RoBERTa is RoBERTa under another name.
       const bool elsewhere = (type == "bert" && task == ModelTask::sequence_classification) ||
                              (type == "xlm-roberta" && task == ModelTask::token_classification);
@@ -35,7 +34,7 @@ TEST_F(EncoderGolden, EveryFamilyAndTaskIsThere) {
   EXPECT_EQ(there, expected);
 }
 
-TEST_F(EncoderGolden, LogitsOnAPaddedBatchEqualTransformers) {
+TEST_F(FamilyGolden, LogitsOnAPaddedBatchEqualTransformers) {
   for (const std::string& name : golden_cases()) {
     SCOPED_TRACE(name);
     PreTrainedModel model = golden_model(name);
@@ -45,7 +44,7 @@ TEST_F(EncoderGolden, LogitsOnAPaddedBatchEqualTransformers) {
     inputs.labels = at::Tensor();
     const ModelOutput output = model->forward(inputs);
     EXPECT_FALSE(output.loss.defined());
-    at::Tensor expected = golden_encoders().read(name + ".logits");
+    at::Tensor expected = golden_families().read(name + ".logits");
     at::Tensor logits = output.logits;
     ASSERT_EQ(logits.sizes(), expected.sizes());
     if (logits.dim() == 3) { // of tokens, not of padding
@@ -56,13 +55,13 @@ TEST_F(EncoderGolden, LogitsOnAPaddedBatchEqualTransformers) {
   }
 }
 
-TEST_F(EncoderGolden, TenAdamWStepsHaveTheLossesOfTransformers) {
+TEST_F(FamilyGolden, TenAdamWStepsHaveTheLossesOfTransformers) {
   for (const std::string& name : golden_cases()) {
     SCOPED_TRACE(name);
     PreTrainedModel model = golden_model(name); // the configurations have dropout 0
     torch::optim::AdamW optimizer(model->parameters(),
                                   torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
-    const at::Tensor losses = golden_encoders().read(name + ".losses");
+    const at::Tensor losses = golden_families().read(name + ".losses");
     for (int64_t step = 0; step < losses.size(0); ++step) {
       const at::Tensor loss = model->forward(golden_batch(step + 1, model)).loss;
       EXPECT_NEAR(loss.item<double>(), losses[step].item<double>(), 1e-5) << step;
@@ -73,4 +72,4 @@ TEST_F(EncoderGolden, TenAdamWStepsHaveTheLossesOfTransformers) {
   }
 }
 
-} // namespace hasten::encoder_golden_test
+} // namespace hasten::family_golden_test

@@ -1,4 +1,4 @@
-// The models and batches of tools/golden/encoders.py: the same formulas.
+// The models and batches of tools/golden/families.py: the same formulas.
 #pragma once
 
 #include <torch/torch.h>
@@ -16,15 +16,15 @@ namespace hasten::testing_support {
 constexpr int64_t kGoldenVocab = 48;
 constexpr int64_t kGoldenLabels = 3;
 
-inline const SafetensorsReader& golden_encoders() {
-  static const SafetensorsReader reader(kEncodersGoldenFile);
+inline const SafetensorsReader& golden_families() {
+  static const SafetensorsReader reader(kFamiliesGoldenFile);
   return reader;
 }
 
 /// The names of the cases.
 inline std::vector<std::string> golden_cases() {
   std::vector<std::string> names;
-  for (const auto& [name, config] : golden_encoders().metadata()) {
+  for (const auto& [name, config] : golden_families().metadata()) {
     if (name != "made_with") {
       names.push_back(name);
     }
@@ -34,7 +34,7 @@ inline std::vector<std::string> golden_cases() {
 
 /// The case's config.json.
 inline nlohmann::json golden_json(const std::string& name) {
-  return nlohmann::json::parse(golden_encoders().metadata().at(name));
+  return nlohmann::json::parse(golden_families().metadata().at(name));
 }
 
 inline PreTrainedConfig golden_config(const std::string& name) {
@@ -44,6 +44,7 @@ inline PreTrainedConfig golden_config(const std::string& name) {
 inline ModelTask golden_task(const PreTrainedConfig& config) {
   return config.has_head(ModelTask::sequence_classification) ? ModelTask::sequence_classification
          : config.has_head(ModelTask::token_classification)  ? ModelTask::token_classification
+         : config.has_head(ModelTask::causal_lm)             ? ModelTask::causal_lm
                                                              : ModelTask::masked_lm;
 }
 
@@ -102,6 +103,8 @@ inline ModelInputs golden_batch(int64_t number, PreTrainedModel& model) {
   const at::Tensor none = at::full_like(ids, -100);
   if (model->task() == ModelTask::token_classification) {
     inputs.labels = at::where(text, draw("tokens", kGoldenLabels, {rows, width}), none);
+  } else if (model->task() == ModelTask::causal_lm) {
+    inputs.labels = at::where(text, inputs.input_ids, none);
   } else if (model->task() == ModelTask::masked_lm) {
     at::Tensor chosen = text & (draw("chosen", 3, {rows, width}) == 0);
     chosen.select(1, 0).fill_(true);

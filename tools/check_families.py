@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Do hasten and transformers read each other's folders, with equal logits?
 
-  check_encoders.py [--full] [--program PROGRAM]
+  check_families.py [--full] [--program PROGRAM]
 
-For each case of tools/golden/encoders.py transformers saves a model, in several files.
+For each case of tools/golden/families.py transformers saves a model, in several files.
 hasten reads the folder, computes logits and saves the model. The logits must be within
 1e-5, and transformers must read hasten's folder without a word about missing or
 unexpected weights and compute the same logits as with its own. --full does the same
@@ -23,15 +23,22 @@ from safetensors.torch import load_file, save_file
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "golden"))
-import encoders  # noqa: E402
+import families  # noqa: E402
 
 BASE = dict(max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
+# As SmolLM 135M: nine heads of queries, three of keys.
+SMALL_LLAMA = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                   num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True, pad_token_id=0)
 FULL = {
-    "bert": ("bert", encoders.SEQUENCE, {}),
-    "distilbert": ("distilbert", encoders.TOKEN, {}),
-    "modernbert": ("modernbert", encoders.MASKED, {}),
-    "roberta": ("roberta", encoders.MASKED, BASE),
-    "xlm-roberta": ("xlm-roberta", encoders.TOKEN, BASE | dict(vocab_size=250002)),
+    "bert": ("bert", families.SEQUENCE, {}),
+    "distilbert": ("distilbert", families.TOKEN, {}),
+    "modernbert": ("modernbert", families.MASKED, {}),
+    "gpt2": ("gpt2", families.CAUSAL, dict(pad_token_id=0)),
+    "llama": ("llama", families.CAUSAL, SMALL_LLAMA),
+    "qwen2": ("qwen2", families.CAUSAL, SMALL_LLAMA),
+    "qwen3": ("qwen3", families.CAUSAL, SMALL_LLAMA),
+    "roberta": ("roberta", families.MASKED, BASE),
+    "xlm-roberta": ("xlm-roberta", families.TOKEN, BASE | dict(vocab_size=250002)),
 }
 
 
@@ -83,18 +90,18 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--program", default=str(ROOT / "build/release/bin/encoder_logits"))
+    parser.add_argument("--program", default=str(ROOT / "build/release/bin/model_logits"))
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     failed = 0
-    for name, (model_type, task, settings) in (FULL if options.full else encoders.CASES).items():
+    for name, (model_type, task, settings) in (FULL if options.full else families.CASES).items():
         if options.full:
             model = full_model(model_type, task, settings)
             inputs = full_batch(model.config)
         else:
-            model = encoders.make(model_type, task, settings)
-            inputs = encoders.batch(0, encoders.BATCHES[0], model.config, task)
+            model = families.make(model_type, task, settings)
+            inputs = families.batch(0, families.BATCHES[0], model.config, task)
             del inputs["labels"]
         problems = compare(options.program, model, task, inputs, options.full)
         for problem in problems:

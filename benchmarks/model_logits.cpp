@@ -1,6 +1,6 @@
 // Reads a Hugging Face folder, computes the logits of a batch and saves the model again, for
-// tools/check_encoders.py, which compares both with transformers.
-//   encoder_logits FOLDER SequenceClassification|TokenClassification|MaskedLM INPUTS OUT
+// tools/check_families.py, which compares both with transformers.
+//   model_logits FOLDER SequenceClassification|TokenClassification|MaskedLM|CausalLM INPUTS OUT
 // INPUTS is a safetensors file with input_ids and attention_mask. OUT is a folder: it gets the model,
 // and the logits as logits.safetensors. Prints the seconds of the forward.
 #include <torch/torch.h>
@@ -19,7 +19,7 @@ static int write_logits(const std::string& folder, const std::string& wanted,
                         const std::string& inputs, const std::filesystem::path& out) {
   std::optional<ModelTask> task;
   for (const ModelTask each : {ModelTask::sequence_classification, ModelTask::token_classification,
-                               ModelTask::masked_lm}) {
+                               ModelTask::masked_lm, ModelTask::causal_lm}) {
     if (task_name(each) == wanted) {
       task = each;
     }
@@ -50,7 +50,7 @@ static int write_logits(const std::string& folder, const std::string& wanted,
 
 int main(int argc, char** argv) {
   if (argc != 5) {
-    std::fprintf(stderr, "usage: encoder_logits FOLDER TASK INPUTS OUT\n");
+    std::fprintf(stderr, "usage: model_logits FOLDER TASK INPUTS OUT\n");
     return 2;
   }
   return hasten::record([&] { return hasten::write_logits(argv[1], argv[2], argv[3], argv[4]); });

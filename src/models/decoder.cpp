@@ -1,0 +1,351 @@
+// Decoders: GPT-2, Llama, Qwen2 and Qwen3. Each token attends to those before it.
+#include <ATen/ATen.h>
+#include <torch/nn/modules/container/modulelist.h>
+
+#include <cmath>
+
+#include "attention.h"
+#include "decoder.h"
+#include "dropout.h"
+#include "encoder.h"
+#include "hasten/base/json.h"
+#include "hasten/core/autocast.h"
+#include "hasten/core/block_call.h"
+#include "rotary.h"
+
+namespace hasten::detail {
+
+/// Options of config.json that PreTrainedConfig has no field for.
+struct DecoderOptions {
+  DecoderOptions(const PreTrainedConfig& config, DecoderFamily family);
+
+  int64_t heads, key_value_heads, head_width, wide;
+  bool tied, attention_bias, output_bias, mlp_bias;
+  bool head_norms; // of queries and keys
+  double embedding_dropout;
+  RotaryOptions rotary{};
+};
+
+static void require_option(bool right, const std::string& what, const std::string& expected) {
+  if (!right) {
+    throw InputError("models::Decoder", "config.json: " + what, expected);
+  }
+}
+
+DecoderOptions::DecoderOptions(const PreTrainedConfig& config, DecoderFamily family) {
+  const auto options = parse_json("models::Decoder", "other_keys", config.other_keys);
+  const bool gpt2 = family == DecoderFamily::gpt2;
+  heads = config.num_attention_heads;
+  key_value_heads = gpt2 ? heads : family_option(options, "num_key_value_heads", heads);
+  head_width = family_option(options, "head_dim",
+                             family == DecoderFamily::qwen3 ? 128 : config.hidden_size / heads);
+  wide =
+      gpt2 ? family_option(options, "n_inner", 4 * config.hidden_size) : config.intermediate_size;
+  tied = family_option(options, "tie_word_embeddings", gpt2);
+  const bool bias = family_option(options, "attention_bias", false);
+  attention_bias = family == DecoderFamily::qwen2 || bias;
+  output_bias = family != DecoderFamily::qwen2 && bias;
+  mlp_bias = family == DecoderFamily::llama && family_option(options, "mlp_bias", false);
+  head_norms = family == DecoderFamily::qwen3;
+  embedding_dropout = gpt2 ? family_option(options, "embd_pdrop", 0.1) : 0.0;
+  require_option(
+      key_value_heads > 0 && heads % key_value_heads == 0 && head_width > 0 && wide > 0,
+      "num_key_value_heads=" + std::to_string(key_value_heads) +
+          ", head_dim=" + std::to_string(head_width) + ", n_inner=" + std::to_string(wide),
+      "positive numbers, the first a divisor of num_attention_heads=" + std::to_string(heads));
+  require_option(embedding_dropout >= 0 && embedding_dropout < 1,
+                 "embd_pdrop=" + std::to_string(embedding_dropout), "from 0 to below 1");
+  for (const char* key : {"scale_attn_by_inverse_layer_idx", "use_sliding_window"}) {
+    require_option(!family_option(options, key, false), std::string(key) + "=true", "false");
+  }
+  require_option(family_option(options, "scale_attn_weights", true), "scale_attn_weights=false",
+                 "true");
+  if (!gpt2) {
+    require_option(head_width % 2 == 0, "head_dim=" + std::to_string(head_width),
+                   "an even width, whose halves are turned");
+    rotary = RotaryOptions::of(options, 10'000);
+  }
+}
+
+/// GPT-2's linear layer: its weight is [in, out].
+class Conv1DImpl : public torch::nn::Module {
+ public:
+  Conv1DImpl(int64_t in, int64_t out)
+      : weight_(register_parameter("weight", at::empty({in, out}))),
+        bias_(register_parameter("bias", at::empty({out}))) {}
+  at::Tensor forward(const at::Tensor& x, const Activation& activation = {}) {
+    return fast_linear(activation, x, weight_.t(), bias_);
+  }
+
+ private:
+  at::Tensor weight_, bias_;
+};
+TORCH_MODULE(Conv1D);
+
+class Gpt2BlockImpl : public torch::nn::Module {
+ public:
+  Gpt2BlockImpl(const PreTrainedConfig& config, const DecoderOptions& options)
+      : norm_(make_norm(config)),
+        qkv_(config.hidden_size, 3 * config.hidden_size),
+        attention_output_(config.hidden_size, config.hidden_size),
+        mlp_norm_(make_norm(config)),
+        wide_(config.hidden_size, options.wide),
+        output_(options.wide, config.hidden_size),
+        heads_(options.heads),
+        attention_dropout_(config.attention_probs_dropout_prob),
+        dropout_(config.hidden_dropout_prob),
+        activation_{config.hidden_act} {
+    register_module("ln_1", norm_);
+    register_path(*this, "attn.c_attn", qkv_.ptr());
+    register_path(*this, "attn.c_proj", attention_output_.ptr());
+    register_module("ln_2", mlp_norm_);
+    register_path(*this, "mlp.c_fc", wide_.ptr());
+    register_path(*this, "mlp.c_proj", output_.ptr());
+  }
+  /// `hidden` [B, T, H]; the same for the result.
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor) {
+    const double p = is_training() ? dropout_ : 0.0;
+    const auto qkv = qkv_->forward(norm_->forward(hidden)).chunk(3, -1);
+    const at::Tensor context = self_attention(qkv[0], qkv[1], qkv[2], mask, heads_,
+                                              is_training() ? attention_dropout_ : 0.0);
+    hidden = dropout_add(attention_output_->forward(context), hidden, p);
+    const at::Tensor wide = wide_->forward(mlp_norm_->forward(hidden));
+    return dropout_add(output_->forward(wide, activation_), hidden, p);
+  }
+
+ private:
+  torch::nn::LayerNorm norm_;
+  Conv1D qkv_, attention_output_;
+  torch::nn::LayerNorm mlp_norm_;
+  Conv1D wide_, output_;
+  int64_t heads_;
+  double attention_dropout_, dropout_;
+  Activation activation_;
+};
+TORCH_MODULE(Gpt2Block);
+
+/// x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+class RmsNormImpl : public torch::nn::Module {
+ public:
+  RmsNormImpl(int64_t width, double eps)
+      : weight_(register_parameter("weight", at::empty({width}))), eps_(eps) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return at::rms_norm(x, weight_.sizes(), weight_, eps_);
+  }
+
+ private:
+  at::Tensor weight_;
+  double eps_;
+};
+TORCH_MODULE(RmsNorm);
+
+class LlamaBlockImpl : public torch::nn::Module {
+ public:
+  LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options);
+  /// `hidden` [B, T, H]; the same for the result.
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines, at::Tensor sines);
+
+ private:
+  at::Tensor repeated(const at::Tensor& x) const;
+
+  RmsNorm norm_;
+  torch::nn::Linear query_, key_, value_, attention_output_;
+  RmsNorm query_norm_{nullptr}, key_norm_{nullptr};
+  RmsNorm mlp_norm_;
+  torch::nn::Linear gate_, up_, down_;
+  int64_t heads_, key_value_heads_;
+  double attention_dropout_;
+  Activation activation_;
+};
+TORCH_MODULE(LlamaBlock);
+
+LlamaBlockImpl::LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options)
+    : norm_(config.hidden_size, config.layer_norm_eps),
+      query_(make_linear(config.hidden_size, options.heads * options.head_width,
+                         options.attention_bias)),
+      key_(make_linear(config.hidden_size, options.key_value_heads * options.head_width,
+                       options.attention_bias)),
+      value_(make_linear(config.hidden_size, options.key_value_heads * options.head_width,
+                         options.attention_bias)),
+      attention_output_(
+          make_linear(options.heads * options.head_width, config.hidden_size, options.output_bias)),
+      mlp_norm_(config.hidden_size, config.layer_norm_eps),
+      gate_(make_linear(config.hidden_size, options.wide, options.mlp_bias)),
+      up_(make_linear(config.hidden_size, options.wide, options.mlp_bias)),
+      down_(make_linear(options.wide, config.hidden_size, options.mlp_bias)),
+      heads_(options.heads),
+      key_value_heads_(options.key_value_heads),
+      attention_dropout_(config.attention_probs_dropout_prob),
+      activation_{config.hidden_act, /*gated=*/true} {
+  register_module("input_layernorm", norm_);
+  register_path(*this, "self_attn.q_proj", query_.ptr());
+  register_path(*this, "self_attn.k_proj", key_.ptr());
+  register_path(*this, "self_attn.v_proj", value_.ptr());
+  register_path(*this, "self_attn.o_proj", attention_output_.ptr());
+  if (options.head_norms) {
+    query_norm_ = RmsNorm(options.head_width, config.layer_norm_eps);
+    key_norm_ = RmsNorm(options.head_width, config.layer_norm_eps);
+    register_path(*this, "self_attn.q_norm", query_norm_.ptr());
+    register_path(*this, "self_attn.k_norm", key_norm_.ptr());
+  }
+  register_module("post_attention_layernorm", mlp_norm_);
+  register_path(*this, "mlp.gate_proj", gate_.ptr());
+  register_path(*this, "mlp.up_proj", up_.ptr());
+  register_path(*this, "mlp.down_proj", down_.ptr());
+}
+
+// Each of the fewer heads of keys and values serves several heads of queries.
+at::Tensor LlamaBlockImpl::repeated(const at::Tensor& x) const {
+  if (key_value_heads_ == heads_) {
+    return x;
+  }
+  const int64_t rows = x.size(0), tokens = x.size(1), width = x.size(2) / key_value_heads_;
+  return x.view({rows, tokens, key_value_heads_, 1, width})
+      .expand({rows, tokens, key_value_heads_, heads_ / key_value_heads_, width})
+      .reshape({rows, tokens, heads_ * width});
+}
+
+static at::Tensor normed_heads(RmsNorm norm, const at::Tensor& x, int64_t heads) {
+  return norm.is_empty() ? x : norm->forward(x.view({x.size(0), x.size(1), heads, -1})).flatten(2);
+}
+
+at::Tensor LlamaBlockImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
+                                   at::Tensor sines) {
+  at::Tensor read = autocast_cast(norm_->forward(hidden)); // cast once for three products
+  const at::Tensor query =
+      rotated(normed_heads(query_norm_, linear_of(query_, read), heads_), cosines, sines, heads_);
+  const at::Tensor key = rotated(normed_heads(key_norm_, linear_of(key_, read), key_value_heads_),
+                                 cosines, sines, key_value_heads_);
+  const at::Tensor value = linear_of(value_, read);
+  const at::Tensor context =
+      self_attention(query.to(value.scalar_type()), repeated(key.to(value.scalar_type())),
+                     repeated(value), mask, heads_, is_training() ? attention_dropout_ : 0.0);
+  hidden = hidden + linear_of(attention_output_, context);
+  read = autocast_cast(mlp_norm_->forward(hidden));
+  // One tensor, so that only it is kept for backward.
+  const at::Tensor wide = at::cat({linear_of(gate_, read), linear_of(up_, read)}, -1);
+  return hidden + linear_of(down_, wide, activation_);
+}
+
+class DecoderModel : public PreTrainedModelImpl {
+ public:
+  DecoderModel(const PreTrainedConfig& config, ModelTask task, DecoderFamily family);
+  at::Tensor logits(const ModelInputs& inputs) override;
+  void init_weight(const std::string& name, const at::Tensor& weight) override;
+  std::string output_layer() const override {
+    return task() == ModelTask::causal_lm ? "lm_head" : "score";
+  }
+
+ private:
+  at::Tensor decode(const ModelInputs& inputs);
+  at::Tensor last_tokens(const ModelInputs& inputs) const;
+
+  DecoderOptions options_;
+  bool gpt2_;
+  torch::nn::Embedding words_;
+  torch::nn::Embedding positions_{nullptr};
+  torch::nn::ModuleList layers_{};
+  torch::nn::LayerNorm layer_norm_{nullptr};
+  RmsNorm rms_norm_{nullptr};
+  torch::nn::Linear output_{nullptr}; // none if it is the word embeddings
+};
+
+static std::optional<int64_t> padding_row(const PreTrainedConfig& config, bool gpt2) {
+  return gpt2 || config.pad_token_id < 0 ? std::nullopt : std::optional(config.pad_token_id);
+}
+
+DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task, DecoderFamily family)
+    : PreTrainedModelImpl(config, task),
+      options_(config, family),
+      gpt2_(family == DecoderFamily::gpt2),
+      words_(make_embedding(config.vocab_size, config.hidden_size, padding_row(config, gpt2_))) {
+  const std::string base = gpt2_ ? "transformer." : "model.";
+  register_path(*this, base + (gpt2_ ? "wte" : "embed_tokens"), words_.ptr());
+  if (gpt2_) {
+    positions_ = make_embedding(config.max_position_embeddings, config.hidden_size);
+    register_path(*this, base + "wpe", positions_.ptr());
+  }
+  register_path(*this, base + (gpt2_ ? "h" : "layers"), layers_.ptr());
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    gpt2_ ? layers_->push_back(Gpt2Block(config, options_))
+          : layers_->push_back(LlamaBlock(config, options_));
+  }
+  if (gpt2_) {
+    layer_norm_ = make_norm(config);
+    register_path(*this, base + "ln_f", layer_norm_.ptr());
+  } else {
+    rms_norm_ = RmsNorm(config.hidden_size, config.layer_norm_eps);
+    register_path(*this, base + "norm", rms_norm_.ptr());
+  }
+  if (task != ModelTask::causal_lm || !options_.tied) {
+    const bool words = task == ModelTask::causal_lm;
+    output_ =
+        make_linear(config.hidden_size, words ? config.vocab_size : config.num_labels(), false);
+    register_module(output_layer(), output_);
+  }
+}
+
+at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
+  const int64_t tokens = inputs.input_ids.size(1);
+  at::Tensor hidden = words_->forward(inputs.input_ids);
+  at::Tensor cosines, sines;
+  if (gpt2_) {
+    hidden = dropout_add(hidden + positions_->weight.slice(0, 0, tokens), {},
+                         is_training() ? options_.embedding_dropout : 0.0);
+  } else {
+    const RotaryTable table(options_.rotary, tokens, options_.head_width, hidden);
+    cosines = table.cosines;
+    sines = table.sines;
+  }
+  // [1, 1, T, T], or with padding [B, 1, T, T].
+  at::Tensor ignored =
+      at::ones({1, 1, tokens, tokens}, inputs.input_ids.options().dtype(at::kBool)).triu(1);
+  if (const at::Tensor padding = padding_of(inputs.attention_mask); padding.defined()) {
+    ignored = ignored | padding.view({padding.size(0), 1, 1, tokens});
+  }
+  const at::Tensor mask = additive_mask(ignored, hidden);
+  for (size_t i = 0; i < layers_->size(); ++i) {
+    hidden = gpt2_ ? call_block(layers_->at<Gpt2BlockImpl>(i), hidden, mask, cosines, sines)
+                   : call_block(layers_->at<LlamaBlockImpl>(i), hidden, mask, cosines, sines);
+  }
+  return gpt2_ ? layer_norm_->forward(hidden) : rms_norm_->forward(hidden);
+}
+
+// transformers': the last token that is not padding, by its id; without a padding id, by the mask.
+at::Tensor DecoderModel::last_tokens(const ModelInputs& inputs) const {
+  const at::Tensor& ids = inputs.input_ids;
+  at::Tensor text = at::ones_like(ids);
+  if (config().pad_token_id >= 0) {
+    text = (ids != config().pad_token_id).to(at::kLong);
+  } else if (inputs.attention_mask.defined()) {
+    text = (inputs.attention_mask != 0).to(at::kLong);
+  }
+  return (text * at::arange(ids.size(1), ids.options())).argmax(1);
+}
+
+at::Tensor DecoderModel::logits(const ModelInputs& inputs) {
+  at::Tensor x = decode(inputs);
+  if (task() != ModelTask::causal_lm) {
+    const at::Tensor last = last_tokens(inputs).view({-1, 1, 1}).expand({-1, 1, x.size(2)});
+    x = x.gather(1, last).squeeze(1);
+  }
+  return fast_linear(x, output_.is_empty() ? words_->weight : output_->weight);
+}
+
+// GPT-2's projections at the end of a block's parts are drawn smaller, because the sum of all blocks'
+// results should not grow with their number.
+void DecoderModel::init_weight(const std::string& name, const at::Tensor& weight) {
+  PreTrainedModelImpl::init_weight(name, weight);
+  if (name.ends_with("c_proj.weight")) {
+    weight.div_(std::sqrt(2.0 * static_cast<double>(layers_->size())));
+  } else if (weight.is_same(words_->weight) && words_->options.padding_idx()) {
+    weight[*words_->options.padding_idx()].zero_();
+  }
+}
+
+std::shared_ptr<PreTrainedModelImpl> make_decoder(const PreTrainedConfig& config, ModelTask task,
+                                                  DecoderFamily family) {
+  return std::make_shared<DecoderModel>(config, task, family);
+}
+
+} // namespace hasten::detail

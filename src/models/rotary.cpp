@@ -1,0 +1,74 @@
+#include "rotary.h"
+
+#include <ATen/ATen.h>
+
+#include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "encoder.h"
+
+namespace hasten::detail {
+
+RotaryOptions RotaryOptions::of(const nlohmann::json& options, double theta) {
+  const auto none = nlohmann::json::object();
+  auto scaling = family_option(options, "rope_parameters", none);
+  if (scaling.empty()) { // older files
+    scaling = family_option(options, "rope_scaling", none);
+  }
+  RotaryOptions rotary;
+  rotary.theta = family_option(scaling, "rope_theta", family_option(options, "rope_theta", theta));
+  rotary.type =
+      family_option(scaling, "rope_type", family_option(scaling, "type", std::string("default")));
+  rotary.factor = family_option(scaling, "factor", 1.0);
+  rotary.low_freq = family_option(scaling, "low_freq_factor", 1.0);
+  rotary.high_freq = family_option(scaling, "high_freq_factor", 4.0);
+  rotary.context = family_option(scaling, "original_max_position_embeddings", 8192.0);
+  const bool known = rotary.type == "default" || rotary.type == "linear" || rotary.type == "llama3";
+  if (!known || !(rotary.theta > 0 && rotary.factor >= 1 && rotary.low_freq > 0 &&
+                  rotary.high_freq > rotary.low_freq && rotary.context > 0)) {
+    throw InputError("models::RotaryOptions",
+                     "config.json: rope_type=" + rotary.type.substr(0, 80) +
+                         ", rope_theta=" + std::to_string(rotary.theta) +
+                         ", factor=" + std::to_string(rotary.factor) +
+                         ", low_freq_factor=" + std::to_string(rotary.low_freq) +
+                         ", high_freq_factor=" + std::to_string(rotary.high_freq) +
+                         ", original_max_position_embeddings=" + std::to_string(rotary.context),
+                     "rope_type \"default\", \"linear\" or \"llama3\", a factor of 1 or more, and "
+                     "positive numbers, low_freq_factor below high_freq_factor");
+  }
+  return rotary;
+}
+
+at::Tensor RotaryOptions::frequencies(int64_t width, const at::Device& device) const {
+  const auto numbers = at::TensorOptions().dtype(at::kFloat).device(device);
+  const at::Tensor exponents = at::arange(0, width, 2, numbers) / static_cast<double>(width);
+  const at::Tensor plain = 1.0 / at::pow(theta, exponents);
+  if (type != "llama3") {
+    return type == "linear" ? plain / factor : plain;
+  }
+  const at::Tensor waves = 2 * std::numbers::pi / plain; // in tokens
+  const at::Tensor smooth = (context / waves - low_freq) / (high_freq - low_freq);
+  const at::Tensor between = (1 - smooth) * plain / factor + smooth * plain;
+  return at::where(waves > context / low_freq, plain / factor,
+                   at::where(waves < context / high_freq, plain, between));
+}
+
+RotaryTable::RotaryTable(const RotaryOptions& options, int64_t tokens, int64_t width,
+                         const at::Tensor& hidden) {
+  const at::Tensor frequencies = options.frequencies(width, hidden.device());
+  const at::Tensor angles = at::arange(tokens, frequencies.options()).unsqueeze(1) * frequencies;
+  cosines = angles.cos().to(hidden.scalar_type()).unsqueeze(1);
+  sines = angles.sin().to(hidden.scalar_type()).unsqueeze(1);
+}
+
+at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines,
+                   int64_t heads) {
+  const at::Tensor by_head = x.reshape({x.size(0), x.size(1), heads, -1}).to(cosines.scalar_type());
+  const auto halves = by_head.chunk(2, -1);
+  return at::cat({halves[0] * cosines - halves[1] * sines, halves[1] * cosines + halves[0] * sines},
+                 -1)
+      .to(x.scalar_type())
+      .view({x.size(0), x.size(1), x.size(2)});
+}
+
+} // namespace hasten::detail
