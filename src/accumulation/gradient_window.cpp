@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/core/gradient_place.h"
 #include "hasten/core/memory.h"
 #include "window_watch.h"
 
@@ -365,6 +366,13 @@ void GradientWindow::run_backward(const at::Tensor& loss, double times, double s
       const bool narrow = loss.scalar_type() == at::kHalf || loss.scalar_type() == at::kBFloat16;
       const at::Tensor wide = narrow ? loss.to(at::kFloat) : loss;
       const auto zeros = times == 0 ? detail::zeros_of_zeros(wide) : nullptr;
+      const detail::GradientPlaceScope places([this](const at::Tensor& parameter) {
+        at::Tensor place;
+        for (size_t i = 0; i < models_.size() && !place.defined(); ++i) {
+          place = models_[i]->gradients().give_place(parameter);
+        }
+        return place;
+      });
       wide.backward(at::full_like(wide, seed * loss_scale_), retain_graph);
     }
     for (auto& model : models_) {

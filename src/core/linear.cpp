@@ -29,6 +29,7 @@
 #include <optional>
 
 #include "hasten/core/autocast.h"
+#include "hasten/core/gradient_place.h"
 #include "hasten/core/memory_rehearsal.h"
 
 // oneDNN's product, which torch itself calls for 16-bit tensors: out = beta out + alpha a b, with
@@ -93,12 +94,18 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
   return out;
 }
 
-/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]. The last piece is padded
+// torch first converts all of a 16-bit tensor that it adds to fp32. A piece of this size stays in the
+// cache, and allocating it costs no page faults.
+constexpr int64_t kConvertedPiece = 1 << 16; // elements
+
+/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined. The last piece is padded
 /// with zero rows. In 16 bits the result of each piece is rounded to 16 bits, but their sum is not.
-static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b) {
+static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
-  at::Tensor out = at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
+  if (!out.defined()) {
+    out = at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
+  }
   at::Tensor narrow;
   if (a.scalar_type() != at::kFloat) {
     narrow = at::empty(out.sizes(), a.options());
@@ -109,7 +116,15 @@ static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b)
       return;
     }
     onednn_matmul(x.t(), y, narrow, 0.0f);
-    first ? out.copy_(narrow) : out.add_(narrow);
+    if (first) {
+      out.copy_(narrow);
+      return;
+    }
+    const int64_t step = std::max<int64_t>(1, kConvertedPiece / out.size(1));
+    for (int64_t row = 0; row < out.size(0); row += step) {
+      const int64_t part = std::min(step, out.size(0) - row);
+      out.narrow(0, row, part).add_(narrow.narrow(0, row, part));
+    }
   };
   int64_t done = 0;
   while (rows - done >= kFewestRows) {
@@ -128,14 +143,12 @@ static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b)
   return out;
 }
 
-/// Sums over the rows of a [rows, n], in fp32. torch would first convert all of a 16-bit tensor.
-/// Here each converted piece stays in the cache.
+/// Sums over the rows of a [rows, n], in fp32, piece by piece.
 static at::Tensor column_sums(const at::Tensor& a) {
-  constexpr int64_t kPiece = 1 << 16; // elements
   if (a.scalar_type() == at::kFloat) {
     return at::sum(a, {0});
   }
-  const int64_t rows = std::max<int64_t>(1, kPiece / a.size(1));
+  const int64_t rows = std::max<int64_t>(1, kConvertedPiece / a.size(1));
   at::Tensor sums = at::zeros({a.size(1)}, a.options().dtype(at::kFloat));
   for (int64_t done = 0; done < a.size(0); done += rows) {
     sums.add_(at::sum(a.narrow(0, done, std::min(rows, a.size(0) - done)), {0}, false, at::kFloat));
@@ -221,7 +234,8 @@ class LinearNode final : public torch::autograd::Node {
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
       const at::Tensor a = in(activation_(x));
-      made[1] = (again ? at::mm(gradient.t(), a) : onednn_sum_over_rows(gradient, a))
+      made[1] = (again ? at::mm(gradient.t(), a)
+                       : onednn_sum_over_rows(gradient, a, gradient_place(weight)))
                     .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {

@@ -160,6 +160,23 @@ void FlatGradients::install() {
   install_slots(all);
 }
 
+at::Tensor FlatGradients::give_place(const at::Tensor& parameter) {
+  const int64_t slot = layout_.find(parameter);
+  const auto i = static_cast<size_t>(slot);
+  if (slot < 0 || i >= given_.size() || given_[i] || parameter.grad().defined()) {
+    return {};
+  }
+  allocate();
+  if (!views_[i].is_cpu() || views_[i].scalar_type() != parameter.scalar_type() ||
+      !parameter.is_contiguous() || views_[i].const_data_ptr() != addresses_[i]) {
+    return {};
+  }
+  given_[i] = 1;
+  known_zero_ = false;
+  const at::NoGradGuard no_grad;
+  return make_view(slot);
+}
+
 void FlatGradients::reset() {
   for (const FlatSlot& slot : layout_.slots()) {
     slot.parameter.mutable_grad().reset();

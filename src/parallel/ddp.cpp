@@ -283,6 +283,7 @@ void Ddp::cancel() noexcept {
   aside_.clear();
   pending_factor_ = 1;
   begun_ = final_ = false;
+  gradients_.open_places(false);
   gradients_.reset();
 }
 

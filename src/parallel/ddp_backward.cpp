@@ -55,6 +55,7 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
   if (!alone_) {
     gradients_.mark_written();
   }
+  gradients_.open_places(!alone_);
   std::lock_guard lock(mutex_);
   in_backward_ = true;
   reduce_ = reduce;
@@ -190,6 +191,7 @@ void Ddp::launch_ready_buckets(bool all) {
 void Ddp::finish_backward() {
   std::lock_guard lock(mutex_);
   in_backward_ = false;
+  gradients_.open_places(false);
   if (!alone_) {
     gradients_.install(); // zeros for missing gradients
   }

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include "hasten/core/autocast.h"
+#include "hasten/core/gradient_place.h"
 #include "hasten/core/memory.h"
 
 namespace hasten {
@@ -161,6 +162,39 @@ TEST(Linear, AnActivationIsNotKeptForBackward) {
   const at::Tensor y = fast_linear({"gelu"}, row.expand({256, 1024}).clone(), weight);
   const int64_t kept = memory_stats().live_bytes - before;
   EXPECT_LT(kept, 256 * 1024 * 4 * 5 / 4); // x and the result
+}
+
+// A backward makes a weight's gradient where it is kept. A second use of the weight, and gradients
+// that the caller gets, are elsewhere.
+TEST(Linear, AWeightsGradientIsMadeInItsPlace) {
+  torch::manual_seed(6);
+  const at::Tensor x = torch::randn({40, 32});
+  const at::Tensor weight = torch::randn({32, 32}).requires_grad_();
+  const at::Tensor memory = torch::full({32, 32}, 7.0f);
+  int64_t asked = 0;
+  const detail::GradientPlaceScope scope([&](const at::Tensor& parameter) {
+    EXPECT_TRUE(parameter.is_same(weight));
+    return asked++ == 0 ? memory.view({32, 32}) : at::Tensor();
+  });
+  const auto loss = [&](int uses) {
+    at::Tensor y = x;
+    for (int use = 0; use < uses; ++use) {
+      y = fast_linear(y, weight);
+    }
+    return y.pow(2).sum();
+  };
+  for (const int uses : {1, 2}) {
+    const at::Tensor expected = torch::autograd::grad({loss(uses)}, {weight})[0];
+    EXPECT_EQ(asked, 0);
+    EXPECT_NE(expected.const_data_ptr(), memory.const_data_ptr());
+    loss(uses).backward();
+    EXPECT_EQ(asked, linear_uses_onednn() ? uses : 0);
+    EXPECT_TRUE(weight.grad().equal(expected)) << uses;
+    EXPECT_EQ(weight.grad().const_data_ptr() == memory.const_data_ptr(),
+              linear_uses_onednn() && uses == 1);
+    weight.mutable_grad() = at::Tensor();
+    asked = 0;
+  }
 }
 
 TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {

@@ -110,6 +110,33 @@ TEST(FlatGradients, AutogradAccumulatesInPlace) {
   EXPECT_EQ(pair.flat.buffers()[0].sum().item<float>(), 6 * 7 + 4 * 15);
 }
 
+TEST(FlatGradients, APlaceIsGivenOnceToAParameterWithoutGradient) {
+  const Tensor a = parameter({4, 3}), b = parameter({5}), other = parameter({5});
+  FlatGradients gradients(FlatLayout({{"a", a}, {"b", b}}));
+  EXPECT_TRUE(gradients.known_zero());
+  EXPECT_FALSE(gradients.give_place(a).defined()) << "not open";
+  gradients.open_places(true);
+  const Tensor place = gradients.give_place(a);
+  if (!a.is_cpu()) {
+    EXPECT_FALSE(place.defined());
+    return;
+  }
+  ASSERT_EQ(place.sizes(), a.sizes());
+  EXPECT_EQ(place.const_data_ptr(), gradients.view(gradients.layout().find(a)).const_data_ptr());
+  EXPECT_FALSE(gradients.known_zero()) << "who has a place may write there";
+  EXPECT_FALSE(gradients.give_place(a).defined());
+  EXPECT_FALSE(gradients.give_place(other).defined());
+  b.mutable_grad() = torch::ones({5});
+  EXPECT_FALSE(gradients.give_place(b).defined());
+  b.mutable_grad() = Tensor();
+  gradients.open_places(true);
+  EXPECT_TRUE(gradients.give_place(a).defined());
+  EXPECT_TRUE(gradients.give_place(b).defined());
+  gradients.open_places(true);
+  gradients.open_places(false);
+  EXPECT_FALSE(gradients.give_place(a).defined());
+}
+
 TEST(FlatGradients, AnyZeroGradIsLegal) {
   Pair pair;
   torch::optim::SGD sgd({pair.a, pair.b}, 0.1);

@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "hasten/core/gradient_place.h"
+#include "hasten/core/linear.h"
 #include "parallel/ddp_rig.h"
 #include "support/on_device.h"
 
@@ -54,6 +56,66 @@ TEST(Ddp, NRanksEqualOneRankOnTheJoinedBatch) {
     if (world > 1) {
       EXPECT_GE(ddp.reduction().overlapped, 5) << "reduced while backward runs";
       EXPECT_EQ(ddp.order_is_learned(), true);
+    }
+  }
+}
+
+// One weight serves two layers, one layer is unused by rank 0, and each window has two batches.
+struct PlacedNet : torch::nn::Module {
+  explicit PlacedNet(uint64_t seed) {
+    torch::manual_seed(seed);
+    shared = register_parameter("shared", torch::randn({32, 32}));
+    odd = register_parameter("odd", torch::randn({32, 32}));
+    last = register_parameter("last", torch::randn({48, 32}));
+  }
+  Tensor loss(int rank, int batch, at::ScalarType dtype) const {
+    Tensor x = rows_of(rank, 32, batch).repeat({40, 1}).to(dtype);
+    for (const Tensor& weight : {shared, shared, rank > 0 ? odd : shared}) {
+      x = torch::tanh(fast_linear(x, weight.to(dtype)) / 8);
+    }
+    return fast_linear(x, last.to(dtype)).square().sum();
+  }
+  Tensor shared, odd, last;
+};
+
+TEST(Ddp, LayersMakeTheirGradientsInTheBuffers) {
+  auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  const int rank = communicator->rank();
+  if (!testing_support::run_device().is_cpu()) {
+    GTEST_SKIP() << "gradients are made in place on CPUs";
+  }
+  auto net = std::make_shared<PlacedNet>(static_cast<uint64_t>(rank) + 1);
+  DdpOptions options = kSmallBuckets;
+  options.find_unused_parameters = true;
+  Ddp ddp(communicator, net, options);
+  PlacedNet plain(1);
+  const auto wanted = plain_gradient(plain, world, [&](int r) {
+    return plain.loss(r, 0, at::kDouble) + plain.loss(r, 1, at::kDouble);
+  });
+  for (int turn = 0; turn < 3; ++turn) {
+    net->zero_grad();
+    ddp.begin();
+    int64_t places = 0;
+    for (const int batch : {0, 1}) {
+      const detail::GradientPlaceScope scope([&](const Tensor& parameter) {
+        const Tensor place = ddp.gradients().give_place(parameter);
+        places += place.defined();
+        return place;
+      });
+      const Tensor loss = net->loss(rank, batch, at::kFloat);
+      ddp.start_backward(batch == 1, {.loss = loss});
+      loss.backward();
+      ddp.finish_backward();
+    }
+    ddp.finish(1);
+    EXPECT_EQ(places, !linear_uses_onednn() || world == 1 ? 0 : rank == 0 ? 2 : 3);
+    for (const auto& [name, gradient] : wanted) {
+      const Tensor mine = net->named_parameters()[name].grad();
+      ASSERT_EQ(mine.defined(), gradient.defined()) << name;
+      if (mine.defined()) {
+        EXPECT_LE(((mine - gradient).norm() / gradient.norm()).item<double>(), 1e-5) << name;
+      }
     }
   }
 }

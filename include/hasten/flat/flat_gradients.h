@@ -44,6 +44,14 @@ class FlatGradients {
   /// The same for several slots. On a device other than the CPU one operator copies all of them.
   void install_slots(const std::vector<int64_t>& slots);
 
+  /// With `open`, every place may be given once; without, none, as at first.
+  void open_places(bool open) { given_.assign(open ? layout_.slots().size() : 0, 0); }
+  /// The place of a parameter's gradient, for a backward that makes the gradient there: a view of its
+  /// own, so that autograd takes it as grad(). Undefined if places are not open, if the parameter has
+  /// no slot, or has a gradient, if the place was given before, on devices other than the CPU, or if
+  /// dtype or strides differ.
+  at::Tensor give_place(const at::Tensor& parameter);
+
   /// Makes every grad() undefined without touching the buffers. The next backward then brings its
   /// own tensors, which install_slot() copies in. That is one pass over memory instead of two
   /// (zeroing and adding).
@@ -86,6 +94,7 @@ class FlatGradients {
   mutable std::vector<at::Tensor> buffers_{}; // [group]
   mutable std::vector<at::Tensor> views_{}; // [slot]
   mutable std::vector<const void*> addresses_{}; // [slot] where each view begins
+  std::vector<char> given_{}; // [slot] of open places; else empty
   // Views share the version counter of their buffer, so one comparison per buffer finds every
   // write by torch.
   mutable bool known_zero_ = true;
