@@ -123,10 +123,10 @@ TEST(TokenCache, SeveralFilesGiveTheIdsOfTheJoinedFile) {
   };
   const std::string text = CachedReviews::make_text(3) + "a\tb,pos\n\"dull, dull\",neg\n" +
                            CachedReviews::make_text(30).substr(std::string("text,label\n").size());
+  int64_t done = 0;
+  options.progress = [&](const TokenizeProgress& progress) { done = progress.done; };
   for (const int64_t max_rows : {0, 4, 5, 20}) {
     options.texts.max_train_rows = max_rows;
-    int64_t done = 0;
-    options.progress = [&](const TokenizeProgress& progress) { done = progress.done; };
     const auto of_parts = tokenize_text_classification(parts, {}, options);
     EXPECT_TRUE(max_rows > 0 || done == parts.bytes()) << done;
     const auto whole =
