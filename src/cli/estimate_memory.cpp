@@ -79,8 +79,8 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
 /// zero1 and zero2 all blocks), the largest unit's gradient, and copies of its small parameters
 /// and gradients.
 void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
-                const PreTrainedConfig& config, const OptimizerSettings& settings) {
-  const Shapes shapes = parameter_shapes(config, find_task(command.task).head);
+                const PreTrainedConfig& config, const Shapes& shapes,
+                const OptimizerSettings& settings) {
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
   const int64_t ranks = copies_beside && command.arguments.shard_size > 0
@@ -135,7 +135,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
     estimate.averaging = estimate.parameters;
   }
   if (several && !local && command.strategy != "ddp") {
-    add_shards(estimate, command, config, settings);
+    add_shards(estimate, command, config, shapes, settings);
   }
   const int64_t kept = estimate.parameters + estimate.optimizer_state + estimate.averaging;
   if (command.rows == 0) {

@@ -98,8 +98,9 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
 // cache, and allocating it costs no page faults.
 constexpr int64_t kConvertedPiece = 1 << 16; // elements
 
-/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined. The last piece is padded
-/// with zero rows. In 16 bits the result of each piece is rounded to 16 bits, but their sum is not.
+/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined.
+/// The last piece is padded with zero rows. In 16 bits the result of each piece is rounded to 16
+/// bits, but their sum is not.
 static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);

@@ -63,7 +63,7 @@ DecoderOptions::DecoderOptions(const PreTrainedConfig& config, DecoderFamily fam
   if (!gpt2) {
     require_option(head_width % 2 == 0, "head_dim=" + std::to_string(head_width),
                    "an even width, whose halves are turned");
-    rotary = RotaryOptions::of(options, 10'000);
+    rotary = RotaryOptions::of(options);
   }
 }
 

@@ -9,20 +9,20 @@
 
 namespace hasten::detail {
 
-RotaryOptions RotaryOptions::of(const nlohmann::json& options, double theta) {
+RotaryOptions RotaryOptions::of(const nlohmann::json& options) {
   const auto none = nlohmann::json::object();
   auto scaling = family_option(options, "rope_parameters", none);
   if (scaling.empty()) { // older files
     scaling = family_option(options, "rope_scaling", none);
   }
   RotaryOptions rotary;
-  rotary.theta = family_option(scaling, "rope_theta", family_option(options, "rope_theta", theta));
-  rotary.type =
-      family_option(scaling, "rope_type", family_option(scaling, "type", std::string("default")));
-  rotary.factor = family_option(scaling, "factor", 1.0);
-  rotary.low_freq = family_option(scaling, "low_freq_factor", 1.0);
-  rotary.high_freq = family_option(scaling, "high_freq_factor", 4.0);
-  rotary.context = family_option(scaling, "original_max_position_embeddings", 8192.0);
+  rotary.theta =
+      family_option(scaling, "rope_theta", family_option(options, "rope_theta", rotary.theta));
+  rotary.type = family_option(scaling, "rope_type", family_option(scaling, "type", rotary.type));
+  rotary.factor = family_option(scaling, "factor", rotary.factor);
+  rotary.low_freq = family_option(scaling, "low_freq_factor", rotary.low_freq);
+  rotary.high_freq = family_option(scaling, "high_freq_factor", rotary.high_freq);
+  rotary.context = family_option(scaling, "original_max_position_embeddings", rotary.context);
   const bool known = rotary.type == "default" || rotary.type == "linear" || rotary.type == "llama3";
   if (!known || !(rotary.theta > 0 && rotary.factor >= 1 && rotary.low_freq > 0 &&
                   rotary.high_freq > rotary.low_freq && rotary.context > 0)) {

@@ -20,7 +20,7 @@ struct RotaryOptions {
 
   /// Of a config.json's rope_parameters, or rope_theta and rope_scaling. Throws InputError for another
   /// type, and for a number out of range.
-  static RotaryOptions of(const nlohmann::json& options, double theta);
+  static RotaryOptions of(const nlohmann::json& options);
   /// The angles of position 1: [width / 2], fp32.
   at::Tensor frequencies(int64_t width, const at::Device& device) const;
 };
