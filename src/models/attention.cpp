@@ -291,6 +291,31 @@ at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::
       heads, dropout);
 }
 
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& mask, int64_t heads, int64_t key_value_heads,
+                            const CachePlace& place) {
+  const int64_t rows = q.size(0), tokens = q.size(1), width = q.size(2) / heads;
+  const auto split = [&](const at::Tensor& x, int64_t of) {
+    return x.view({rows, tokens, of, width}).transpose(1, 2);
+  };
+  auto [keys, values] =
+      place.cache->update(place.layer, split(k, key_value_heads), split(v, key_value_heads));
+  const int64_t shared_by = heads / key_value_heads;
+  const std::optional<at::Tensor> added = mask.defined() ? std::optional(mask) : std::nullopt;
+  if (tokens == 1) { // the heads of queries that share keys are like several tokens
+    return at::scaled_dot_product_attention(q.view({rows, key_value_heads, shared_by, width}), keys,
+                                            values, added)
+        .reshape({rows, 1, heads * width});
+  }
+  if (shared_by > 1) {
+    keys = keys.repeat_interleave(shared_by, 1);
+    values = values.repeat_interleave(shared_by, 1);
+  }
+  return at::scaled_dot_product_attention(split(q, heads), keys, values, added)
+      .transpose(1, 2)
+      .reshape({rows, tokens, heads * width});
+}
+
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mask, int64_t heads, double dropout) {
   if (takes_narrow_attention(q, k, v)) {

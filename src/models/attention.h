@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "hasten/models/key_value_cache.h"
+
 namespace hasten::detail {
 
 /// softmax(q k^T / sqrt(H / heads) + mask), dropout p, times v, for each head.
@@ -13,6 +15,18 @@ namespace hasten::detail {
 /// Returns [B, Q, H].
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mask, int64_t heads, double dropout);
+
+/// A cache's place of one block; no cache: null.
+struct CachePlace {
+  KeyValueCache* cache = nullptr;
+  size_t layer = 0;
+};
+
+/// self_attention without dropout to all tokens that the cache has, after adding k and v
+/// [B, T, key_value_heads * width] to it. q [B, T, heads * width]. Not differentiable.
+at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& mask, int64_t heads, int64_t key_value_heads,
+                            const CachePlace& place);
 
 /// Whether narrow_attention supports these tensors: bf16 on the CPU.
 bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);

@@ -103,11 +103,14 @@ class Gpt2BlockImpl : public torch::nn::Module {
     register_path(*this, "mlp.c_proj", output_.ptr());
   }
   /// `hidden` [B, T, H]; the same for the result.
-  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor) {
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor, CachePlace place) {
     const double p = is_training() ? dropout_ : 0.0;
     const auto qkv = qkv_->forward(norm_->forward(hidden)).chunk(3, -1);
-    const at::Tensor context = self_attention(qkv[0], qkv[1], qkv[2], mask, heads_,
-                                              is_training() ? attention_dropout_ : 0.0);
+    const at::Tensor context =
+        place.cache != nullptr
+            ? cached_attention(qkv[0], qkv[1], qkv[2], mask, heads_, heads_, place)
+            : self_attention(qkv[0], qkv[1], qkv[2], mask, heads_,
+                             is_training() ? attention_dropout_ : 0.0);
     hidden = dropout_add(attention_output_->forward(context), hidden, p);
     const at::Tensor wide = wide_->forward(mlp_norm_->forward(hidden));
     return dropout_add(output_->forward(wide, activation_), hidden, p);
@@ -143,7 +146,8 @@ class LlamaBlockImpl : public torch::nn::Module {
  public:
   LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options);
   /// `hidden` [B, T, H]; the same for the result.
-  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines, at::Tensor sines);
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines, at::Tensor sines,
+                     CachePlace place);
 
  private:
   at::Tensor repeated(const at::Tensor& x) const;
@@ -210,16 +214,20 @@ static at::Tensor normed_heads(RmsNorm norm, const at::Tensor& x, int64_t heads)
 }
 
 at::Tensor LlamaBlockImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
-                                   at::Tensor sines) {
+                                   at::Tensor sines, CachePlace place) {
   at::Tensor read = autocast_cast(norm_->forward(hidden)); // cast once for three products
-  const at::Tensor query =
-      rotated(normed_heads(query_norm_, linear_of(query_, read), heads_), cosines, sines, heads_);
-  const at::Tensor key = rotated(normed_heads(key_norm_, linear_of(key_, read), key_value_heads_),
-                                 cosines, sines, key_value_heads_);
   const at::Tensor value = linear_of(value_, read);
+  const at::Tensor query =
+      rotated(normed_heads(query_norm_, linear_of(query_, read), heads_), cosines, sines, heads_)
+          .to(value.scalar_type());
+  const at::Tensor key = rotated(normed_heads(key_norm_, linear_of(key_, read), key_value_heads_),
+                                 cosines, sines, key_value_heads_)
+                             .to(value.scalar_type());
   const at::Tensor context =
-      self_attention(query.to(value.scalar_type()), repeated(key.to(value.scalar_type())),
-                     repeated(value), mask, heads_, is_training() ? attention_dropout_ : 0.0);
+      place.cache != nullptr
+          ? cached_attention(query, key, value, mask, heads_, key_value_heads_, place)
+          : self_attention(query, repeated(key), repeated(value), mask, heads_,
+                           is_training() ? attention_dropout_ : 0.0);
   hidden = hidden + linear_of(attention_output_, context);
   read = autocast_cast(mlp_norm_->forward(hidden));
   // One tensor, so that only it is kept for backward.
@@ -232,6 +240,7 @@ class DecoderModel : public PreTrainedModelImpl {
   DecoderModel(const PreTrainedConfig& config, ModelTask task, DecoderFamily family);
   at::Tensor logits(const ModelInputs& inputs) override;
   void init_weight(const std::string& name, const at::Tensor& weight) override;
+  bool supports_cache() const override { return true; }
   std::string output_layer() const override {
     return task() == ModelTask::causal_lm ? "lm_head" : "score";
   }
@@ -285,28 +294,38 @@ DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task, Decod
   }
 }
 
-at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
+/// True where a token may not attend to another: [1, 1, T, past + T], or with padding [B, …].
+static at::Tensor ignored_tokens(const ModelInputs& inputs, int64_t past) {
   const int64_t tokens = inputs.input_ids.size(1);
+  const at::Tensor later =
+      at::ones({1, 1, tokens, past + tokens}, inputs.input_ids.options().dtype(at::kBool))
+          .triu(past + 1);
+  const at::Tensor padding = padding_of(inputs.attention_mask);
+  return padding.defined() ? later | padding.view({padding.size(0), 1, 1, past + tokens}) : later;
+}
+
+at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
+  const int64_t past = inputs.past_key_values ? inputs.past_key_values->length() : 0;
+  const int64_t tokens = inputs.input_ids.size(1);
+  const at::Tensor positions = inputs.position_ids.defined()
+                                   ? inputs.position_ids
+                                   : at::arange(past, past + tokens, inputs.input_ids.options());
   at::Tensor hidden = words_->forward(inputs.input_ids);
   at::Tensor cosines, sines;
   if (gpt2_) {
-    hidden = dropout_add(hidden + positions_->weight.slice(0, 0, tokens), {},
+    hidden = dropout_add(hidden + positions_->forward(positions), {},
                          is_training() ? options_.embedding_dropout : 0.0);
   } else {
-    const RotaryTable table(options_.rotary, tokens, options_.head_width, hidden);
+    const RotaryTable table(options_.rotary, positions, options_.head_width, hidden);
     cosines = table.cosines;
     sines = table.sines;
   }
-  // [1, 1, T, T], or with padding [B, 1, T, T].
-  at::Tensor ignored =
-      at::ones({1, 1, tokens, tokens}, inputs.input_ids.options().dtype(at::kBool)).triu(1);
-  if (const at::Tensor padding = padding_of(inputs.attention_mask); padding.defined()) {
-    ignored = ignored | padding.view({padding.size(0), 1, 1, tokens});
-  }
-  const at::Tensor mask = additive_mask(ignored, hidden);
+  const at::Tensor mask = additive_mask(ignored_tokens(inputs, past), hidden);
   for (size_t i = 0; i < layers_->size(); ++i) {
-    hidden = gpt2_ ? call_block(layers_->at<Gpt2BlockImpl>(i), hidden, mask, cosines, sines)
-                   : call_block(layers_->at<LlamaBlockImpl>(i), hidden, mask, cosines, sines);
+    const CachePlace place{inputs.past_key_values.get(), i};
+    hidden = gpt2_
+                 ? call_block(layers_->at<Gpt2BlockImpl>(i), hidden, mask, cosines, sines, place)
+                 : call_block(layers_->at<LlamaBlockImpl>(i), hidden, mask, cosines, sines, place);
   }
   return gpt2_ ? layer_norm_->forward(hidden) : rms_norm_->forward(hidden);
 }
@@ -328,6 +347,8 @@ at::Tensor DecoderModel::logits(const ModelInputs& inputs) {
   if (task() != ModelTask::causal_lm) {
     const at::Tensor last = last_tokens(inputs).view({-1, 1, 1}).expand({-1, 1, x.size(2)});
     x = x.gather(1, last).squeeze(1);
+  } else if (inputs.logits_to_keep > 0) {
+    x = x.slice(1, -inputs.logits_to_keep);
   }
   return fast_linear(x, output_.is_empty() ? words_->weight : output_->weight);
 }

@@ -185,8 +185,9 @@ at::Tensor ModernBertEncoder::encode(const ModelInputs& inputs, bool first_token
     const at::Tensor far = (gap > options_.window) | (gap < -options_.window);
     masks[1] = additive_mask(ignored.defined() ? far | ignored : far, hidden);
   }
-  const RotaryTable tables[2] = {{{.theta = options_.global_theta}, tokens, head_width_, hidden},
-                                 {{.theta = options_.local_theta}, tokens, head_width_, hidden}};
+  const at::Tensor positions = at::arange(tokens, inputs.input_ids.options());
+  const RotaryTable tables[2] = {{{.theta = options_.global_theta}, positions, head_width_, hidden},
+                                 {{.theta = options_.local_theta}, positions, head_width_, hidden}};
   for (size_t i = 0; i < layers_->size(); ++i) {
     const size_t local = options_.local[i] ? 1 : 0;
     hidden =

@@ -10,6 +10,7 @@
 #include "hasten/base/text.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/models/auto_model.h"
+#include "hasten/models/key_value_cache.h"
 #include "hasten/models/model_family.h"
 #include "hasten/parallel/fully_shard.h"
 
@@ -22,8 +23,9 @@ PreTrainedModelImpl::PreTrainedModelImpl(PreTrainedConfig config, ModelTask task
 }
 
 ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
+  const int64_t past = inputs.past_key_values ? inputs.past_key_values->length() : 0;
   if (!inputs.input_ids.defined() || inputs.input_ids.dim() != 2 ||
-      inputs.input_ids.size(1) > config_.max_tokens()) {
+      past + inputs.input_ids.size(1) > config_.max_tokens()) {
     throw InputError("models::PreTrainedModel",
                      "input_ids=" + (inputs.input_ids.defined() ? c10::str(inputs.input_ids.sizes())
                                                                 : std::string("undefined")),

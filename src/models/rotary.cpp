@@ -53,12 +53,12 @@ at::Tensor RotaryOptions::frequencies(int64_t width, const at::Device& device) c
                    at::where(waves < context / high_freq, plain, between));
 }
 
-RotaryTable::RotaryTable(const RotaryOptions& options, int64_t tokens, int64_t width,
+RotaryTable::RotaryTable(const RotaryOptions& options, const at::Tensor& positions, int64_t width,
                          const at::Tensor& hidden) {
   const at::Tensor frequencies = options.frequencies(width, hidden.device());
-  const at::Tensor angles = at::arange(tokens, frequencies.options()).unsqueeze(1) * frequencies;
-  cosines = angles.cos().to(hidden.scalar_type()).unsqueeze(1);
-  sines = angles.sin().to(hidden.scalar_type()).unsqueeze(1);
+  const at::Tensor angles = positions.to(at::kFloat).unsqueeze(-1) * frequencies;
+  cosines = angles.cos().to(hidden.scalar_type()).unsqueeze(-2);
+  sines = angles.sin().to(hidden.scalar_type()).unsqueeze(-2);
 }
 
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines,

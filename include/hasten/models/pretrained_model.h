@@ -18,10 +18,13 @@
 
 namespace hasten {
 
+class KeyValueCache;
+
 struct ModelInputs {
   /// [B, T] int64, below vocab_size.
   at::Tensor input_ids{};
-  /// [B, T] int64 or bool: 1 for tokens, 0 for padding. Undefined means all 1.
+  /// [B, T] int64 or bool: 1 for tokens, 0 for padding. Undefined means all 1. With past_key_values
+  /// also of the tokens that the cache has: [B, length + T].
   at::Tensor attention_mask{};
   /// [B, T] int64. Undefined means all 0. Families without token types ignore it.
   at::Tensor token_type_ids{};
@@ -29,6 +32,14 @@ struct ModelInputs {
   /// 0 and 1 for several labels. The other tasks: [B, T] classes; -100 has no loss. causal_lm compares
   /// each token's logits with the next token's label, so labels are input_ids.
   at::Tensor labels{};
+  /// Decoders: the place of each token in its text, [B, T] int64. Undefined: 0, 1, … after the tokens
+  /// that the cache has.
+  at::Tensor position_ids{};
+  /// Decoders with supports_cache(): the tokens before input_ids, to which these are added
+  /// (key_value_cache.h). Call without gradients.
+  std::shared_ptr<KeyValueCache> past_key_values{};
+  /// Decoders: logits of only the last tokens, as many as this; 0: of all.
+  int64_t logits_to_keep = 0;
 };
 
 struct ModelOutput {
@@ -66,6 +77,8 @@ class PreTrainedModelImpl : public torch::nn::Module {
 
   /// The head's result for the inputs; it does not read the labels.
   virtual at::Tensor logits(const ModelInputs& inputs) = 0;
+  /// Whether logits() reads and fills past_key_values.
+  virtual bool supports_cache() const { return false; }
   /// Draws new values for a parameter, without gradient: normal(0, initializer_range) for matrices,
   /// 0 for biases, 1 for other vectors. Draws from torch's default generator.
   virtual void init_weight(const std::string& name, const at::Tensor& weight);

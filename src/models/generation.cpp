@@ -1,0 +1,354 @@
+#include "hasten/models/generation.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "encoder.h"
+#include "hasten/base/error.h"
+#include "hasten/base/json.h"
+#include "hasten/base/text.h"
+#include "hasten/core/random.h"
+#include "hasten/models/auto_model.h"
+#include "hasten/models/key_value_cache.h"
+#include "hasten/text/pretrained_folder.h"
+
+namespace hasten {
+
+std::pair<at::Tensor, at::Tensor> KeyValueCache::update(size_t layer, const at::Tensor& keys,
+                                                        const at::Tensor& values) {
+  layers_.resize(std::max(layers_.size(), layer + 1));
+  Layer& kept = layers_[layer];
+  const int64_t length = kept.length + keys.size(2);
+  const auto grown = [&](at::Tensor& all, const at::Tensor& added) {
+    if (all.defined() && (all.size(0) != added.size(0) || all.size(1) != added.size(1) ||
+                          all.size(3) != added.size(3))) {
+      throw InputError("models::KeyValueCache", c10::str("keys or values=", added.sizes()),
+                       c10::str("[B, heads, T, width] of ", all.sizes()),
+                       "make a cache for each batch");
+    }
+    if (!all.defined() || all.size(2) < length) {
+      // The first tokens are the prompt's, and many answers are short.
+      const int64_t capacity = all.defined() ? 2 * length : length + 64;
+      const at::Tensor larger =
+          at::empty({added.size(0), added.size(1), capacity, added.size(3)}, added.options());
+      if (kept.length > 0) {
+        larger.narrow(2, 0, kept.length).copy_(all.narrow(2, 0, kept.length));
+      }
+      all = larger;
+    }
+    all.narrow(2, kept.length, added.size(2)).copy_(added);
+    return all.narrow(2, 0, length);
+  };
+  std::pair all{grown(kept.keys, keys), grown(kept.values, values)};
+  kept.length = length;
+  return all;
+}
+
+void KeyValueCache::select_rows(const at::Tensor& rows) {
+  for (Layer& layer : layers_) {
+    layer.keys = layer.keys.narrow(2, 0, layer.length).index_select(0, rows);
+    layer.values = layer.values.narrow(2, 0, layer.length).index_select(0, rows);
+  }
+}
+
+namespace detail {
+
+constexpr const char* kGenerate = "models::generate";
+
+void require_value(bool right, const std::string& what, const std::string& expected) {
+  if (!right) {
+    throw InputError(kGenerate, what, expected);
+  }
+}
+
+/// Uniform in [0, 1).
+double uniform_draw(uint64_t seed, uint64_t prompt, uint64_t place) {
+  return static_cast<double>(stream_seed("generate", seed, prompt, place) >> 11) * 0x1p-53;
+}
+
+void penalise_repetitions(const at::Tensor& scores, const std::vector<int64_t>& ids,
+                          double penalty) {
+  const at::Tensor seen = at::tensor(ids, at::kLong).to(scores.device());
+  const at::Tensor old = scores.index_select(0, seen);
+  scores.index_copy_(0, seen, at::where(old < 0, old * penalty, old / penalty));
+}
+
+/// One prompt and its answer.
+struct Generated {
+  std::vector<int64_t> ids{}; // of both
+  size_t prompt_tokens = 0;
+  bool ended = false;
+
+  std::vector<int64_t> answer() const {
+    return {ids.begin() + static_cast<ptrdiff_t>(prompt_tokens), ids.end()};
+  }
+};
+
+/// A batch that generates one token for each of its rows at a time.
+class Generation {
+ public:
+  Generation(PreTrainedModel model, const std::vector<std::vector<int64_t>>& prompts,
+             const GenerationConfig& config)
+      : model_(std::move(model)), config_(config) {
+    if (config_.use_cache && model_->supports_cache()) {
+      cache_ = std::make_shared<KeyValueCache>();
+    }
+    for (const auto& prompt : prompts) {
+      rows_.push_back(all_.size());
+      all_.push_back({prompt, prompt.size()});
+      longest_ = longest_prompt_ = std::max(longest_, std::ssize(prompt));
+    }
+  }
+
+  std::vector<std::vector<int64_t>> run(const StoppingCriteria& stopping_criteria) {
+    while (!rows_.empty()) {
+      const at::Tensor tokens = next_tokens();
+      for (size_t row = 0; row < rows_.size(); ++row) {
+        Generated& one = all_[rows_[row]];
+        if (!one.ended) {
+          one.ids.push_back(tokens.const_data_ptr<int64_t>()[row]);
+          one.ended = ends(one, rows_[row], stopping_criteria);
+        }
+      }
+      ++longest_;
+      drop_ended();
+    }
+    return mapped(all_, [](const Generated& one) { return one.answer(); });
+  }
+
+ private:
+  bool ends(const Generated& one, size_t prompt, const StoppingCriteria& stopping_criteria) const {
+    const std::vector<int64_t> answer = one.answer();
+    const bool asked = stopping_criteria && stopping_criteria(prompt, answer);
+    return asked || std::ssize(answer) >= config_.max_new_tokens ||
+           std::ranges::find(config_.eos_token_id, answer.back()) != config_.eos_token_id.end();
+  }
+
+  /// All tokens, or those that the cache does not have: [B, T], padded on the left.
+  ModelInputs inputs() const {
+    const auto batch = static_cast<int64_t>(rows_.size());
+    const int64_t past = cache_ ? cache_->length() : 0;
+    const int64_t tokens = longest_ - past;
+    at::Tensor ids = at::zeros({batch, tokens}, at::kLong);
+    at::Tensor positions = at::zeros({batch, tokens}, at::kLong);
+    at::Tensor mask = at::zeros({batch, longest_}, at::kLong);
+    bool padded = false;
+    for (int64_t row = 0; row < batch; ++row) {
+      const Generated& one = all_[rows_[static_cast<size_t>(row)]];
+      const int64_t padding = longest_prompt_ - static_cast<int64_t>(one.prompt_tokens);
+      padded = padded || padding > 0;
+      mask[row].slice(0, padding).fill_(1);
+      for (int64_t place = std::max(padding, past); place < longest_; ++place) {
+        const auto at = static_cast<size_t>(place - padding);
+        const int64_t to = row * tokens + place - past;
+        // A row that has ended goes on with its last token, which nobody reads.
+        ids.mutable_data_ptr<int64_t>()[to] = one.ids[std::min(at, one.ids.size() - 1)];
+        positions.mutable_data_ptr<int64_t>()[to] = place - padding;
+      }
+    }
+    const at::Device device = model_->parameters()[0].device();
+    return {.input_ids = ids.to(device),
+            .attention_mask = padded ? mask.to(device) : at::Tensor(),
+            .position_ids = padded || past > 0 ? positions.to(device) : at::Tensor(),
+            .past_key_values = cache_,
+            .logits_to_keep = 1};
+  }
+  at::Tensor next_tokens() {
+    at::Tensor scores = model_->forward(inputs()).logits.select(1, -1).to(at::kFloat);
+    if (config_.vocab_size > 0) {
+      scores = scores.slice(1, 0, config_.vocab_size);
+    }
+    if (config_.repetition_penalty != 1) {
+      scores = scores.clone();
+      for (size_t row = 0; row < rows_.size(); ++row) {
+        penalise_repetitions(scores[static_cast<int64_t>(row)], all_[rows_[row]].ids,
+                             config_.repetition_penalty);
+      }
+    }
+    return config_.do_sample ? drawn(scores) : scores.argmax(1).cpu();
+  }
+
+  at::Tensor drawn(const at::Tensor& scores) const {
+    const TokenCandidates candidates = token_candidates(scores, config_);
+    const at::Tensor ids = candidates.tokens.cpu().contiguous();
+    const at::Tensor sums = candidates.probabilities.cpu().to(at::kDouble).cumsum(1);
+    at::Tensor tokens = at::empty({ids.size(0)}, at::kLong);
+    for (int64_t row = 0; row < ids.size(0); ++row) {
+      const size_t prompt = rows_[static_cast<size_t>(row)];
+      const Generated& one = all_[prompt];
+      const double* begin = sums.const_data_ptr<double>() + row * ids.size(1);
+      const double* end = begin + ids.size(1);
+      const double at = uniform_draw(config_.seed, prompt, one.ids.size() - one.prompt_tokens);
+      // A candidate of probability 0 does not raise the sum, so it is never the first above.
+      const double* found = std::upper_bound(begin, end, at * end[-1]);
+      tokens[row] = ids[row][found - begin];
+    }
+    return tokens;
+  }
+
+  void drop_ended() {
+    std::vector<int64_t> going; // rows of the batch
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      if (!all_[rows_[row]].ended) {
+        going.push_back(static_cast<int64_t>(row));
+      }
+    }
+    if (2 * going.size() > rows_.size()) {
+      return; // copying the cache would take longer than a few rows more
+    }
+    rows_ = mapped(going, [this](int64_t row) { return rows_[static_cast<size_t>(row)]; });
+    if (cache_ && !rows_.empty()) {
+      cache_->select_rows(at::tensor(going, at::kLong).to(model_->parameters()[0].device()));
+    }
+  }
+
+  PreTrainedModel model_;
+  GenerationConfig config_;
+  std::shared_ptr<KeyValueCache> cache_{};
+  std::vector<Generated> all_{}; // [prompt]
+  std::vector<size_t> rows_{}; // prompts of the batch's rows
+  int64_t longest_prompt_ = 0; // tokens
+  int64_t longest_ = 0; // tokens of a row, with padding
+};
+
+void check_prompts(const PreTrainedModelImpl& model,
+                   const std::vector<std::vector<int64_t>>& prompts, int64_t max_new_tokens) {
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const std::string prompt = "prompt " + std::to_string(i) + ": ";
+    const int64_t longest = model.config().max_tokens() - std::max<int64_t>(1, max_new_tokens);
+    require_value(!prompts[i].empty(), prompt + "it has no tokens", "at least one token");
+    if (std::ssize(prompts[i]) > longest) {
+      throw InputError(kGenerate,
+                       prompt + "tokens=" + std::to_string(prompts[i].size()) +
+                           ", max_new_tokens=" + std::to_string(max_new_tokens),
+                       "together at most the model's " +
+                           std::to_string(model.config().max_tokens()) + " positions",
+                       "shorten the prompt, or lower max_new_tokens");
+    }
+    for (const int64_t id : prompts[i]) {
+      require_value(id >= 0 && id < model.config().vocab_size, prompt + "id=" + std::to_string(id),
+                    "0 to " + std::to_string(model.config().vocab_size - 1));
+    }
+  }
+}
+
+/// Values that change nothing of options that hasten does not have.
+const nlohmann::json& neutral_options() {
+  static const nlohmann::json options{
+      {"num_beams", 1},  {"num_beam_groups", 1}, {"num_return_sequences", 1},
+      {"min_length", 0}, {"min_new_tokens", 0},  {"no_repeat_ngram_size", 0},
+      {"min_p", 0},      {"typical_p", 1},       {"epsilon_cutoff", 0},
+      {"eta_cutoff", 0}, {"penalty_alpha", 0},   {"guidance_scale", 1}};
+  return options;
+}
+
+void require_known_options(const nlohmann::json& options, const std::string& source) {
+  for (const auto& [key, neutral] : neutral_options().items()) {
+    const nlohmann::json value = options.value(key, nlohmann::json());
+    if (!value.is_null() && value != neutral) {
+      throw InputError(kGenerate, source + ": " + key + "=" + value.dump().substr(0, 80),
+                       "hasten does not have this option: " + neutral.dump() + ", or no such key");
+    }
+  }
+  for (const char* key : {"bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+                          "forced_bos_token_id", "forced_eos_token_id", "sequence_bias"}) {
+    require_value(options.value(key, nlohmann::json()).is_null(), source + ": it has " + key,
+                  "no such key, because hasten does not have this option");
+  }
+}
+
+std::vector<int64_t> end_tokens(const nlohmann::json& options) {
+  const auto id = options.find("eos_token_id");
+  if (id == options.end() || id->is_null()) {
+    return {};
+  }
+  return id->is_array() ? family_option(options, "eos_token_id", std::vector<int64_t>())
+                        : std::vector{family_option(options, "eos_token_id", int64_t{0})};
+}
+
+} // namespace detail
+
+TokenCandidates token_candidates(const at::Tensor& logits, const GenerationConfig& config) {
+  const int64_t most = config.top_k > 0 ? std::min(config.top_k, logits.size(1)) : logits.size(1);
+  const auto [scores, tokens] = (logits.to(at::kFloat) / config.temperature).topk(most, 1);
+  at::Tensor probabilities = scores.softmax(1);
+  if (config.top_p < 1) {
+    const at::Tensor before = probabilities.cumsum(1) - probabilities; // of more probable tokens
+    probabilities = probabilities.masked_fill(before >= config.top_p, 0);
+    probabilities = probabilities / probabilities.sum(1, /*keepdim=*/true);
+  }
+  return {tokens, probabilities};
+}
+
+void GenerationConfig::validate() const {
+  using detail::require_value;
+  require_value(max_new_tokens >= 0, "max_new_tokens=" + std::to_string(max_new_tokens),
+                "0 or more");
+  require_value(temperature > 0, "temperature=" + format_digits(temperature),
+                "above 0; do_sample=false always takes the most probable token");
+  require_value(top_k >= 0, "top_k=" + std::to_string(top_k), "0 or more");
+  require_value(top_p > 0 && top_p <= 1, "top_p=" + format_digits(top_p), "above 0, at most 1");
+  require_value(repetition_penalty > 0, "repetition_penalty=" + format_digits(repetition_penalty),
+                "above 0");
+}
+
+GenerationConfig GenerationConfig::from_pretrained(const std::string& model) {
+  const std::filesystem::path folder = pretrained_folder(model);
+  const auto read = [&](const char* name) {
+    std::error_code error;
+    const nlohmann::json json = std::filesystem::exists(folder / name, error)
+                                    ? read_json_file(detail::kGenerate, folder / name)
+                                    : nlohmann::json::object();
+    detail::require_value(json.is_object(), (folder / name).string(), "a JSON object");
+    return json;
+  };
+  const nlohmann::json options = read("generation_config.json");
+  detail::require_known_options(options, (folder / "generation_config.json").string());
+  GenerationConfig config;
+  using detail::family_option;
+  config.max_new_tokens = family_option(options, "max_new_tokens", config.max_new_tokens);
+  config.do_sample = family_option(options, "do_sample", config.do_sample);
+  config.temperature = family_option(options, "temperature", config.temperature);
+  config.top_k = family_option(options, "top_k", config.top_k);
+  config.top_p = family_option(options, "top_p", config.top_p);
+  config.repetition_penalty =
+      family_option(options, "repetition_penalty", config.repetition_penalty);
+  config.eos_token_id = detail::end_tokens(options);
+  if (config.eos_token_id.empty()) {
+    config.eos_token_id = detail::end_tokens(read("config.json"));
+  }
+  config.validate();
+  return config;
+}
+
+std::vector<std::vector<int64_t>> generate(PreTrainedModel model,
+                                           const std::vector<std::vector<int64_t>>& prompts,
+                                           const GenerationConfig& config,
+                                           const StoppingCriteria& stopping_criteria) {
+  config.validate();
+  detail::require_value(model->task() == ModelTask::causal_lm,
+                        "the model has a head for " + std::string(task_name(model->task())),
+                        "one for " + std::string(task_name(ModelTask::causal_lm)));
+  detail::check_prompts(*model, prompts, config.max_new_tokens);
+  GenerationConfig used = config;
+  if (used.max_new_tokens == 0) {
+    size_t longest = 0;
+    for (const auto& prompt : prompts) {
+      longest = std::max(longest, prompt.size());
+    }
+    used.max_new_tokens =
+        std::min<int64_t>(256, model->config().max_tokens() - static_cast<int64_t>(longest));
+  }
+  const at::NoGradGuard no_grad;
+  const bool training = model->is_training();
+  const auto put_back = c10::make_scope_exit([&] { model->train(training); });
+  model->eval();
+  return detail::Generation(model, prompts, used).run(stopping_criteria);
+}
+
+} // namespace hasten
