@@ -22,8 +22,8 @@ SOURCE_LIMIT = 3
 # are named nowhere belong to the first.
 LIBRARIES = (
     ("hasten", (), 56000),
-    ("hasten_text", ("text", "models", "tasks"), 12810),
-    ("the programs", ("cli",), 6112),
+    ("hasten_text", ("text", "models", "tasks"), 15700),
+    ("the programs", ("cli",), 6900),
 )
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")
