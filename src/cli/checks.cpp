@@ -212,12 +212,16 @@ std::string finished_line(const TrainCommand& command) {
   return "The run in " + command.arguments.output_dir + " is finished; there is nothing to do.";
 }
 
-void check_inputs(const PredictCommand& command) {
-  detail::check_model("cli::predict", command.model, false);
+static void check_texts(const char* where, const TextsFlags& command) {
+  detail::check_model(where, command.model, false);
   if (!command.file.empty()) {
-    detail::check_readable_files("cli::predict", "--file", command.file);
+    detail::check_readable_files(where, "--file", command.file);
   }
 }
+
+void check_inputs(const PredictCommand& command) { check_texts("cli::predict", command); }
+
+void check_inputs(const GenerateCommand& command) { check_texts("cli::generate", command); }
 
 void check_inputs(const EvalCommand& command) {
   detail::check_model("cli::eval", command.model, false);

@@ -20,6 +20,7 @@ namespace hasten {
 /// resume_from_checkpoint finds a checkpoint there).
 void check_inputs(const TrainCommand& command);
 void check_inputs(const PredictCommand& command);
+void check_inputs(const GenerateCommand& command);
 void check_inputs(const EvalCommand& command);
 void check_inputs(const PlanCommand& command);
 void check_inputs(const EstimateMemoryCommand& command);

@@ -493,6 +493,7 @@ std::string with_dashes(std::string argument) {
 constexpr CommandEntry kCommands[] = {
     {"train", "fine-tune a transformer on texts in CSV, TSV, JSON lines, CoNLL", parse_train},
     {"predict", "label texts, find entities or fill masks with a trained model", parse_predict},
+    {"generate", "continue prompts with a language model", parse_generate},
     {"eval", "loss, metrics and scores of each label on a file", parse_eval},
     {"plan", "choose which activations to recompute under a memory budget", parse_plan},
     {"estimate-memory", "estimate the memory of training a model, without a run",

@@ -111,15 +111,32 @@ struct ModelFlags {
   int64_t max_length = 0;
 };
 
-/// hasten predict: labels, entities or words for masks of texts.
-struct PredictCommand : ModelFlags {
+/// What predict and generate share.
+struct TextsFlags : ModelFlags {
   /// As given; a single "-" reads lines from stdin.
   std::vector<std::string> texts{};
   /// .csv or .jsonl; empty prints to stdout.
   std::string output{};
+};
+
+/// hasten predict: labels, entities or words for masks of texts.
+struct PredictCommand : TextsFlags {
   bool with_logits = false;
   /// fill-mask: tokens for each mask.
   int64_t top_k = 5;
+};
+
+/// hasten generate: continues prompts. What is not set is the model's (generation_config.json).
+struct GenerateCommand : TextsFlags {
+  std::optional<int64_t> max_new_tokens{};
+  bool do_sample = false;
+  std::optional<double> temperature{};
+  std::optional<int64_t> top_k{};
+  std::optional<double> top_p{};
+  std::optional<double> repetition_penalty{};
+  std::vector<std::string> stop_strings{};
+  uint64_t seed = 42;
+  bool no_cache = false;
 };
 
 /// hasten eval: loss, metrics and the scores of each label on a labelled file.
@@ -251,9 +268,10 @@ struct Answer {
   std::string text{};
 };
 
-using Command = std::variant<Answer, TrainCommand, PredictCommand, EvalCommand, PlanCommand,
-                             EstimateMemoryCommand, CompareCommand, StateCommand, TokenizerCommand,
-                             SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
+using Command =
+    std::variant<Answer, TrainCommand, PredictCommand, GenerateCommand, EvalCommand, PlanCommand,
+                 EstimateMemoryCommand, CompareCommand, StateCommand, TokenizerCommand,
+                 SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
 
 /// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as
 /// in Hugging Face's scripts. Checks each value and calls TrainingArguments::validate(). The only

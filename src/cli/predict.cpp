@@ -33,16 +33,15 @@ std::vector<std::string> read_lines(std::istream& stream) {
   return lines;
 }
 
-/// `pairs` gets the second texts, if the samples are pairs.
-std::vector<std::string> prediction_texts(const PredictCommand& command, const Task& task,
-                                          std::vector<std::string>& pairs) {
+std::vector<std::string> given_texts(const char* where, const TextsFlags& command, const Task& task,
+                                     std::vector<std::string>& pairs) {
   if (!command.file.empty()) {
     TextTableOptions options = table_options(command.table, task);
     options.problem_type = task.problem_types[0];
     options.label_column.clear();
     options.max_rows = command.max_rows;
     options.keep_empty_text = true;
-    TextRowReader reader(TextFiles::open(command.file, "cli::predict", "--file"), options);
+    TextRowReader reader(TextFiles::open(command.file, where, "--file"), options);
     std::vector<std::string> texts;
     while (reader.next()) {
       texts.emplace_back(reader.text());
@@ -56,7 +55,7 @@ std::vector<std::string> prediction_texts(const PredictCommand& command, const T
   if (command.texts.size() == 1 && command.texts[0] == "-") {
     std::vector<std::string> lines = read_lines(std::cin);
     if (lines.empty()) {
-      throw InputError("cli::predict", "stdin is empty", "one text per line");
+      throw InputError(where, "stdin is empty", "one text per line");
     }
     return lines;
   }
@@ -191,7 +190,7 @@ void write_predictions_file(const std::string& path, const Predictions& predicti
 }
 
 /// Writes to --output, or else to stdout.
-void write_answers(const PredictCommand& command, const std::string& text, int64_t answers) {
+void write_answers(const TextsFlags& command, const std::string& text, int64_t answers) {
   if (!command.output.empty()) {
     write_file_atomically(command.output, text);
     log_info("wrote " + format_count(answers) + " predictions to " + command.output);
@@ -261,7 +260,7 @@ void predict_classes(const PredictCommand& command, const TextModel& model,
 int run_command(const PredictCommand& command) {
   const detail::TextModel model = detail::load_text_model(command);
   std::vector<std::string> pairs;
-  const auto texts = detail::prediction_texts(command, *model.task, pairs);
+  const auto texts = detail::given_texts("cli::predict", command, *model.task, pairs);
   if (model.task->problem_types.size() > 1) {
     detail::predict_classes(command, model, texts, pairs);
   } else {

@@ -63,7 +63,12 @@ void write_predictions_file(const std::string& path, const Predictions& predicti
 struct TextModel;
 
 /// Writes a command's answers to --output, or else to stdout. Throws Error if it cannot.
-void write_answers(const PredictCommand& command, const std::string& text, int64_t answers);
+void write_answers(const TextsFlags& command, const std::string& text, int64_t answers);
+
+/// The texts of the command line, of stdin or of --file. `pairs` gets the second texts, if the samples
+/// are pairs. Errors begin with `where`.
+std::vector<std::string> given_texts(const char* where, const TextsFlags& command, const Task& task,
+                                     std::vector<std::string>& pairs);
 
 /// hasten predict for tasks whose answers are about tokens. With --file, token-classification reads
 /// lists of words in `texts`.

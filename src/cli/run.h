@@ -31,6 +31,7 @@ int run_command(const CompareCommand& command);
 int run_command(const EvalCommand& command);
 /// Local: a world of one rank.
 int run_command(const PredictCommand& command);
+int run_command(const GenerateCommand& command);
 int run_command(const PlanCommand& command);
 int run_command(const EstimateMemoryCommand& command);
 /// Peak bytes of one process.

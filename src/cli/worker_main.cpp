@@ -12,8 +12,8 @@ int main(int argc, char** argv) {
       return hasten::run_command(command);
     } else {
       hasten::log_error(
-          "hasten-worker takes train, predict, eval, plan, estimate-memory, "
-          "compare, state, tokenizer, synth or env; see hasten --help");
+          "hasten-worker takes train, predict, generate, eval, plan, "
+          "estimate-memory, compare, state, tokenizer, synth or env; see hasten --help");
       return hasten::kExitBadInput;
     }
   };

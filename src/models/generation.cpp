@@ -183,7 +183,9 @@ class Generation {
       const Generated& one = all_[prompt];
       const double* begin = sums.const_data_ptr<double>() + row * ids.size(1);
       const double* end = begin + ids.size(1);
-      const double at = uniform_draw(config_.seed, prompt, one.ids.size() - one.prompt_tokens);
+      const double at =
+          uniform_draw(config_.seed, prompt + static_cast<uint64_t>(config_.first_prompt),
+                       one.ids.size() - one.prompt_tokens);
       // A candidate of probability 0 does not raise the sum, so it is never the first above.
       const double* found = std::upper_bound(begin, end, at * end[-1]);
       tokens[row] = ids[row][found - begin];

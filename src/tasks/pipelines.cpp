@@ -226,4 +226,85 @@ std::vector<std::vector<std::vector<FilledMask>>> fill_masks(PreTrainedModel mod
   return filled;
 }
 
+namespace detail {
+
+std::vector<int64_t> prompt_ids(const Tokenizer& tokenizer, const std::string& prompt) {
+  std::vector<int64_t> ids = tokenizer.encode(prompt).ids;
+  if (ids.empty()) {
+    ids = {tokenizer.special_id("bos_token")};
+    if (ids[0] < 0) {
+      throw InputError("tasks::generate_texts", "an empty prompt", "some text",
+                       "the tokenizer has no bos_token to begin with");
+    }
+  }
+  return ids;
+}
+
+/// Whether the last tokens complete one of the strings.
+bool completes(const Tokenizer& tokenizer, const std::vector<int64_t>& tokens,
+               const std::vector<std::string>& strings) {
+  size_t longest = 0;
+  for (const std::string& string : strings) {
+    longest = std::max(longest, string.size());
+  }
+  // A token has at least a byte. Decoding may remove a space before the first.
+  const size_t count = std::min(tokens.size(), longest + 4);
+  const std::string end =
+      tokenizer.decode({tokens.end() - static_cast<ptrdiff_t>(count), tokens.end()});
+  return std::ranges::any_of(
+      strings, [&](const std::string& string) { return end.find(string) != std::string::npos; });
+}
+
+/// The text that `answer` adds to that of `prompt`.
+std::string added_text(const Tokenizer& tokenizer, std::vector<int64_t> prompt,
+                       const std::vector<int64_t>& answer) {
+  const DecodeOptions options{.skip_special_tokens = true};
+  const std::string before = tokenizer.decode(prompt, options);
+  prompt.insert(prompt.end(), answer.begin(), answer.end());
+  const std::string all = tokenizer.decode(prompt, options);
+  return all.starts_with(before) ? all.substr(before.size()) : tokenizer.decode(answer, options);
+}
+
+} // namespace detail
+
+std::vector<GeneratedText> generate_texts(PreTrainedModel model, const Tokenizer& tokenizer,
+                                          const std::vector<std::string>& prompts,
+                                          const GenerationConfig& config,
+                                          const PipelineOptions& options) {
+  if (options.batch_size < 1 ||
+      std::ranges::find(config.stop_strings, "") != config.stop_strings.end()) {
+    throw InputError("tasks::generate_texts",
+                     options.batch_size < 1 ? "batch_size=" + std::to_string(options.batch_size)
+                                            : std::string("an empty stop string"),
+                     "a batch_size of at least 1, and stop strings that are not empty");
+  }
+  GenerationConfig used = config;
+  used.vocab_size = std::min(model->config().vocab_size, tokenizer.size());
+  const auto all =
+      mapped(prompts, [&](const std::string& text) { return detail::prompt_ids(tokenizer, text); });
+  std::vector<GeneratedText> texts;
+  const auto batch_size = static_cast<size_t>(options.batch_size);
+  for (size_t begin = 0; begin < all.size(); begin += batch_size) {
+    const size_t end = std::min(begin + batch_size, all.size());
+    std::vector<bool> stopped(end - begin);
+    used.first_prompt = static_cast<int64_t>(begin);
+    const auto answers = generate(
+        model,
+        {all.begin() + static_cast<ptrdiff_t>(begin), all.begin() + static_cast<ptrdiff_t>(end)},
+        used, [&](size_t prompt, const std::vector<int64_t>& tokens) {
+          stopped[prompt] = !config.stop_strings.empty() &&
+                            detail::completes(tokenizer, tokens, config.stop_strings);
+          return stopped[prompt];
+        });
+    for (size_t i = 0; i < answers.size(); ++i) {
+      const bool ended =
+          std::ranges::find(config.eos_token_id, answers[i].back()) != config.eos_token_id.end();
+      texts.push_back({.generated_text = detail::added_text(tokenizer, all[begin + i], answers[i]),
+                       .token_ids = answers[i],
+                       .stopped = stopped[i] || ended});
+    }
+  }
+  return texts;
+}
+
 } // namespace hasten

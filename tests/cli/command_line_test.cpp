@@ -186,7 +186,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"estimate-memory --model bert-base --batch 8",
        "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",
-       "[cli::hasten] unknown command: trian. Expected train, predict, eval, "
+       "[cli::hasten] unknown command: trian. Expected train, predict, generate, eval, "
        "plan, estimate-memory, compare, state, tokenizer, synth, report, launch or env. "
        "Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
@@ -230,6 +230,11 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"predict --model m t --output o.txt",
        "[cli::predict] --output=o.txt. Expected a file name that ends in .csv or .jsonl."},
       {"predict --model m t --with-logits", "[cli::predict] --with-logits without JSON."},
+      {"generate --model m", "[cli::generate] no prompt and no --file."},
+      {"generate --model m --file f t", "[cli::generate] --file=f together with a prompt."},
+      {"generate --model m t --top-k -1", "[cli::generate] --top-k=-1. Expected 0 to 16777216."},
+      {"generate --model m t --output o.csv",
+       "[cli::generate] --output=o.csv. Expected a file name that ends in .jsonl."},
       {"predict --model m -x", "[cli::predict] unknown flag: -x."},
       {"eval --model m", "[cli::eval] --file is missing."},
       {"launch --nproc 2", "[cli::launch] no program."},

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "commands.h"
 #include "hasten/base/error.h"
 #include "hasten/core/random.h"
@@ -111,6 +113,46 @@ TEST(Pipelines, TheTokensForAMaskAreTheMostProbableOnes) {
   EXPECT_NE(error_of([&] { fill_masks(model, tokenizer, {"ada wrote"}); }).find("has no mask"),
             std::string::npos);
   EXPECT_NE(error_of([&] { tag_words(model, tokenizer, {{"ada"}}); }).find("MaskedLM"),
+            std::string::npos);
+}
+
+TEST(Pipelines, APromptsContinuationEndsWithAStopString) {
+  const WordPieceTokenizer tokenizer = small_tokenizer();
+  PreTrainedConfig config = AutoConfig::for_model("gpt2");
+  config.vocab_size = tokenizer.size() + 5; // rows that no token has
+  config.hidden_size = 16;
+  config.num_hidden_layers = 1;
+  config.num_attention_heads = 2;
+  config.max_position_embeddings = 40;
+  config.initializer_range = 1;
+  set_seed(3);
+  PreTrainedModel model = model_from_config(config, ModelTask::causal_lm);
+  const std::vector<std::string> prompts{"ada", "in london", "lovelace wrote"};
+  const GenerationConfig drawn{.max_new_tokens = 30, .do_sample = true, .top_k = 0};
+  const auto whole = generate_texts(model, tokenizer, prompts, drawn, {.batch_size = 2});
+  const auto again = generate_texts(model, tokenizer, prompts, drawn, {.batch_size = 3});
+  GenerationConfig stopping = drawn;
+  stopping.stop_strings = {"wrote", "london"};
+  const auto stopped = generate_texts(model, tokenizer, prompts, stopping);
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    EXPECT_EQ(whole[i].token_ids, again[i].token_ids);
+    EXPECT_LT(*std::ranges::max_element(whole[i].token_ids), tokenizer.size());
+    const auto ids = tokenizer.encode(prompts[i]).ids;
+    std::vector<int64_t> all = ids;
+    all.insert(all.end(), whole[i].token_ids.begin(), whole[i].token_ids.end());
+    EXPECT_EQ(tokenizer.decode(ids, {.skip_special_tokens = true}) + whole[i].generated_text,
+              tokenizer.decode(all, {.skip_special_tokens = true}));
+    EXPECT_FALSE(whole[i].stopped);
+    ASSERT_TRUE(stopped[i].stopped) << whole[i].generated_text;
+    EXPECT_TRUE(stopped[i].generated_text.ends_with("wrote") ||
+                stopped[i].generated_text.ends_with("london"))
+        << stopped[i].generated_text;
+    EXPECT_TRUE(whole[i].generated_text.starts_with(stopped[i].generated_text));
+  }
+  stopping.stop_strings = {""};
+  EXPECT_NE(error_of([&] {
+              generate_texts(model, tokenizer, prompts, stopping);
+            }).find("an empty stop string"),
             std::string::npos);
 }
 

@@ -22,7 +22,8 @@ namespace hasten {
 /// The fields have the names of transformers' GenerationConfig, and its defaults where nothing else is
 /// said.
 struct GenerationConfig {
-  /// Most tokens of an answer. 0: 256, or fewer if the model has no positions for more.
+  /// Most tokens of an answer. 0: 256, or fewer if the model has no positions for more after the
+  /// longest prompt.
   int64_t max_new_tokens = 0;
   /// Draws tokens by their probabilities. False: always takes the most probable (greedy).
   bool do_sample = false;
@@ -38,8 +39,13 @@ struct GenerationConfig {
   double repetition_penalty = 1;
   /// Each of these tokens ends an answer, as its last token. Empty: none.
   std::vector<int64_t> eos_token_id{};
+  /// A text that contains one of these ends, with the token that completes it. Only generate_texts()
+  /// reads them.
+  std::vector<std::string> stop_strings{};
   /// Draws depend on the seed, the prompt's index and the token's place alone, not on the batch.
   uint64_t seed = 42;
+  /// Index of the first prompt, where the prompts are a part of more.
+  int64_t first_prompt = 0;
   /// Keeps keys and values (KeyValueCache). False: computes all tokens for each new one. Models
   /// without supports_cache() never use it.
   bool use_cache = true;

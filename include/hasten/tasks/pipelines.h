@@ -1,4 +1,4 @@
-// Answers of token-classification and fill-mask models to texts, like transformers' pipelines. The
+// Answers of token-classification, fill-mask and text-generation models to texts, like transformers' pipelines. The
 // functions run the model in batches, without gradients, in evaluation mode, in the dtype of its
 // weights and on its device. Local. Threading: one thread per model.
 #pragma once
@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "hasten/models/generation.h"
 #include "hasten/models/pretrained_model.h"
 #include "hasten/text/tokenizer.h"
 
@@ -15,7 +16,8 @@ namespace hasten {
 struct PipelineOptions {
   /// Texts of one forward. Memory: their logits, in fp32.
   int64_t batch_size = 32;
-  /// Most tokens of a text, with special tokens; 0: the limit of model and tokenizer.
+  /// Most tokens of a text, with special tokens; 0: the limit of model and tokenizer. Prompts are not
+  /// truncated.
   int64_t max_length = 0;
 };
 
@@ -64,5 +66,23 @@ std::vector<std::vector<std::vector<FilledMask>>> fill_masks(PreTrainedModel mod
                                                              const std::vector<std::string>& texts,
                                                              int64_t top_k = 5,
                                                              const PipelineOptions& options = {});
+
+/// A continuation of a prompt.
+struct GeneratedText {
+  /// Without the prompt and without special tokens: transformers' with return_full_text=False.
+  std::string generated_text{};
+  std::vector<int64_t> token_ids{}; // with the token that ended it
+  /// False: max_new_tokens ended it.
+  bool stopped = false;
+};
+
+/// Continues each prompt, in batches. A prompt has the special tokens that the tokenizer puts before a
+/// text; an empty prompt without them is its bos_token. [prompt]
+/// Throws InputError as generate() does, for an empty stop string, and for an empty prompt where the
+/// tokenizer has no bos_token.
+std::vector<GeneratedText> generate_texts(PreTrainedModel model, const Tokenizer& tokenizer,
+                                          const std::vector<std::string>& prompts,
+                                          const GenerationConfig& config = {},
+                                          const PipelineOptions& options = {});
 
 } // namespace hasten
