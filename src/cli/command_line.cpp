@@ -9,7 +9,6 @@ namespace hasten {
 namespace detail {
 
 // Flags that predict and eval share, around the file's own.
-
 void declare_model(FlagTable& flags, ModelFlags& command, const char* group) {
   flags.group(group);
   flags.value("--model", command.model, "FOLDER|NAME",
