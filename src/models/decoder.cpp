@@ -74,7 +74,7 @@ class Conv1DImpl : public torch::nn::Module {
       : weight_(register_parameter("weight", at::empty({in, out}))),
         bias_(register_parameter("bias", at::empty({out}))) {}
   at::Tensor forward(const at::Tensor& x, const Activation& activation = {}) {
-    return fast_linear(activation, x, weight_.t(), bias_);
+    return product_of(activation, x, weight_.t(), bias_);
   }
 
  private:
@@ -350,7 +350,7 @@ at::Tensor DecoderModel::logits(const ModelInputs& inputs) {
   } else if (inputs.logits_to_keep > 0) {
     x = x.slice(1, -inputs.logits_to_keep);
   }
-  return fast_linear(x, output_.is_empty() ? words_->weight : output_->weight);
+  return product_of({}, x, output_.is_empty() ? words_->weight : output_->weight);
 }
 
 // GPT-2's projections at the end of a block's parts are drawn smaller, because the sum of all blocks'

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "dropout.h"
+#include "few_rows.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
@@ -52,7 +53,13 @@ torch::nn::LayerNorm make_norm(const PreTrainedConfig& config, bool bias) {
 
 at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x,
                      const Activation& activation) {
-  return fast_linear(activation, x, layer->weight, layer->bias);
+  return product_of(activation, x, layer->weight, layer->bias);
+}
+
+at::Tensor product_of(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
+                      const at::Tensor& bias) {
+  return takes_few_rows(x, weight) ? few_rows_linear(activation(x), weight, bias)
+                                   : fast_linear(activation, x, weight, bias);
 }
 
 // The module at all but the last part of a path, and that part.

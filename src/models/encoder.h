@@ -43,6 +43,10 @@ torch::nn::LayerNorm make_norm(const PreTrainedConfig& config, bool bias = true)
 at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x,
                      const Activation& activation = {});
 
+/// fast_linear, with the short way of generation.
+at::Tensor product_of(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
+                      const at::Tensor& bias = {});
+
 /// Registers a module or a parameter under a dotted path, making the modules between.
 void register_path(torch::nn::Module& root, const std::string& path,
                    std::shared_ptr<torch::nn::Module> module);

@@ -1,7 +1,7 @@
 #include "hasten/models/generation.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -346,7 +346,7 @@ std::vector<std::vector<int64_t>> generate(PreTrainedModel model,
     used.max_new_tokens =
         std::min<int64_t>(256, model->config().max_tokens() - static_cast<int64_t>(longest));
   }
-  const at::NoGradGuard no_grad;
+  const c10::InferenceMode inference;
   const bool training = model->is_training();
   const auto put_back = c10::make_scope_exit([&] { model->train(training); });
   model->eval();

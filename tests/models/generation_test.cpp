@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "few_rows.h"
 #include "golden_family.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
@@ -141,6 +142,25 @@ TEST_F(Generation, TheCacheTakesATextInPieces) {
               model->forward({.input_ids = ids, .past_key_values = cache});
             }).find("max_tokens"),
             std::string::npos);
+}
+
+TEST_F(Generation, TheProductOfFewRowsEqualsTorchs) {
+  torch::manual_seed(1);
+  for (const int64_t rows : {1, 2, 3, 4, 5, 16}) {
+    for (const auto& [out, in] : {std::pair<int64_t, int64_t>{7, 5}, {65, 48}, {1030, 33}}) {
+      const at::Tensor weight = at::randn({out, in}), bias = at::randn({out});
+      const c10::InferenceMode inference;
+      const at::Tensor x = at::randn({rows, in});
+      for (const at::Tensor& w : {weight, weight.t().contiguous().t()}) {
+        ASSERT_TRUE(detail::takes_few_rows(x, w));
+        const at::Tensor expected = at::linear(x.to(at::kDouble), w.to(at::kDouble));
+        const at::Tensor found = detail::few_rows_linear(x, w, {});
+        EXPECT_LE((found - expected).abs().max().item<double>(), 2e-5);
+        EXPECT_TRUE(at::equal(detail::few_rows_linear(x, w, bias), found + bias));
+      }
+    }
+  }
+  EXPECT_FALSE(detail::takes_few_rows(at::randn({2, 5}), at::randn({7, 5}))); // with gradients
 }
 
 TEST_F(Generation, BadInputIsNamed) {
