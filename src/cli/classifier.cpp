@@ -51,6 +51,14 @@ int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t mo
   return asked > 0 ? std::min(asked, length) : length;
 }
 
+int64_t block_length(int64_t asked, const PreTrainedConfig& config) {
+  if (asked > config.max_tokens()) {
+    throw InputError("cli::model", "--block-size=" + std::to_string(asked),
+                     "at most the model's positions: " + std::to_string(config.max_tokens()));
+  }
+  return asked > 0 ? asked : std::min<int64_t>(1024, config.max_tokens());
+}
+
 void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
                       const Tokenizer& tokenizer) {
   if (tokenizer.size() > config.vocab_size) {
@@ -88,11 +96,25 @@ TextModel load_text_model(const ModelFlags& flags) {
   const int64_t asked = flags.max_length > 0 || !trained_length.is_number_integer()
                             ? flags.max_length
                             : trained_length.get<int64_t>();
-  DataCollatorForLanguageModelingOptions masking;
+  TaskDataOptions data;
+  auto& masking = data.masking;
   masking.mlm_probability = arguments.value("mlm_probability", masking.mlm_probability);
   masking.whole_word_mask = arguments.value("whole_word_mask", false);
   masking.seed = arguments.value("seed", masking.seed);
-  const int64_t length = allowed_length(asked, model->config(), tokenizer.model_max_length());
+  const bool causal = task.head == ModelTask::causal_lm;
+  const int64_t length = causal ? block_length(asked, model->config())
+                                : allowed_length(asked, model->config(),
+                                                 tokenizer.model_max_length());
+  data.block_size = length;
+  const auto named = [&](const char* key, auto& value) {
+    const nlohmann::json spelled_value = arguments.value(key, nlohmann::json());
+    if (spelled_value.is_string()) {
+      value = spelled<std::decay_t<decltype(value)>>(spelled_value.get<std::string>()).value_or(value);
+    }
+  };
+  SampleBy sample_by = SampleBy::line;
+  named("sample_by", sample_by);
+  named("packing_strategy", data.packing_strategy);
   const int64_t labels = model->config().num_labels();
   return {&task,
           std::move(model),
@@ -102,7 +124,8 @@ TextModel load_text_model(const ModelFlags& flags) {
               .value_or(Precision::no),
           arguments.value("label_smoothing_factor", 0.0),
           trained_class_weights(folder, labels),
-          masking};
+          data,
+          sample_by};
 }
 
 ProblemType problem_type(const Task& task, const PreTrainedConfig& config) {
@@ -110,7 +133,8 @@ ProblemType problem_type(const Task& task, const PreTrainedConfig& config) {
 }
 
 std::string example_text(const Task& task, const Tokenizer& tokenizer) {
-  return task.head == ModelTask::masked_lm
+  return task.head == ModelTask::causal_lm ? "Once upon a time"
+         : task.head == ModelTask::masked_lm
              ? "some " + tokenizer.token(tokenizer.special_id("mask_token")) + " text"
              : "some text";
 }
@@ -126,9 +150,9 @@ Batch made_up_batch(const PreTrainedModelImpl& model, int64_t rows, int64_t toke
   batch.tensors["labels"] =
       model.task() == ModelTask::sequence_classification
           ? at::randint(config.num_labels(), {rows}, at::kLong)
-          : at::randint(
-                model.task() == ModelTask::masked_lm ? config.vocab_size : config.num_labels(),
-                {rows, tokens}, at::kLong);
+          : at::randint(model.task() == ModelTask::token_classification ? config.num_labels()
+                                                                        : config.vocab_size,
+                        {rows, tokens}, at::kLong);
   return batch;
 }
 
@@ -173,6 +197,18 @@ TextTableOptions labelled_table(const TableFlags& flags, const Task& task, Head 
     }
   }
   return table;
+}
+
+void set_documents(TextTableOptions& table, const TableFlags& flags, const Task& task,
+                   SampleBy sample_by, const TextFiles& files) {
+  if (task.head != ModelTask::causal_lm) {
+    return;
+  }
+  table.documents = true;
+  table.sample_by = sample_by;
+  if (flags.text_column.empty() && flags.text_pair_column.empty()) {
+    table = with_document_columns(files, table);
+  }
 }
 
 void tell_of_cut_texts(const TextModel& model, int64_t truncated, int64_t texts) {

@@ -30,8 +30,9 @@ struct TextModel {
   double label_smoothing_factor = 0;
   std::string class_weights{};
 
-  /// How fill-mask masks the texts of an evaluation.
-  DataCollatorForLanguageModelingOptions masking{};
+  /// The data of an evaluation, as of the run that trained it.
+  TaskDataOptions data{};
+  SampleBy sample_by = SampleBy::line;
 
   const std::vector<std::string>& labels() const { return model->config().id2label; }
   ProblemType problem_type() const { return detail::problem_type(*task, model->config()); }
@@ -44,6 +45,10 @@ TextModel load_text_model(const ModelFlags& flags);
 
 /// min(`asked`, the model's positions, the tokenizer's model_max_length); `asked` 0 means no limit.
 int64_t allowed_length(int64_t asked, const PreTrainedConfig& config, int64_t model_max_length);
+
+/// Tokens of a row of text-generation: `asked`, or for 0 the model's positions, at most 1024. Throws
+/// InputError if the model has fewer positions.
+int64_t block_length(int64_t asked, const PreTrainedConfig& config);
 
 /// Throws InputError if the tokenizer has ids outside the model's embedding.
 void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
@@ -69,6 +74,10 @@ TextTableOptions table_options(const TableFlags& flags, const Task& task);
 /// several labels per sample, if the flags do not name them.
 TextTableOptions labelled_table(const TableFlags& flags, const Task& task, Head head,
                                 const std::vector<std::string>& model_labels = {});
+
+/// For text-generation: documents, and their columns unless the flags name them.
+void set_documents(TextTableOptions& table, const TableFlags& flags, const Task& task,
+                   SampleBy sample_by, const TextFiles& files);
 
 /// Warns of texts that were truncated.
 void tell_of_cut_texts(const TextModel& model, int64_t truncated, int64_t texts);

@@ -558,12 +558,14 @@ std::vector<FlagRow> flags_of(const std::string& command) {
 
 const std::vector<std::string>& task_choices() {
   static const std::vector<std::string> tasks{"text-classification", "token-classification",
-                                              "fill-mask"};
+                                              "fill-mask", "text-generation"};
   return tasks;
 }
 
 const std::vector<std::string>& model_shapes() {
-  static const std::vector<std::string> shapes{"bert-tiny", "bert-mini", "bert-small", "bert-base"};
+  static const std::vector<std::string> shapes{
+      "bert-tiny", "bert-mini",  "bert-small", "bert-base",
+      "gpt2-mini", "gpt2-small", "llama-mini", "llama-small"};
   return shapes;
 }
 

@@ -14,6 +14,7 @@
 
 #include "hasten/config/training_arguments.h"
 #include "hasten/launch/launch.h"
+#include "hasten/text/packing.h"
 #include "hasten/text/problem_type.h"
 
 namespace hasten {
@@ -53,6 +54,11 @@ struct TrainCommand : ProcessFlags {
   /// fill-mask: the share of tokens that the model has to find, and whether whole words are masked.
   double mlm_probability = 0.15;
   bool whole_word_mask = false;
+  /// text-generation: tokens of a row (0: the model's limit, at most 1024), what shares it, and what
+  /// a document of a .txt file is.
+  int64_t block_size = 0;
+  PackingStrategy packing_strategy = PackingStrategy::bfd_split;
+  SampleBy sample_by = SampleBy::line;
   /// A Hugging Face folder or the name of a repository in its cache (pretrained_folder()), or the
   /// name of a shape (model_shapes()).
   std::string model{};

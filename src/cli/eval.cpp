@@ -20,11 +20,13 @@ namespace hasten {
 
 namespace detail {
 
-TextClassificationOptions eval_options(const EvalCommand& command, const TextModel& model) {
+TextClassificationOptions eval_options(const EvalCommand& command, const TextModel& model,
+                                       const TextFiles& files) {
   TextClassificationOptions options;
   options.label_names = model.labels();
   options.max_train_rows = command.max_rows;
   options.table = labelled_table(command.table, *model.task, model.problem_type(), model.labels());
+  set_documents(options.table, command.table, *model.task, model.sample_by, files);
   auto& asked = options.table.label_columns;
   if (!asked.empty()) {
     if (!std::is_permutation(asked.begin(), asked.end(), options.label_names.begin(),
@@ -39,20 +41,21 @@ TextClassificationOptions eval_options(const EvalCommand& command, const TextMod
 
 std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command, const TextModel& model,
                                               bool is_main) {
-  const auto rows =
-      tokenize_text_classification(TextFiles::open(command.file, "cli::eval", "--file"), {},
-                                   {.texts = eval_options(command, model),
-                                    .tokenizer = model.tokenizer,
-                                    .max_length = model.max_length,
-                                    .threads = tokenizer_threads()});
+  const auto files = TextFiles::open(command.file, "cli::eval", "--file");
+  const auto texts = eval_options(command, model, files);
+  const bool cut_later = texts.table.documents && texts.table.text_pair_column.empty();
+  const auto rows = tokenize_text_classification(files, {},
+                                                 {.texts = texts,
+                                                  .tokenizer = model.tokenizer,
+                                                  .max_length = cut_later ? 0 : model.max_length,
+                                                  .threads = tokenizer_threads()});
   if (is_main) {
     tell_of_cut_texts(model, rows.truncated, std::ssize(rows.train.rows));
     if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
       log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
     }
   }
-  return std::make_shared<const TokenizedDataset>(
-      rows.train, model.task->collator(model.tokenizer, model.masking));
+  return task_dataset(*model.task, rows.train, model.tokenizer, model.data);
 }
 
 /// The label of sample `row`, in the form of Predictions::label().
@@ -76,11 +79,11 @@ std::string true_label(const Dataset& rows, int64_t row, const TextModel& model,
 /// Reads the texts once more, because the data set has only their tokens.
 void write_eval_predictions(const EvalCommand& command, const TextModel& model, const Dataset& rows,
                             const at::Tensor& logits) {
-  TextTableOptions options = eval_options(command, model).table;
+  const auto files = TextFiles::open(command.file, "cli::eval", "--file");
+  TextTableOptions options = eval_options(command, model, files).table;
   options.max_rows = command.max_rows;
   std::vector<std::string> texts;
-  for (TextRowReader reader(TextFiles::open(command.file, "cli::eval", "--file"), options);
-       reader.next();) {
+  for (TextRowReader reader(files, options); reader.next();) {
     texts.emplace_back(reader.text());
   }
   if (std::ssize(texts) != rows.size()) {

@@ -125,7 +125,9 @@ class Hasten {
     if (command.nproc == 1 && !command.logs.any()) {
       become_worker(arguments_);
     }
-    check_lines(command.train_file, command.nproc);
+    if (command.task != "text-generation") { // where a line may give several samples
+      check_lines(command.train_file, command.nproc);
+    }
     LaunchOptions options = with_prefix(command);
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
     return report(launch_workers(std::move(options)), true);

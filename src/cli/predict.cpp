@@ -259,6 +259,11 @@ void predict_classes(const PredictCommand& command, const TextModel& model,
 
 int run_command(const PredictCommand& command) {
   const detail::TextModel model = detail::load_text_model(command);
+  if (model.task->head == ModelTask::causal_lm) {
+    throw InputError("cli::predict", "--model=" + command.model + " is for " + model.task->name,
+                     "a model that labels texts or fills masks",
+                     "continue texts with hasten generate --model " + command.model);
+  }
   std::vector<std::string> pairs;
   const auto texts = detail::given_texts("cli::predict", command, *model.task, pairs);
   if (model.task->problem_types.size() > 1) {

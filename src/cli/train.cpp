@@ -54,9 +54,19 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
     options.vocab.vocab_size = command.vocab_size;
     inputs.vocabulary = "learned from the training texts";
   }
-  inputs.max_length = options.max_length = allowed_length(
-      command.arguments.max_length, config,
-      options.tokenizer ? options.tokenizer->model_max_length() : options.learned.model_max_length);
+  if (inputs.task->head == ModelTask::causal_lm) {
+    inputs.max_length = inputs.options.block_size = block_length(command.block_size, config);
+    check_vocabulary(command.model, config, *options.tokenizer);
+    set_documents(options.texts.table, command.table, *inputs.task, command.sample_by,
+                  TextFiles::open(command.train_file, "cli::train", "--train-file"));
+    // Documents are cut into rows later.
+    options.max_length = options.texts.table.text_pair_column.empty() ? 0 : inputs.max_length;
+  } else {
+    inputs.max_length = options.max_length =
+        allowed_length(command.arguments.max_length, config,
+                       options.tokenizer ? options.tokenizer->model_max_length()
+                                         : options.learned.model_max_length);
+  }
   options.threads = tokenizer_threads();
   options.cache_dir = cache_folder(command.cache_dir);
   return options;
@@ -149,6 +159,7 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   }
   options.vocab_size = inputs.data->tokenizer.size();
   options.pad_token_id = inputs.data->tokenizer.pad_id();
+  options.eos_token_id = inputs.data->tokenizer.special_id("eos_token");
   return model_from_pretrained(command.model, inputs.task->head, options);
 }
 
@@ -204,19 +215,25 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
   }
   inputs.data = read_train_data(command, tokenize_options(command, config, trained, inputs),
                                 inputs.head == Head::single_label, is_main);
-  require_row_each(std::ssize(inputs.data->train.rows), world_size);
+  if (inputs.task->collator) { // else a document may give several samples
+    require_row_each(std::ssize(inputs.data->train.rows), world_size);
+  }
   require_class_weights(command, std::ssize(inputs.data->label_names));
   inputs.model = train_model(command, config, inputs);
   check_vocabulary(command.model, inputs.model->config(), inputs.data->tokenizer);
   check_free_space(command.arguments.output_dir, bytes_on_disk(command.arguments, *inputs.model));
-  inputs.masking.mlm_probability = command.mlm_probability;
-  inputs.masking.whole_word_mask = command.whole_word_mask;
-  inputs.masking.seed = command.arguments.seed;
-  const auto collator = inputs.task->collator(inputs.data->tokenizer, inputs.masking);
-  inputs.train = std::make_shared<const TokenizedDataset>(inputs.data->train, collator);
+  inputs.options.masking.mlm_probability = command.mlm_probability;
+  inputs.options.masking.whole_word_mask = command.whole_word_mask;
+  inputs.options.masking.seed = command.arguments.seed;
+  inputs.options.packing_strategy = command.packing_strategy;
+  const auto samples = [&](const TokenTable& table) {
+    return task_dataset(*inputs.task, table, inputs.data->tokenizer, inputs.options);
+  };
+  inputs.train = samples(inputs.data->train);
   if (!inputs.data->eval.rows.empty()) {
-    inputs.eval = std::make_shared<const TokenizedDataset>(inputs.data->eval, collator);
+    inputs.eval = samples(inputs.data->eval);
   }
+  require_row_each(inputs.train->size(), world_size);
   return inputs;
 }
 
@@ -241,9 +258,15 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
     lines.emplace_back("data", line);
   }
   const auto rows = static_cast<int64_t>(in.data->train.rows.size() + in.data->eval.rows.size());
-  lines.emplace_back("texts", std::to_string(in.data->tokens / std::max<int64_t>(1, rows)) +
-                                  " tokens on average, " + format_count(in.data->truncated) +
-                                  " truncated to " + std::to_string(in.max_length));
+  std::string texts =
+      std::to_string(in.data->tokens / std::max<int64_t>(1, rows)) + " tokens on average, ";
+  if (in.task->collator || in.data->truncated > 0) {
+    texts += format_count(in.data->truncated) + " truncated to " + std::to_string(in.max_length);
+  } else {
+    texts += "in " + format_count(in.train->size()) + " rows of " + std::to_string(in.max_length) +
+             " to train on (" + spelling(in.options.packing_strategy) + ")";
+  }
+  lines.emplace_back("texts", texts);
   lines.emplace_back("token ids", cache_line(in.data->cache));
   if (!in.vocabulary.empty()) {
     lines.emplace_back("vocabulary",
@@ -370,7 +393,8 @@ int run_command(const TrainCommand& command) {
   if (accelerator->is_main_process()) {
     const std::string& folder = command.arguments.output_dir;
     log_info(result + "Model in " + folder + ".");
-    log_info("Try: hasten predict --model " + folder + " \"" +
+    const bool causal = inputs.task->head == ModelTask::causal_lm;
+    log_info(std::string("Try: hasten ") + (causal ? "generate" : "predict") + " --model " + folder + " \"" +
              example_text(*inputs.task, inputs.data->tokenizer) + "\"");
   }
   accelerator->end_training();

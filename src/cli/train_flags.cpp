@@ -23,7 +23,8 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
 
   flags.group("Data");
   flags.value("--train-file,--train-data", command.train_file, "FILE,...",
-              "training data, .csv, .tsv or .jsonl, also .gz; words with tags are .jsonl or CoNLL; "
+              "training data, .csv, .tsv or .jsonl, also .gz; words with tags are .jsonl or CoNLL; texts "
+              "for text-generation also .txt, or records with a prompt and a completion; "
               "several files with commas or as a pattern in quotes, 'part-*.csv' (default: the "
               "4,000 generated reviews of hasten synth reviews, 10 % of them for evaluation)");
   declare_table(flags, command.table, true);
@@ -34,6 +35,16 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
               "fill-mask: share of the tokens that the model has to find");
   flags.flag("--whole-word-mask", command.whole_word_mask,
              "fill-mask: mask all tokens of a word together");
+  flags.value("--block-size", command.block_size, "TOKENS",
+              "text-generation: tokens of a row (default: 1024, or the model's limit if that is "
+              "lower)",
+              kAnyRows);
+  flags.value("--packing-strategy", command.packing_strategy, "NAME",
+              "text-generation: bfd_split (documents share rows, and none sees another), wrapped "
+              "(all documents are one text, cut into rows) or none (a document in each row)");
+  flags.value("--sample-by", command.sample_by, "WHAT",
+              "text-generation: a document of a .txt file: line, paragraph (lines between empty "
+              "lines) or document (the whole file)");
   flags.value("--eval-file,--eval-data", command.eval_file, "FILE,...",
               "evaluation data, as for --train-file");
   flags.value("--eval-split", command.eval_split, "FRACTION",
@@ -288,7 +299,8 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
   const std::vector<std::string> of_problem =
       problem == "token-classification"
           ? std::vector<std::string>{"f1", "precision", "recall", "accuracy"}
-      : problem == "fill-mask"  ? std::vector<std::string>{"perplexity", "accuracy"}
+      : problem == "fill-mask"       ? std::vector<std::string>{"perplexity", "accuracy"}
+      : problem == "text-generation" ? std::vector<std::string>{"perplexity"}
       : problem == "regression" ? std::vector<std::string>{"mse", "mae", "pearson", "spearman"}
       : problem == "multi_label_classification"
           ? std::vector<std::string>{"f1_micro", "f1_macro", "accuracy"}
@@ -300,16 +312,42 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
                 "one of loss, " + joined(of_problem), write_nearest(wanted, names));
 }
 
+/// Checks the flags that only text-generation has, and those that it lacks.
+void check_causal_task(const FlagTable& flags, const TrainCommand& command) {
+  const std::string with = " with --task=" + command.task;
+  const TrainCommand none;
+  if (command.task != "text-generation") {
+    flags.require(command.block_size == 0 && command.packing_strategy == none.packing_strategy &&
+                      command.sample_by == none.sample_by,
+                  "--block-size, --packing-strategy or --sample-by" + with,
+                  "--task text-generation");
+    return;
+  }
+  flags.require(!command.train_file.empty(), "no --train-file" + with, "a file with texts");
+  flags.require(command.block_size != 1, "--block-size=1", "at least 2 tokens");
+  flags.require(command.arguments.max_length == TrainingArguments().max_length,
+                "--max-length" + with, "--block-size", "write --block-size");
+  flags.require(command.mlm_probability == none.mlm_probability && !command.whole_word_mask,
+                "--mlm-probability or --whole-word-mask" + with, "--task fill-mask");
+  flags.require(!is_model_shape(command.model) || !command.model.starts_with("bert"),
+                "--model=" + command.model + with, "a decoder, such as gpt2-mini or llama-mini");
+  flags.require(!is_model_shape(command.model) || !command.tokenizer.empty(),
+                "--model=" + command.model + with + " without --tokenizer",
+                "--tokenizer FOLDER, whose tokens give the text back",
+                "take that of a trained model, such as GPT-2's or Llama's");
+}
+
 /// Checks the flags of a task that has one kind of labels, and names its columns.
 void check_token_task(const FlagTable& flags, TrainCommand& command) {
   const bool words = command.task == "token-classification";
+  const bool pairs = command.task == "text-generation"; // of prompt and completion
   const TableFlags& table = command.table;
   const std::string with = " with --task=" + command.task;
   const TrainingArguments& a = command.arguments;
   flags.require(command.problem_type.empty(), "--problem-type=" + command.problem_type + with, {},
                 "leave it out");
   flags.require(table.label_columns.empty() && table.label_separator.empty() &&
-                    table.text_pair_column.empty(),
+                    (pairs || table.text_pair_column.empty()),
                 "--label-columns, --label-separator or --text-pair-column" + with,
                 "one column of texts");
   flags.require(words || table.label_column.empty(), "--label-column=" + table.label_column + with,
@@ -332,7 +370,10 @@ void check_problem(const FlagTable& flags, TrainCommand& command) {
   const auto name = [](std::string& column, const char* by_default) {
     column = column.empty() ? by_default : column;
   };
-  name(command.table.text_column, words ? "tokens" : "text");
+  check_causal_task(flags, command);
+  if (command.task != "text-generation") { // where the file says which columns it has
+    name(command.table.text_column, words ? "tokens" : "text");
+  }
   if (command.task != "text-classification") {
     check_token_task(flags, command);
     name(command.table.label_column, words ? "ner_tags" : "");
@@ -378,14 +419,16 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   TrainCommand command;
   FlagTable flags(
       entry,
-      {.summary = "fine-tune a transformer of the BERT family on texts",
+      {.summary = "train or fine-tune a transformer on texts",
        .usage = "--model MODEL --output-dir FOLDER [flags]",
        .examples = {"hasten train --model bert-mini --train-file reviews.csv \\\n"
                     "    --eval-split 0.1 --nproc 2 --output-dir out",
                     "hasten train --task token-classification --model distilbert \\\n"
                     "    --train-file train.conll --eval-file dev.conll --output-dir ner",
                     "hasten train --task fill-mask --model roberta --train-file texts.csv \\\n"
-                    "    --eval-split 0.1 --output-dir adapted"},
+                    "    --eval-split 0.1 --output-dir adapted",
+                    "hasten train --task text-generation --model gpt2-mini --tokenizer gpt2 \\\n"
+                    "    --train-file book.txt --sample-by paragraph --output-dir writer"},
        .notes = "Writes a model folder in the Hugging Face layout, which hasten "
                 "predict, hasten eval and Python's transformers read. " +
                 std::string(kEnvironmentNote)});

@@ -18,7 +18,7 @@ namespace hasten::detail {
 struct TrainInputs {
   const Task* task = nullptr;
   Head head = Head::single_label;
-  DataCollatorForLanguageModelingOptions masking{};
+  TaskDataOptions options{};
   std::optional<TokenizedClassification> data{};
   std::shared_ptr<const Dataset> train{};
   std::shared_ptr<const Dataset> eval{}; // null without evaluation data

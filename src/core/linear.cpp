@@ -98,10 +98,11 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
 // cache, and allocating it costs no page faults.
 constexpr int64_t kConvertedPiece = 1 << 16; // elements
 
-/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined.
-/// The last piece is padded with zero rows. In 16 bits the result of each piece is rounded to 16
+/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined, or
+/// with `add` added to it. The last piece is padded with zero rows. In 16 bits the result of each piece is rounded to 16
 /// bits, but their sum is not.
-static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out) {
+static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out,
+                                       bool add_to_out = false) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
   if (!out.defined()) {
@@ -130,7 +131,7 @@ static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b,
   int64_t done = 0;
   while (rows - done >= kFewestRows) {
     const int64_t piece = next_piece(rows - done);
-    add(a.narrow(0, done, piece), b.narrow(0, done, piece), done == 0);
+    add(a.narrow(0, done, piece), b.narrow(0, done, piece), done == 0 && !add_to_out);
     done += piece;
   }
   if (const int64_t left = rows - done; left > 0) {
@@ -139,7 +140,7 @@ static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b,
       copy.narrow(0, 0, left).copy_(x.narrow(0, done, left));
       return copy;
     };
-    add(filled(a), filled(b), done == 0);
+    add(filled(a), filled(b), done == 0 && !add_to_out);
   }
   return out;
 }
@@ -353,6 +354,19 @@ at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const 
 
 at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   return fast_linear(Activation{}, x, weight, bias);
+}
+
+void add_product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
+  const bool narrow = a.scalar_type() != at::kFloat;
+  if (at::globalContext().userEnabledMkldnn() && detail::float_or_bf16(a) &&
+      detail::plain(b, a.scalar_type()) && detail::plain(out, at::kFloat) &&
+      (narrow ? linear_uses_bf16() : linear_uses_onednn())) {
+    detail::onednn_sum_over_rows(a, b, out, true);
+  } else if (narrow) {
+    out.add_(at::mm(a.t(), b));
+  } else {
+    out.addmm_(a.t(), b);
+  }
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -245,7 +245,15 @@ class DecoderModel : public PreTrainedModelImpl {
     return task() == ModelTask::causal_lm ? "lm_head" : "score";
   }
 
+ protected:
+  LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels) override {
+    return linear_cross_entropy(decode(inputs), output_weight(), labels);
+  }
+
  private:
+  const at::Tensor& output_weight() const {
+    return output_.is_empty() ? words_->weight : output_->weight;
+  }
   at::Tensor decode(const ModelInputs& inputs);
   at::Tensor last_tokens(const ModelInputs& inputs) const;
 
@@ -294,14 +302,20 @@ DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task, Decod
   }
 }
 
-/// True where a token may not attend to another: [1, 1, T, past + T], or with padding [B, …].
+/// True where a token may not attend to another: [1, 1, T, past + T], or with padding or texts [B, …].
 static at::Tensor ignored_tokens(const ModelInputs& inputs, int64_t past) {
   const int64_t tokens = inputs.input_ids.size(1);
-  const at::Tensor later =
+  at::Tensor ignored =
       at::ones({1, 1, tokens, past + tokens}, inputs.input_ids.options().dtype(at::kBool))
           .triu(past + 1);
+  if (const at::Tensor& places = inputs.position_ids; places.defined() && !inputs.past_key_values) {
+    const at::Tensor steps = places.slice(1, 1) - places.slice(1, 0, -1);
+    const at::Tensor text = at::constant_pad_nd(steps.ne(1), {1, 0}).cumsum(1).unsqueeze(1);
+    ignored = ignored | text.unsqueeze(2).ne(text.unsqueeze(3));
+  }
   const at::Tensor padding = padding_of(inputs.attention_mask);
-  return padding.defined() ? later | padding.view({padding.size(0), 1, 1, past + tokens}) : later;
+  return padding.defined() ? ignored | padding.view({padding.size(0), 1, 1, past + tokens})
+                           : ignored;
 }
 
 at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
@@ -350,7 +364,7 @@ at::Tensor DecoderModel::logits(const ModelInputs& inputs) {
   } else if (inputs.logits_to_keep > 0) {
     x = x.slice(1, -inputs.logits_to_keep);
   }
-  return product_of({}, x, output_.is_empty() ? words_->weight : output_->weight);
+  return product_of({}, x, output_weight());
 }
 
 // GPT-2's projections at the end of a block's parts are drawn smaller, because the sum of all blocks'

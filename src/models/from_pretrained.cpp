@@ -335,6 +335,11 @@ PreTrainedModel model_from_shape(const std::string& shape, ModelTask task,
   config.pad_token_id = options.pad_token_id;
   config.id2label = options.id2label.value_or(config.id2label);
   config.problem_type = options.problem_type.value_or("");
+  if (options.eos_token_id >= 0) {
+    auto others = parse_json(kLoadWhere, "other_keys", config.other_keys);
+    others["eos_token_id"] = options.eos_token_id;
+    config.other_keys = others.dump();
+  }
   PreTrainedModel model = model_from_config(config, task);
   model->set_loading_info({.missing_keys = model->named_parameters().keys(),
                            .new_output = true,

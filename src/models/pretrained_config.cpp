@@ -15,22 +15,27 @@ namespace detail {
 
 constexpr const char* kConfigWhere = "models::PreTrainedConfig";
 
-struct BertShape {
+struct ModelShape {
   std::string_view name;
+  std::string_view model_type;
   int64_t layers;
   int64_t hidden;
+  int64_t wide; // intermediate_size
 };
-constexpr std::array<BertShape, 4> kBertShapes = {{
-    {"bert-tiny", 2, 128},
-    {"bert-mini", 4, 256},
-    {"bert-small", 4, 512},
-    {"bert-base", 12, 768},
+constexpr std::array<ModelShape, 8> kModelShapes = {{
+    {"bert-tiny", "bert", 2, 128, 512},
+    {"bert-mini", "bert", 4, 256, 1024},
+    {"bert-small", "bert", 4, 512, 2048},
+    {"bert-base", "bert", 12, 768, 3072},
+    {"gpt2-mini", "gpt2", 6, 384, 1536},
+    {"gpt2-small", "gpt2", 12, 768, 3072},
+    {"llama-mini", "llama", 6, 384, 1024},
+    {"llama-small", "llama", 12, 768, 2048},
 }};
 
-const BertShape* find_shape(std::string_view name) {
-  const auto* found =
-      std::ranges::find_if(kBertShapes, [&](const BertShape& shape) { return shape.name == name; });
-  return found == kBertShapes.end() ? nullptr : found;
+const ModelShape* find_shape(std::string_view name) {
+  const auto* found = std::ranges::find(kModelShapes, name, &ModelShape::name);
+  return found == kModelShapes.end() ? nullptr : found;
 }
 
 // Call visit(name, value) for fields of PreTrainedConfig.
@@ -294,19 +299,19 @@ PreTrainedConfig AutoConfig::from_shape(std::string_view shape, int64_t vocab_si
     throw InputError("models::AutoConfig", "unknown shape=" + std::string(shape),
                      "one of " + shapes_text() + ", or a model folder");
   }
-  PreTrainedConfig config;
+  PreTrainedConfig config = for_model(known->model_type);
   config.vocab_size = vocab_size;
   config.num_hidden_layers = known->layers;
   config.hidden_size = known->hidden;
   config.num_attention_heads = known->hidden / 64;
-  config.intermediate_size = known->hidden * 4;
+  config.intermediate_size = known->wide;
   config.validate(shape);
   return config;
 }
 
 std::string AutoConfig::shapes_text() {
   return joined(
-      mapped(detail::kBertShapes, [](const auto& shape) { return std::string(shape.name); }));
+      mapped(detail::kModelShapes, [](const auto& shape) { return std::string(shape.name); }));
 }
 
 bool AutoConfig::is_shape(std::string_view name) { return detail::find_shape(name) != nullptr; }

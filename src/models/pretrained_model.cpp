@@ -22,7 +22,7 @@ PreTrainedModelImpl::PreTrainedModelImpl(PreTrainedConfig config, ModelTask task
   config_.architectures = {model_family(config_.model_type).class_name(task)};
 }
 
-ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
+void PreTrainedModelImpl::check_inputs(const ModelInputs& inputs) const {
   const int64_t past = inputs.past_key_values ? inputs.past_key_values->length() : 0;
   if (!inputs.input_ids.defined() || inputs.input_ids.dim() != 2 ||
       past + inputs.input_ids.size(1) > config_.max_tokens()) {
@@ -33,6 +33,31 @@ ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
                          std::to_string(config_.max_tokens()) + " tokens",
                      "truncate the texts (max_length)");
   }
+}
+
+LinearCrossEntropy PreTrainedModelImpl::causal_loss(const ModelInputs& inputs) {
+  check_inputs(inputs);
+  if (task_ != ModelTask::causal_lm || !inputs.labels.defined() ||
+      inputs.labels.sizes() != inputs.input_ids.sizes() || inputs.past_key_values) {
+    throw InputError("models::causal_loss",
+                     std::string("task=") + std::string(task_name(task_)) + ", labels=" +
+                         (inputs.labels.defined() ? c10::str(inputs.labels.sizes())
+                                                  : std::string("undefined")),
+                     "task=CausalLM, labels of the shape of input_ids, no past_key_values");
+  }
+  return next_token_loss(inputs, shifted_labels(inputs.labels));
+}
+
+LinearCrossEntropy PreTrainedModelImpl::next_token_loss(const ModelInputs& inputs,
+                                                        const at::Tensor& labels) {
+  const at::Tensor scores = logits(inputs).to(at::kFloat);
+  const at::Tensor losses =
+      at::cross_entropy_loss(scores.flatten(0, 1), labels.flatten(), {}, at::Reduction::None);
+  return {.loss_sum = losses.sum(), .token_losses = losses.detach().view(labels.sizes())};
+}
+
+ModelOutput PreTrainedModelImpl::forward(const ModelInputs& inputs) {
+  check_inputs(inputs);
   ModelOutput output;
   output.logits = logits(inputs);
   if (inputs.labels.defined()) {

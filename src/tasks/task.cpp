@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <deque>
 #include <mutex>
 
@@ -11,6 +12,7 @@
 #include "hasten/metrics/classification.h"
 #include "hasten/metrics/perplexity.h"
 #include "hasten/tasks/entity_metrics.h"
+#include "hasten/text/packed_dataset.h"
 #include "hasten/text/tokenized_dataset.h"
 #include "hasten/trainer/losses.h"
 
@@ -115,9 +117,51 @@ Task fill_mask() {
           }};
 }
 
+/// Perplexity of tokens whose losses are computed already.
+class LossPerplexity final : public SumMetric {
+ public:
+  LossPerplexity() : SumMetric("tasks::text_generation", {2}, at::kDouble) {}
+  void update(const at::Tensor& token_losses, const at::Tensor& labels) {
+    const at::Tensor tokens = shifted_labels(labels).ne(kIgnoredLabel).sum();
+    sums_.add_(at::stack({token_losses.sum(at::kDouble), tokens.to(at::kDouble)}).cpu());
+  }
+  double compute() const {
+    return std::exp(sums_[0].item<double>() / sums_[1].item<double>()); // 0 / 0 is NaN
+  }
+};
+
+/// Outputs are the tokens' losses [B, T], because logits of all tokens would not fit in memory.
+LossFunction next_token_loss(PreTrainedModel model, ProblemType) {
+  return [model = std::move(model)](const Batch& batch) mutable {
+    ModelInputs inputs = model_inputs(batch);
+    if (!batch.has("labels")) {
+      return LossOutput{.outputs = model->forward(inputs).logits};
+    }
+    inputs.labels = batch["labels"];
+    const LinearCrossEntropy loss = model->causal_loss(inputs);
+    const at::Tensor tokens = shifted_labels(inputs.labels).ne(kIgnoredLabel).sum();
+    return LossOutput{.loss_sum = loss.loss_sum,
+                      .weight = static_cast<double>(tokens.item<int64_t>()),
+                      .outputs = loss.token_losses};
+  };
+}
+
+Task text_generation() {
+  return {.name = "text-generation",
+          .head = ModelTask::causal_lm,
+          .problem_types = {ProblemType::unlabelled},
+          .label_column = {},
+          .loss = next_token_loss,
+          .metrics =
+              [](ProblemType, const std::vector<std::string>&) {
+                return named_metrics("labels", std::pair("perplexity", LossPerplexity()));
+              }};
+}
+
 struct TaskRegistry {
   std::mutex mutex{};
-  std::deque<Task> tasks{text_classification(), token_classification(), fill_mask()};
+  std::deque<Task> tasks{text_classification(), token_classification(), fill_mask(),
+                         text_generation()};
 };
 
 TaskRegistry& task_registry() {
@@ -126,6 +170,17 @@ TaskRegistry& task_registry() {
 }
 
 } // namespace detail
+
+std::shared_ptr<const Dataset> task_dataset(const Task& task, const TokenTable& table,
+                                            const Tokenizer& tokenizer,
+                                            const TaskDataOptions& options) {
+  if (task.collator) {
+    return std::make_shared<const TokenizedDataset>(table,
+                                                    task.collator(tokenizer, options.masking));
+  }
+  return std::make_shared<const PackedDataset>(table, options.block_size, options.packing_strategy,
+                                               std::max<int64_t>(tokenizer.special_id("eos_token"), 0));
+}
 
 void register_task(Task task) {
   if (task.name.empty() || task.problem_types.empty() || !task.collator || !task.loss ||
@@ -172,7 +227,8 @@ ModelInputs model_inputs(const Batch& batch) {
   const auto of = [&](const char* name) { return batch.has(name) ? batch[name] : at::Tensor(); };
   return {.input_ids = batch["input_ids"],
           .attention_mask = batch.padded ? of("attention_mask") : at::Tensor(),
-          .token_type_ids = of("token_type_ids")};
+          .token_type_ids = of("token_type_ids"),
+          .position_ids = of("position_ids")};
 }
 
 ProblemType problem_type_of(const PreTrainedConfig& config) {

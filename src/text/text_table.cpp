@@ -12,6 +12,7 @@
 #include "hasten/text/jsonl.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/utf8.h"
+#include "plain_text.h"
 
 namespace hasten {
 
@@ -47,6 +48,10 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
 
 std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
                                            const TextTableOptions& options) {
+  if (options.documents && file->extension() == ".txt") {
+    check_csv_options(file->path(), options, "plain text");
+    return std::make_unique<PlainTextReader>(std::move(file), options.sample_by);
+  }
   if (is_jsonl(file->extension())) {
     check_csv_options(file->path(), options, "JSON Lines");
     return std::make_unique<JsonlReader>(std::move(file),
@@ -122,6 +127,13 @@ bool TextRowReader::next() {
     text_ = records_->field(text_column_);
     if (!passes) {
       ++counts_.filtered_out;
+    } else if (options_.documents && pair_column_ && (is_blank(text_) || is_blank(text_pair()))) {
+      throw InputError(detail::kTextTable,
+                       position() + ": " +
+                           (is_blank(text_) ? options_.text_column : options_.text_pair_column) +
+                           " is empty or missing",
+                       "a prompt and a completion in each record",
+                       "remove the record, or leave it out with a filter");
     } else if (!options_.keep_empty_text &&
                (is_blank(text_) || (pair_column_ && is_blank(text_pair())))) {
       ++counts_.empty_text;
@@ -151,6 +163,27 @@ void TextRowReader::require_rows() const {
           std::to_string(counts_.empty_text) + ", with empty label " +
           std::to_string(counts_.empty_label),
       "at least one sample with a text and a label", "check the columns and the filters");
+}
+
+TextTableOptions with_document_columns(const TextFiles& files, TextTableOptions options) {
+  if (files.empty()) {
+    return options;
+  }
+  const auto columns = detail::open_records(files[0], options)->columns();
+  const auto has = [&](const char* name) { return std::ranges::find(columns, name) != columns.end(); };
+  for (const char* chat : {"messages", "conversations"}) {
+    if (has(chat) && !has("text") && !has("completion")) {
+      throw InputError(detail::kTextTable,
+                       files[0]->path().string() + " has conversations in column=" + chat,
+                       "a column text, or prompt and completion",
+                       "write the conversations as texts first, with the tokenizer's chat template");
+    }
+  }
+  if (has("prompt") && (has("completion") || !has("text"))) {
+    options.text_column = "prompt";
+    options.text_pair_column = "completion";
+  }
+  return options;
 }
 
 LabelledWords read_labelled_words(const TextRowReader& reader, const TextTableOptions& options) {

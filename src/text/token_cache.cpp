@@ -100,7 +100,7 @@ nlohmann::json described_files(const TextFiles& files) {
 std::string token_cache_key(const TextFiles& train_files, const TextFiles& eval_files,
                             const TokenizedClassificationOptions& options) {
   const TextClassificationOptions& texts = options.texts;
-  const nlohmann::json described{
+  nlohmann::json described{
       {"rules", kTokenRules},
       {"unicode", utf8proc_unicode_version()},
       {"train", described_files(train_files)},
@@ -117,8 +117,15 @@ std::string token_cache_key(const TextFiles& train_files, const TextFiles& eval_
       {"replace", texts.replace_label_names},
       {"tokenizer", described_tokenizer(options)},
       {"max_length", options.max_length}};
+  if (texts.table.documents) {
+    described["documents"] = static_cast<int>(texts.table.sample_by);
+  }
   // Options may have bytes that are not UTF-8.
   return text_hash_hex(described.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+bool of_documents(const TokenizedClassificationOptions& options) {
+  return options.texts.table.documents;
 }
 
 bool has_pairs(const TokenizedClassificationOptions& options) {
@@ -137,7 +144,14 @@ class TokenMaker {
         tell_(std::move(tell)),
         total_(train_files.bytes() + eval_files.bytes()),
         selection_(select_text_rows(train_files, eval_files, options.texts)),
-        tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()) {}
+        tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()),
+        eos_id_(tokenizer_.special_id("eos_token")) {
+    if (of_documents(options) && eos_id_ < 0) {
+      throw InputError("data::tokenize_text_classification", "the tokenizer's eos_token is not set",
+                       "a token that ends each document",
+                       "set eos_token in the tokenizer's tokenizer_config.json");
+    }
+  }
 
   void make(const Sink& sink) {
     train_.clear();
@@ -175,6 +189,7 @@ class TokenMaker {
     std::vector<std::string> texts{};
     std::vector<std::string> pairs{}; // [text]; empty without pairs
     std::vector<LabelledWords> words{}; // [text]; instead of texts
+    std::vector<std::string> positions{}; // [text], of prompts
     std::vector<Place> places{}; // [text]
     size_t bytes = 0;
   };
@@ -214,6 +229,9 @@ class TokenMaker {
       }
       if (has_pairs(options_)) {
         chunk.pairs.emplace_back(reader.text_pair());
+        if (of_documents(options_)) {
+          chunk.positions.push_back(reader.position());
+        }
       }
       chunk.places.push_back(
           {rows.labels[row], rows.sides[row] == SelectedRows::Side::train ? &train_ : &eval_});
@@ -236,9 +254,14 @@ class TokenMaker {
       const auto& row = encodings[i].ids;
       const Place& place = chunk.places[i];
       const bool set = type() == ProblemType::multi_label;
-      const std::vector<int32_t> after = numbers_after(chunk, i, encodings[i]);
-      const auto label =
+      std::vector<int32_t> after = numbers_after(chunk, i, encodings[i]);
+      auto label =
           set ? static_cast<int32_t>(selection_.label_sets[place.label].size()) : place.label;
+      if (of_documents(options_)) {
+        label = after.empty() ? 0 : after[0];
+        after.clear();
+        require_completion(chunk, i, row.size(), label);
+      }
       if (place.side == &train_) {
         checksum_.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof(row[0])});
         checksum_.add(
@@ -258,9 +281,45 @@ class TokenMaker {
     chunk = {};
   }
 
+  void require_completion(const Chunk& chunk, size_t i, size_t tokens, int32_t prompt) const {
+    if (static_cast<size_t>(prompt) >= tokens) {
+      throw InputError("data::tokenize_text_classification",
+                       chunk.positions[i] + ": the prompt has tokens=" + std::to_string(prompt) +
+                           " or more, which leaves none for the completion",
+                       "a prompt shorter than the row",
+                       "raise --block-size=" + std::to_string(options_.max_length) +
+                           ", or shorten the prompt");
+    }
+  }
+
+  // A document with its end. The second text of a pair is tokenized with the first, so tokens may join
+  // them; the prompt ends where its own tokens differ from those.
+  Encoding encode_document(const Chunk& chunk, size_t i) const {
+    const bool pair = !chunk.pairs.empty();
+    Encoding encoding = tokenizer_.encode(pair ? chunk.texts[i] + chunk.pairs[i] : chunk.texts[i]);
+    if (encoding.ids.empty() || encoding.ids.back() != eos_id_) {
+      encoding.ids.push_back(eos_id_);
+    }
+    encoding.token_type_ids.clear();
+    if (pair) {
+      const auto prompt = tokenizer_.encode(chunk.texts[i]).ids;
+      const auto differ = std::ranges::mismatch(encoding.ids, prompt).in1;
+      encoding.token_type_ids.assign(static_cast<size_t>(differ - encoding.ids.begin()), 0);
+      if (options_.max_length > 0 && std::ssize(encoding.ids) > options_.max_length) {
+        encoding.truncated = true;
+        encoding.ids.resize(static_cast<size_t>(options_.max_length));
+      }
+      encoding.token_type_ids.resize(encoding.ids.size(), 1);
+    }
+    return encoding;
+  }
+
   ProblemType type() const { return options_.texts.table.problem_type; }
 
   Encoding encode(const Chunk& chunk, size_t i) const {
+    if (of_documents(options_)) {
+      return encode_document(chunk, i);
+    }
     EncodeOptions options{.max_length = options_.max_length};
     options.return_word_ids =
         type() == ProblemType::word_labels || type() == ProblemType::unlabelled;
@@ -310,6 +369,7 @@ class TokenMaker {
   int64_t total_;
   TextSelection selection_;
   Tokenizer tokenizer_;
+  int64_t eos_id_;
   std::vector<TokenRow> train_{};
   std::vector<TokenRow> eval_{};
   std::unordered_map<std::string, int32_t> numbers_{}; // of labels; word_labels only
@@ -333,7 +393,7 @@ TokenizedClassification tokenized_from(const TokenFile& file,
   for (TokenTable* side : {&result.train, &result.eval}) {
     side->problem_type = options.texts.table.problem_type;
     side->num_labels = std::ssize(result.label_names);
-    side->pairs = has_pairs(options);
+    side->pairs = has_pairs(options) && !of_documents(options);
     side->has_labels = side->problem_type != ProblemType::unlabelled;
   }
   values.at("report").get_to(result.report);

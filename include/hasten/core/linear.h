@@ -39,6 +39,10 @@ struct Activation {
 at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias = {});
 
+/// out [m, n] in fp32 += a^T b, summed over the rows of a [rows, m] and b [rows, n] of one dtype: a
+/// weight's gradient in parts. Without autograd.
+void add_product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out);
+
 /// Whether float products use oneDNN on this CPU.
 bool linear_uses_onednn();
 /// Whether products under autocast in bf16 use oneDNN directly on this CPU.

@@ -28,6 +28,8 @@ struct FromPretrainedOptions {
   int64_t vocab_size = 0;
   /// For a shape name: id of the padding token.
   int64_t pad_token_id = 0;
+  /// For a shape name: the token that ends a text, with which generation stops. -1: none.
+  int64_t eos_token_id = -1;
 };
 
 /// A model with random weights, in training mode. Draws them from torch's default generator. With

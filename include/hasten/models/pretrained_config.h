@@ -89,8 +89,9 @@ struct AutoConfig {
   /// The defaults of a family. Throws InputError for a model_type that no family has.
   static PreTrainedConfig for_model(std::string_view model_type);
   /// Configuration of a named shape: "bert-tiny" (2 layers, hidden_size 128), "bert-mini" (4, 256),
-  /// "bert-small" (4, 512), "bert-base" (12, 768). Heads have size 64; intermediate_size is 4 ·
-  /// hidden_size. Throws InputError for another name; the message lists these.
+  /// "bert-small" (4, 512), "bert-base" (12, 768). Decoders: "gpt2-mini" (6, 384), "gpt2-small" (12,
+  /// 768: that of the hub's gpt2), "llama-mini" (6, 384), "llama-small" (12, 768). Heads have size 64;
+  /// intermediate_size is 4 · hidden_size, for Llama 8 / 3. Throws InputError for another name; the message lists these.
   static PreTrainedConfig from_shape(std::string_view shape, int64_t vocab_size = 30522);
   /// Whether `name` is the name of a shape.
   static bool is_shape(std::string_view name);

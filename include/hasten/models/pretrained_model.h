@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/models/linear_cross_entropy.h"
 #include "hasten/models/pretrained_config.h"
 
 namespace hasten {
@@ -33,7 +34,8 @@ struct ModelInputs {
   /// each token's logits with the next token's label, so labels are input_ids.
   at::Tensor labels{};
   /// Decoders: the place of each token in its text, [B, T] int64. Undefined: 0, 1, … after the tokens
-  /// that the cache has.
+  /// that the cache has. Without a cache a row may have several texts, as in transformers: where a place
+  /// is not that of the token before + 1, another text begins. Tokens attend to their own text alone.
   at::Tensor position_ids{};
   /// Decoders with supports_cache(): the tokens before input_ids, to which these are added
   /// (key_value_cache.h). Call without gradients.
@@ -75,6 +77,12 @@ class PreTrainedModelImpl : public torch::nn::Module {
   /// Throws InputError if T is above max_tokens().
   ModelOutput forward(const ModelInputs& inputs);
 
+  /// The loss of causal_lm, summed over the labels: token t of `token_losses` [B, T] has that of
+  /// predicting token t + 1. Decoders compute it by linear_cross_entropy(), so the logits [B, T, V] are
+  /// never in memory; a family without that computes it from logits().
+  /// Throws InputError as forward() does, for another task, and without labels.
+  LinearCrossEntropy causal_loss(const ModelInputs& inputs);
+
   /// The head's result for the inputs; it does not read the labels.
   virtual at::Tensor logits(const ModelInputs& inputs) = 0;
   /// Whether logits() reads and fills past_key_values.
@@ -103,7 +111,12 @@ class PreTrainedModelImpl : public torch::nn::Module {
   const LoadingInfo& loading_info() const { return loading_info_; }
   void set_loading_info(LoadingInfo info) { loading_info_ = std::move(info); }
 
+ protected:
+  /// causal_loss() for `labels` [B, T] of each token's next one.
+  virtual LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels);
+
  private:
+  void check_inputs(const ModelInputs& inputs) const;
   at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& labels) const;
 
   PreTrainedConfig config_;

@@ -1,5 +1,5 @@
 // The registry of tasks: what a model is fine-tuned for, by the names of Hugging Face's hub. hasten
-// has "text-classification", "token-classification" and "fill-mask". A task has a head, kinds of
+// has "text-classification", "token-classification", "fill-mask" and "text-generation". A task has a head, kinds of
 // labels, a collator, a loss and metrics for a Trainer:
 //
 //   const hasten::Task& task = hasten::find_task("token-classification");
@@ -19,7 +19,9 @@
 
 #include "hasten/models/pretrained_model.h"
 #include "hasten/text/data_collator.h"
+#include "hasten/text/packing.h"
 #include "hasten/text/problem_type.h"
+#include "hasten/text/tokenized_dataset.h"
 #include "hasten/text/tokenizer.h"
 #include "hasten/trainer/trainer.h"
 
@@ -36,6 +38,7 @@ struct Task {
   /// The column of the labels; empty: none.
   std::string label_column = "label";
   /// Makes batches of samples, in training and evaluation. Options are those of fill-mask.
+  /// text-generation has none: its samples are rows of documents (PackedDataset).
   std::function<std::shared_ptr<const DataCollator>(const Tokenizer&,
                                                     const DataCollatorForLanguageModelingOptions&)>
       collator{};
@@ -46,6 +49,21 @@ struct Task {
                                const std::vector<std::string>& label_names)>
       metrics{};
 };
+
+/// Options of the tasks' data.
+struct TaskDataOptions {
+  /// fill-mask.
+  DataCollatorForLanguageModelingOptions masking{};
+  /// text-generation: tokens of a row, and what shares it.
+  int64_t block_size = 1024;
+  PackingStrategy packing_strategy = PackingStrategy::bfd_split;
+};
+
+/// The samples of a task: TokenizedDataset with its collator; for text-generation PackedDataset. Throws
+/// InputError as these do.
+std::shared_ptr<const Dataset> task_dataset(const Task& task, const TokenTable& table,
+                                            const Tokenizer& tokenizer,
+                                            const TaskDataOptions& options = {});
 
 /// Adds a task, for the rest of the process. Throws InputError if a field without default is empty,
 /// or if there is a task of that name.

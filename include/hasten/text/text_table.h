@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/text/packing.h"
 #include "hasten/text/problem_type.h"
 #include "hasten/text/text_file.h"
 
@@ -42,6 +43,10 @@ struct TextTableOptions {
   std::vector<std::string> filters{};
   /// Stops after this many samples that passed, in file order; 0 reads all.
   int64_t max_rows = 0;
+  /// Samples are documents of a language model, unlabelled: a .txt file is text without columns, read by
+  /// `sample_by`, and text_pair_column has the completion of a prompt.
+  bool documents = false;
+  SampleBy sample_by = SampleBy::line;
   /// Keeps samples with empty text, so that every sample gets an answer (prediction).
   bool keep_empty_text = false;
 };
@@ -65,7 +70,7 @@ class TextRowReader {
   TextRowReader(TextFiles files, const TextTableOptions& options);
 
   /// Moves to the next sample that passes. Returns false if there is none. Throws InputError as the
-  /// constructor and the readers do.
+  /// constructor and the readers do, and for a prompt or completion that is empty.
   bool next();
   /// Text of the current sample. The views of text() and label() are valid until next().
   std::string_view text() const { return text_; }
@@ -105,6 +110,11 @@ class TextRowReader {
   TextRowCounts counts_{};
   std::string_view text_{};
 };
+
+/// The columns of documents where the user has named none: "prompt" and "completion" if the first file
+/// has both or no "text", else "text". Throws InputError for a file of conversations ("messages"), which
+/// need a chat template, and as TextRowReader does.
+TextTableOptions with_document_columns(const TextFiles& files, TextTableOptions options);
 
 /// A sample of word_labels.
 struct LabelledWords {

@@ -37,14 +37,15 @@ struct TokenRow {
   int64_t begin = 0; // index in TokenTable::ids
   int32_t tokens = 0;
   /// single_label: the class number. regression: the bits of the number as a float. multi_label:
-  /// how many class numbers follow the tokens. Otherwise 0.
+  /// how many class numbers follow the tokens. Documents: how many of the first tokens are the
+  /// prompt. Otherwise 0.
   int32_t label = 0;
 };
 
 /// The token ids of all samples, one sample after the other, in memory or in a file. After a
 /// sample's ids come, with pairs, the number of tokens before the second text's; then for multi_label
 /// its class numbers, for word_labels a label for each token (kIgnoredLabel for those that have none),
-/// for unlabelled a word id for each token.
+/// for unlabelled a word id for each token, but for documents nothing.
 class TokenIds {
  public:
   virtual ~TokenIds() = default;

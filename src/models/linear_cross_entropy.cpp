@@ -1,0 +1,148 @@
+#include "hasten/models/linear_cross_entropy.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "hasten/base/error.h"
+#include "hasten/core/autocast.h"
+#include "hasten/core/linear.h"
+#include "hasten/core/memory_rehearsal.h"
+
+namespace hasten {
+
+namespace detail {
+
+constexpr const char* kLinearCrossEntropy = "models::linear_cross_entropy";
+constexpr int64_t kNoLabel = -100;
+
+/// Tokens of a slice: 32 times a power of four, for which products have kernels.
+static int64_t slice_tokens(int64_t vocab_size, int64_t slice_bytes) {
+  int64_t tokens = 32;
+  while (tokens * 4 * vocab_size * 4 <= slice_bytes) {
+    tokens *= 4;
+  }
+  return tokens;
+}
+
+class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const at::Tensor& hidden, const at::Tensor& weight,
+                                                const at::Tensor& labels, int64_t step,
+                                                bool of_hidden, bool of_weight) {
+    const auto narrow = autocast_dtype(hidden.device().type());
+    const at::Tensor x = narrow ? hidden.to(*narrow) : hidden;
+    const at::Tensor w = narrow ? weight.to(*narrow) : weight;
+    const at::Tensor losses = at::empty({x.size(0)}, x.options().dtype(at::kFloat));
+    at::Tensor x_gradient, w_gradient;
+    if (of_hidden) {
+      x_gradient = at::empty_like(hidden);
+    }
+    if (of_weight) {
+      w_gradient = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+    }
+    for (int64_t begin = 0; begin < x.size(0); begin += step) {
+      const int64_t tokens = std::min(step, x.size(0) - begin);
+      const at::Tensor part = x.narrow(0, begin, tokens);
+      const at::Tensor ignored = labels.narrow(0, begin, tokens).eq(kNoLabel).unsqueeze(1);
+      const at::Tensor truth =
+          labels.narrow(0, begin, tokens).unsqueeze(1).masked_fill(ignored, 0);
+      at::Tensor logits = fast_linear(part, w);
+      const at::ScalarType type = logits.scalar_type();
+      const at::Tensor log_p = at::log_softmax(logits, 1, at::kFloat);
+      logits.reset();
+      losses.narrow(0, begin, tokens)
+          .copy_(log_p.gather(1, truth).neg_().masked_fill_(ignored, 0).squeeze(1));
+      if (!of_hidden && !of_weight) {
+        continue;
+      }
+      at::Tensor gradient = log_p.exp_(); // of the logits: p - 1 at the label
+      gradient.scatter_add_(1, truth, at::full({tokens, 1}, -1.0f, gradient.options()));
+      gradient = gradient.masked_fill_(ignored, 0).to(type);
+      if (of_hidden) {
+        x_gradient.narrow(0, begin, tokens).copy_(fast_linear(gradient, w.t()));
+      }
+      if (of_weight) {
+        add_product_over_rows(gradient, part, w_gradient);
+      }
+    }
+    if (of_hidden) {
+      context->saved_data["hidden"] = x_gradient;
+    }
+    if (of_weight) {
+      context->saved_data["weight"] = w_gradient.to(weight.scalar_type());
+    }
+    context->mark_non_differentiable({losses});
+    return {losses.sum(), losses};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    if (at::GradMode::is_enabled()) {
+      throw InputError(kLinearCrossEntropy, "a second-order gradient (create_graph=true)",
+                       "first-order gradients", "compute the loss from the model's logits");
+    }
+    const bool again = torch::autograd::get_current_graph_task_keep_graph();
+    const auto scaled = [&](const char* name) {
+      const auto found = context->saved_data.find(name);
+      if (found == context->saved_data.end() || !gradients[0].defined()) {
+        return at::Tensor();
+      }
+      const at::Tensor kept = found->second.toTensor();
+      return again ? kept * gradients[0] : kept.mul_(gradients[0]);
+    };
+    at::Tensor of_hidden = scaled("hidden"), of_weight = scaled("weight");
+    if (!again) {
+      context->saved_data.clear();
+    }
+    return {of_hidden, of_weight, {}, {}, {}, {}};
+  }
+};
+
+static void check_loss_inputs(const at::Tensor& hidden, const at::Tensor& weight,
+                              const at::Tensor& labels) {
+  if (!hidden.defined() || !weight.defined() || !labels.defined() || weight.dim() != 2 ||
+      hidden.dim() < 2 || hidden.size(-1) != weight.size(1) || !hidden.is_floating_point() ||
+      labels.scalar_type() != at::kLong ||
+      labels.sizes() != hidden.sizes().slice(0, hidden.dim() - 1)) {
+    const auto text = [](const at::Tensor& of) {
+      return of.defined() ? c10::str(of.scalar_type(), of.sizes()) : std::string("undefined");
+    };
+    throw InputError(kLinearCrossEntropy,
+                     "hidden=" + text(hidden) + ", weight=" + text(weight) +
+                         ", labels=" + text(labels),
+                     "hidden [..., H] and weight [V, H] of a float type, labels [...] of int64");
+  }
+  if (!labels.is_cpu() || in_memory_rehearsal() || labels.numel() == 0) {
+    return;
+  }
+  const at::Tensor wrong = labels.ne(kNoLabel).logical_and(labels.lt(0).logical_or(
+      labels.ge(weight.size(0))));
+  if (wrong.any().item<bool>()) {
+    throw InputError(kLinearCrossEntropy,
+                     "label=" + std::to_string(labels.masked_select(wrong)[0].item<int64_t>()),
+                     "0 to " + std::to_string(weight.size(0) - 1) + ", or -100 for no loss");
+  }
+}
+
+} // namespace detail
+
+LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                        const at::Tensor& labels, int64_t slice_bytes) {
+  detail::check_loss_inputs(hidden, weight, labels);
+  const bool graph = at::GradMode::is_enabled();
+  const auto made = detail::SlicedLoss::apply(
+      hidden.reshape({-1, hidden.size(-1)}), weight, labels.reshape({-1}),
+      detail::slice_tokens(weight.size(0), slice_bytes), graph && hidden.requires_grad(),
+      graph && weight.requires_grad());
+  return {.loss_sum = made[0], .token_losses = made[1].view(labels.sizes())};
+}
+
+at::Tensor shifted_labels(const at::Tensor& labels) {
+  return at::constant_pad_nd(labels.slice(1, 1), {0, 1}, detail::kNoLabel);
+}
+
+} // namespace hasten
