@@ -90,11 +90,13 @@ StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tok
   reset_peak_memory();
   const at::Tensor ids = at::empty({rows, tokens}, at::kLong);
   const at::Tensor mask = at::empty_like(ids);
-  const at::Tensor third = at::empty_like(ids); // of a batch
+  const bool causal = task == ModelTask::causal_lm;
+  const at::Tensor others = at::empty({causal ? 2 : 1, rows, tokens}, at::kLong); // of a batch
   at::Tensor loss;
   if (const Autocast autocast({.enabled = compute_dtype == at::kBFloat16});
-      task == ModelTask::causal_lm) {
-    loss = model->causal_loss({.input_ids = ids, .labels = mask, .position_ids = third}).loss_sum;
+      causal) {
+    loss =
+        model->causal_loss({.input_ids = ids, .labels = mask, .position_ids = others[0]}).loss_sum;
   } else {
     const at::Tensor logits = model->forward({ids, mask}).logits.to(at::kFloat).flatten(0, -2);
     loss = at::cross_entropy_loss(logits, at::empty({logits.size(0)}, at::kLong), {},

@@ -161,6 +161,7 @@ Batch PackedDataset::collate(const std::vector<int64_t>& indices) const {
   const std::vector<int64_t> shape{std::ssize(indices), longest};
   const at::Tensor ids = at::full(shape, pad_token_id_, at::kLong);
   const at::Tensor labels = at::full(shape, int64_t{kIgnoredLabel}, at::kLong);
+  const at::Tensor mask = at::zeros(shape, at::kLong);
   // Padding is a text of its own in which the places go on.
   const at::Tensor positions =
       several ? at::arange(longest, at::kLong).expand(shape).contiguous() : at::Tensor();
@@ -168,10 +169,11 @@ Batch PackedDataset::collate(const std::vector<int64_t>& indices) const {
     const auto at = [&](const at::Tensor& of) {
       return of.mutable_data_ptr<int64_t>() + row * longest;
     };
+    std::fill_n(at(mask), length(indices[static_cast<size_t>(row)]), int64_t{1});
     write_row(indices[static_cast<size_t>(row)], at(ids), at(labels),
               several ? at(positions) : nullptr);
   }
-  batch.tensors = {{"input_ids", ids}, {"labels", labels}};
+  batch.tensors = {{"input_ids", ids}, {"attention_mask", mask}, {"labels", labels}};
   if (several) {
     batch.tensors.emplace("position_ids", positions);
   }

@@ -51,6 +51,11 @@ std::vector<MemoryCase> memory_cases() {
   cases[4].config.attention_probs_dropout_prob = 0;
   cases[5].config.attention_probs_dropout_prob = 0;
   cases[6].config.num_hidden_layers = 3;
+  for (const char* shape : {"gpt2-mini", "llama-mini"}) { // one tied, several slices
+    PreTrainedConfig config = AutoConfig::from_shape(shape, 9000);
+    config.num_hidden_layers = 2;
+    cases.push_back({"a language model", config, 6, 128, ModelTask::causal_lm});
+  }
   for (const ModelTask task : {ModelTask::token_classification, ModelTask::masked_lm}) {
     cases.push_back({"a head for tokens", AutoConfig::from_shape("bert-mini", 2000), 8, 64, task});
   }
@@ -79,8 +84,13 @@ TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
           const at::Tensor ids = torch::ones({c.rows, c.tokens}, torch::kLong);
           const at::Tensor mask = torch::ones_like(ids);
           const at::Tensor types = torch::ones_like(ids);
+          const at::Tensor places = torch::arange(c.tokens).expand({c.rows, -1}).contiguous();
           const at::Tensor loss = [&] {
             const Autocast autocast({.enabled = narrow});
+            if (c.task == ModelTask::causal_lm) {
+              return model->causal_loss({.input_ids = ids, .labels = mask, .position_ids = places})
+                  .loss_sum;
+            }
             const at::Tensor logits = model->forward({ids, mask}).logits.flatten(0, -2);
             return torch::nn::functional::cross_entropy(
                 logits.to(torch::kFloat), torch::zeros({logits.size(0)}, torch::kLong),

@@ -25,7 +25,9 @@ WordPieceTokenizer small_tokenizer() {
 
 PreTrainedModel small_model(const std::string& task, std::vector<std::string> labels) {
   set_seed(1);
-  PreTrainedConfig config = AutoConfig::from_shape("bert-tiny", small_tokenizer().size());
+  const bool decoder = find_task(task).head == ModelTask::causal_lm;
+  PreTrainedConfig config =
+      AutoConfig::from_shape(decoder ? "gpt2-mini" : "bert-tiny", small_tokenizer().size());
   config.id2label = std::move(labels);
   PreTrainedModel model = model_from_config(config, find_task(task).head);
   model->eval();

@@ -37,7 +37,8 @@ struct StepMemory {
 };
 
 /// Memory of a model with the head of `task` in training mode on the CPU, for a batch of shape
-/// [rows, tokens] without padding. The batch's three int64 tensors are included; libraries' scratch
+/// [rows, tokens] without padding, for causal_lm of several texts in each row. The batch's three int64
+/// tensors (causal_lm: four) are included; libraries' scratch
 /// memory is not. No activation checkpointing. `compute_dtype` is kFloat, or kBFloat16 for a forward
 /// under Autocast with fp32 parameters. Runs the step on tensors without memory.
 /// Throws InputError if rows or tokens is below 1, tokens is above the model's maximum, or for

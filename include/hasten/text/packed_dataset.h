@@ -13,13 +13,15 @@ namespace hasten {
 
 /// A sample is a row of one or more pieces of documents (PackingStrategy). Which document is in which
 /// row depends on the table alone, not on ranks or batches. A batch has
-///   input_ids     [B, T] int64; rows shorter than T end with pad_token_id
-///   labels        [B, T] int64: input_ids (a model shifts them), but -100 in padding, in a prompt and,
-///                 except for wrapped, at a document's first token, which nothing predicts
-///   position_ids  [B, T] int64, 0, 1, … in each piece, by which a decoder keeps documents apart; only
-///                 if a row has several pieces, and not for wrapped
-/// It needs no attention_mask, because padding comes last. A document's loss does not depend on its
-/// row, so a perplexity is that of the documents.
+///   input_ids       [B, T] int64; rows shorter than T end with pad_token_id
+///   attention_mask  [B, T] int64, 1 for tokens and 0 for padding. A decoder does not need it, because
+///                   padding comes last: `padded` is false
+///   labels          [B, T] int64: input_ids (a model shifts them), but -100 in padding, in a prompt
+///                   and, except for wrapped, at a document's first token, which nothing predicts
+///   position_ids    [B, T] int64, 0, 1, … in each piece, by which a decoder keeps documents apart;
+///                   only if a row has several pieces, and not for wrapped
+/// A document's loss does not depend on its row (but for wrapped), so a perplexity is that of the
+/// documents.
 /// Memory: 16 bytes per piece; a batch reads its ids.
 class PackedDataset : public Dataset {
  public:
