@@ -53,7 +53,7 @@ std::vector<MemoryCase> memory_cases() {
   cases[6].config.num_hidden_layers = 3;
   for (const char* shape : {"gpt2-mini", "llama-mini"}) { // one tied, several slices
     PreTrainedConfig config = AutoConfig::from_shape(shape, 9000);
-    config.num_hidden_layers = 2;
+    config.num_hidden_layers = 1;
     cases.push_back({"a language model", config, 6, 128, ModelTask::causal_lm});
   }
   for (const ModelTask task : {ModelTask::token_classification, ModelTask::masked_lm}) {

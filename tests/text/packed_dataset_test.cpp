@@ -163,7 +163,7 @@ TEST(Documents, ACompletionFollowsItsPrompt) {
   for (const auto& [what, said] :
        std::vector<std::pair<std::function<void()>, std::string>>{
            {[&] { cut(prompt); }, "a.jsonl:1: the prompt has tokens=" + std::to_string(prompt)},
-           {[&] { read("a.jsonl", lines + "{\"prompt\": \"x\"}\n", [](auto&) {}); },
+           {[&] { read("a.jsonl", lines + "{\"prompt\": \"x\", \"completion\": \" \"}\n", [](auto&) {}); },
             "a.jsonl:2: completion is empty"},
            {[] { read("a.jsonl", "{\"prompt\": \"x\"}\n", [](auto&) {}); }, "completion"},
            {[] { read("a.jsonl", "{\"messages\": []}\n", [](auto&) {}); }, "chat template"},

@@ -26,7 +26,7 @@ struct LinearCrossEntropy {
 /// a backward with create_graph.
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                         const at::Tensor& labels,
-                                        int64_t slice_bytes = int64_t{64} << 20);
+                                        int64_t slice_bytes = int64_t{128} << 20);
 
 /// The labels of causal_lm: each token has the next one's, the last one -100. [B, T] of [B, T].
 at::Tensor shifted_labels(const at::Tensor& labels);
