@@ -244,6 +244,18 @@ TEST(Ladder, AModelOfAFamilyOfItsOwnIsSavedAndLoaded) {
   }
 }
 
+TEST(Ladder, ALanguageModelFromNothingContinuesTexts) {
+  const TemporaryFolder folder;
+  const std::string reviews = std::string(HASTEN_EXAMPLES_FOLDER) + "/reviews.csv";
+  const std::string out =
+      run_example(2, {"14_language_model", reviews, folder.path().string()}).out;
+  EXPECT_LT(number_after(out, "per byte:"), 3) << out; // 257 without training
+  EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 3) << out;
+  const ProgramRun more =
+      run_program({"hasten", "generate", "--model", folder.path().string(), "the new"});
+  EXPECT_EQ(more.code, 0) << more.error;
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;
