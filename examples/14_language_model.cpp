@@ -34,10 +34,16 @@ hasten::Tokenizer byte_tokenizer() {
     vocab[text] = byte + 1;
   }
   nlohmann::json file{{"version", "1.0"}, {"normalizer", nullptr}, {"post_processor", nullptr}};
-  file["added_tokens"] = {{{"id", 0}, {"content", "<|endoftext|>"}, {"single_word", false},
-                           {"lstrip", false}, {"rstrip", false}, {"normalized", false},
+  file["added_tokens"] = {{{"id", 0},
+                           {"content", "<|endoftext|>"},
+                           {"single_word", false},
+                           {"lstrip", false},
+                           {"rstrip", false},
+                           {"normalized", false},
                            {"special", true}}};
-  file["pre_tokenizer"] = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", true},
+  file["pre_tokenizer"] = {{"type", "ByteLevel"},
+                           {"add_prefix_space", false},
+                           {"use_regex", true},
                            {"trim_offsets", true}};
   file["decoder"] = file["pre_tokenizer"];
   file["model"] = {{"type", "BPE"}, {"vocab", vocab}, {"merges", nlohmann::json::array()}};

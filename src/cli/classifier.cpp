@@ -102,14 +102,15 @@ TextModel load_text_model(const ModelFlags& flags) {
   masking.whole_word_mask = arguments.value("whole_word_mask", false);
   masking.seed = arguments.value("seed", masking.seed);
   const bool causal = task.head == ModelTask::causal_lm;
-  const int64_t length = causal ? block_length(asked, model->config())
-                                : allowed_length(asked, model->config(),
-                                                 tokenizer.model_max_length());
+  const int64_t length = causal
+                             ? block_length(asked, model->config())
+                             : allowed_length(asked, model->config(), tokenizer.model_max_length());
   data.block_size = length;
   const auto named = [&](const char* key, auto& value) {
     const nlohmann::json spelled_value = arguments.value(key, nlohmann::json());
     if (spelled_value.is_string()) {
-      value = spelled<std::decay_t<decltype(value)>>(spelled_value.get<std::string>()).value_or(value);
+      value =
+          spelled<std::decay_t<decltype(value)>>(spelled_value.get<std::string>()).value_or(value);
     }
   };
   SampleBy sample_by = SampleBy::line;

@@ -563,17 +563,15 @@ const std::vector<std::string>& task_choices() {
 }
 
 const std::vector<std::string>& model_shapes() {
-  static const std::vector<std::string> shapes{
-      "bert-tiny", "bert-mini",  "bert-small", "bert-base",
-      "gpt2-mini", "gpt2-small", "llama-mini", "llama-small"};
+  static const auto shapes =
+      split("bert-tiny,bert-mini,bert-small,bert-base,gpt2-mini,gpt2-small,llama-mini,llama-small");
   return shapes;
 }
 
 std::string model_shapes_text() { return joined(model_shapes()); }
 
 bool is_model_shape(const std::string& model) {
-  const auto& shapes = model_shapes();
-  return std::ranges::find(shapes, model) != shapes.end();
+  return std::ranges::find(model_shapes(), model) != model_shapes().end();
 }
 
 Command parse_command_line(const std::vector<std::string>& arguments) {

@@ -394,8 +394,8 @@ int run_command(const TrainCommand& command) {
     const std::string& folder = command.arguments.output_dir;
     log_info(result + "Model in " + folder + ".");
     const bool causal = inputs.task->head == ModelTask::causal_lm;
-    log_info(std::string("Try: hasten ") + (causal ? "generate" : "predict") + " --model " + folder + " \"" +
-             example_text(*inputs.task, inputs.data->tokenizer) + "\"");
+    log_info(std::string("Try: hasten ") + (causal ? "generate" : "predict") + " --model " +
+             folder + " \"" + example_text(*inputs.task, inputs.data->tokenizer) + "\"");
   }
   accelerator->end_training();
   return kExitOk;

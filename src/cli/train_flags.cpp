@@ -22,11 +22,12 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
   flags.flag("--cased", command.cased, "a learned vocabulary keeps upper case and accents");
 
   flags.group("Data");
-  flags.value("--train-file,--train-data", command.train_file, "FILE,...",
-              "training data, .csv, .tsv or .jsonl, also .gz; words with tags are .jsonl or CoNLL; texts "
-              "for text-generation also .txt, or records with a prompt and a completion; "
-              "several files with commas or as a pattern in quotes, 'part-*.csv' (default: the "
-              "4,000 generated reviews of hasten synth reviews, 10 % of them for evaluation)");
+  flags.value(
+      "--train-file,--train-data", command.train_file, "FILE,...",
+      "training data, .csv, .tsv or .jsonl, also .gz; words with tags are .jsonl or CoNLL; texts "
+      "for text-generation also .txt, or records with a prompt and a completion; "
+      "several files with commas or as a pattern in quotes, 'part-*.csv' (default: the "
+      "4,000 generated reviews of hasten synth reviews, 10 % of them for evaluation)");
   declare_table(flags, command.table, true);
   flags.value("--problem-type", command.problem_type, "NAME",
               "single_label_classification, regression (labels are numbers) or "
@@ -301,7 +302,7 @@ void require_metric_of(const FlagTable& flags, const TrainingArguments& argument
           ? std::vector<std::string>{"f1", "precision", "recall", "accuracy"}
       : problem == "fill-mask"       ? std::vector<std::string>{"perplexity", "accuracy"}
       : problem == "text-generation" ? std::vector<std::string>{"perplexity"}
-      : problem == "regression" ? std::vector<std::string>{"mse", "mae", "pearson", "spearman"}
+      : problem == "regression"      ? std::vector<std::string>{"mse", "mae", "pearson", "spearman"}
       : problem == "multi_label_classification"
           ? std::vector<std::string>{"f1_micro", "f1_macro", "accuracy"}
           : std::vector<std::string>{"accuracy", "f1"};

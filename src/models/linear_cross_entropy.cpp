@@ -48,8 +48,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
       const int64_t tokens = std::min(step, x.size(0) - begin);
       const at::Tensor part = x.narrow(0, begin, tokens);
       const at::Tensor ignored = labels.narrow(0, begin, tokens).eq(kNoLabel).unsqueeze(1);
-      const at::Tensor truth =
-          labels.narrow(0, begin, tokens).unsqueeze(1).masked_fill(ignored, 0);
+      const at::Tensor truth = labels.narrow(0, begin, tokens).unsqueeze(1).masked_fill(ignored, 0);
       at::Tensor logits = fast_linear(part, w);
       const at::ScalarType type = logits.scalar_type();
       const at::Tensor log_p = at::log_softmax(logits, 1, at::kFloat);
@@ -111,16 +110,16 @@ static void check_loss_inputs(const at::Tensor& hidden, const at::Tensor& weight
     const auto text = [](const at::Tensor& of) {
       return of.defined() ? c10::str(of.scalar_type(), of.sizes()) : std::string("undefined");
     };
-    throw InputError(kLinearCrossEntropy,
-                     "hidden=" + text(hidden) + ", weight=" + text(weight) +
-                         ", labels=" + text(labels),
-                     "hidden [..., H] and weight [V, H] of a float type, labels [...] of int64");
+    throw InputError(
+        kLinearCrossEntropy,
+        "hidden=" + text(hidden) + ", weight=" + text(weight) + ", labels=" + text(labels),
+        "hidden [..., H] and weight [V, H] of a float type, labels [...] of int64");
   }
   if (!labels.is_cpu() || in_memory_rehearsal() || labels.numel() == 0) {
     return;
   }
-  const at::Tensor wrong = labels.ne(kNoLabel).logical_and(labels.lt(0).logical_or(
-      labels.ge(weight.size(0))));
+  const at::Tensor wrong =
+      labels.ne(kNoLabel).logical_and(labels.lt(0).logical_or(labels.ge(weight.size(0))));
   if (wrong.any().item<bool>()) {
     throw InputError(kLinearCrossEntropy,
                      "label=" + std::to_string(labels.masked_select(wrong)[0].item<int64_t>()),
@@ -134,10 +133,10 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
                                         const at::Tensor& labels, int64_t slice_bytes) {
   detail::check_loss_inputs(hidden, weight, labels);
   const bool graph = at::GradMode::is_enabled();
-  const auto made = detail::SlicedLoss::apply(
-      hidden.reshape({-1, hidden.size(-1)}), weight, labels.reshape({-1}),
-      detail::slice_tokens(weight.size(0), slice_bytes), graph && hidden.requires_grad(),
-      graph && weight.requires_grad());
+  const auto made =
+      detail::SlicedLoss::apply(hidden.reshape({-1, hidden.size(-1)}), weight, labels.reshape({-1}),
+                                detail::slice_tokens(weight.size(0), slice_bytes),
+                                graph && hidden.requires_grad(), graph && weight.requires_grad());
   return {.loss_sum = made[0], .token_losses = made[1].view(labels.sizes())};
 }
 

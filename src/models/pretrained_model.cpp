@@ -39,11 +39,11 @@ LinearCrossEntropy PreTrainedModelImpl::causal_loss(const ModelInputs& inputs) {
   check_inputs(inputs);
   if (task_ != ModelTask::causal_lm || !inputs.labels.defined() ||
       inputs.labels.sizes() != inputs.input_ids.sizes() || inputs.past_key_values) {
-    throw InputError("models::causal_loss",
-                     std::string("task=") + std::string(task_name(task_)) + ", labels=" +
-                         (inputs.labels.defined() ? c10::str(inputs.labels.sizes())
-                                                  : std::string("undefined")),
-                     "task=CausalLM, labels of the shape of input_ids, no past_key_values");
+    throw InputError(
+        "models::causal_loss",
+        std::string("task=") + std::string(task_name(task_)) + ", labels=" +
+            (inputs.labels.defined() ? c10::str(inputs.labels.sizes()) : std::string("undefined")),
+        "task=CausalLM, labels of the shape of input_ids, no past_key_values");
   }
   return next_token_loss(inputs, shifted_labels(inputs.labels));
 }

@@ -93,8 +93,7 @@ StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tok
   const bool causal = task == ModelTask::causal_lm;
   const at::Tensor others = at::empty({causal ? 2 : 1, rows, tokens}, at::kLong); // of a batch
   at::Tensor loss;
-  if (const Autocast autocast({.enabled = compute_dtype == at::kBFloat16});
-      causal) {
+  if (const Autocast autocast({.enabled = compute_dtype == at::kBFloat16}); causal) {
     loss =
         model->causal_loss({.input_ids = ids, .labels = mask, .position_ids = others[0]}).loss_sum;
   } else {

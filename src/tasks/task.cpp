@@ -152,10 +152,9 @@ Task text_generation() {
           .problem_types = {ProblemType::unlabelled},
           .label_column = {},
           .loss = next_token_loss,
-          .metrics =
-              [](ProblemType, const std::vector<std::string>&) {
-                return named_metrics("labels", std::pair("perplexity", LossPerplexity()));
-              }};
+          .metrics = [](ProblemType, const std::vector<std::string>&) {
+            return named_metrics("labels", std::pair("perplexity", LossPerplexity()));
+          }};
 }
 
 struct TaskRegistry {
@@ -178,8 +177,9 @@ std::shared_ptr<const Dataset> task_dataset(const Task& task, const TokenTable& 
     return std::make_shared<const TokenizedDataset>(table,
                                                     task.collator(tokenizer, options.masking));
   }
-  return std::make_shared<const PackedDataset>(table, options.block_size, options.packing_strategy,
-                                               std::max<int64_t>(tokenizer.special_id("eos_token"), 0));
+  return std::make_shared<const PackedDataset>(
+      table, options.block_size, options.packing_strategy,
+      std::max<int64_t>(tokenizer.special_id("eos_token"), 0));
 }
 
 void register_task(Task task) {

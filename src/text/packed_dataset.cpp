@@ -30,10 +30,10 @@ PackedDataset::PackedDataset(TokenTable table, int64_t block_size, PackingStrate
   const bool learns = std::ranges::any_of(
       pieces_, [](const Piece& piece) { return piece.tokens > std::max(piece.unlabelled, 1); });
   if (!learns) {
-    throw InputError("text::PackedDataset",
-                     "documents=" + std::to_string(table_.rows.size()) +
-                         " have no token to predict",
-                     "documents of at least 2 tokens");
+    throw InputError(
+        "text::PackedDataset",
+        "documents=" + std::to_string(table_.rows.size()) + " have no token to predict",
+        "documents of at least 2 tokens");
   }
 }
 

@@ -170,13 +170,15 @@ TextTableOptions with_document_columns(const TextFiles& files, TextTableOptions 
     return options;
   }
   const auto columns = detail::open_records(files[0], options)->columns();
-  const auto has = [&](const char* name) { return std::ranges::find(columns, name) != columns.end(); };
+  const auto has = [&](const char* name) {
+    return std::ranges::find(columns, name) != columns.end();
+  };
   for (const char* chat : {"messages", "conversations"}) {
     if (has(chat) && !has("text") && !has("completion")) {
-      throw InputError(detail::kTextTable,
-                       files[0]->path().string() + " has conversations in column=" + chat,
-                       "a column text, or prompt and completion",
-                       "write the conversations as texts first, with the tokenizer's chat template");
+      throw InputError(
+          detail::kTextTable, files[0]->path().string() + " has conversations in column=" + chat,
+          "a column text, or prompt and completion",
+          "write the conversations as texts first, with the tokenizer's chat template");
     }
   }
   if (has("prompt") && (has("completion") || !has("text"))) {

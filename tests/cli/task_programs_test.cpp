@@ -130,9 +130,8 @@ TEST(TaskPrograms, FillMaskLearnsWordsAndItsPerplexityIsThatOfAnySplit) {
 std::string text_tokenizer(const TemporaryFolder& folder) {
   const auto path = folder / "tokenizer";
   std::filesystem::create_directory(path);
-  std::filesystem::copy_file(
-      std::filesystem::path(testing_support::kTokenizerFolder) / "gpt2.json",
-      path / "tokenizer.json");
+  std::filesystem::copy_file(std::filesystem::path(testing_support::kTokenizerFolder) / "gpt2.json",
+                             path / "tokenizer.json");
   write_file_atomically(path / "tokenizer_config.json", R"({"eos_token": "<|endoftext|>"})");
   return path;
 }
@@ -145,12 +144,34 @@ TEST(TaskPrograms, TextGenerationLearnsTextsAndItsPerplexityIsThatOfAnySplit) {
             std::to_string(i) + "\n";
   }
   write_file_atomically(folder / "train.txt", text);
-  const ProgramRun run = run_program(
-      {"hasten", "train", "--task", "text-generation", "--model", "llama-mini", "--tokenizer",
-       text_tokenizer(folder), "--train-file", folder / "train.txt", "--output-dir", folder / "out",
-       "--nproc", "2", "--save-strategy", "no", "--eval-split", "0.2", "--block-size", "48",
-       "--num-train-epochs", "4", "--per-device-train-batch-size", "2", "--learning-rate", "2e-3",
-       "--metric-for-best-model", "perplexity"});
+  const ProgramRun run = run_program({"hasten",
+                                      "train",
+                                      "--task",
+                                      "text-generation",
+                                      "--model",
+                                      "llama-mini",
+                                      "--tokenizer",
+                                      text_tokenizer(folder),
+                                      "--train-file",
+                                      folder / "train.txt",
+                                      "--output-dir",
+                                      folder / "out",
+                                      "--nproc",
+                                      "2",
+                                      "--save-strategy",
+                                      "no",
+                                      "--eval-split",
+                                      "0.2",
+                                      "--block-size",
+                                      "48",
+                                      "--num-train-epochs",
+                                      "4",
+                                      "--per-device-train-batch-size",
+                                      "2",
+                                      "--learning-rate",
+                                      "2e-3",
+                                      "--metric-for-best-model",
+                                      "perplexity"});
   ASSERT_EQ(run.code, 0) << run.error;
   EXPECT_TRUE(run.said("hasten generate")) << run.error; // the command that the run suggests
   EXPECT_TRUE(run.said("rows of 48")) << run.error;
@@ -160,13 +181,13 @@ TEST(TaskPrograms, TextGenerationLearnsTextsAndItsPerplexityIsThatOfAnySplit) {
 
   std::vector<double> perplexities;
   for (const auto& [processes, batch] : {std::pair("1", "3"), {"2", "8"}}) {
-    perplexities.push_back(evaluate(folder, folder / "train.txt",
-                                    {"--nproc", processes, "--batch-size", batch})
-                               .at("eval_perplexity"));
+    perplexities.push_back(
+        evaluate(folder, folder / "train.txt", {"--nproc", processes, "--batch-size", batch})
+            .at("eval_perplexity"));
   }
   EXPECT_NEAR(perplexities[0], perplexities[1], 1e-6 * perplexities[0]);
-  const ProgramRun more = run_program({"hasten", "generate", "--model", folder / "out",
-                                       "--max-new-tokens", "40", "the cat"});
+  const ProgramRun more = run_program(
+      {"hasten", "generate", "--model", folder / "out", "--max-new-tokens", "40", "the cat"});
   EXPECT_NE(more.out.find("the cat drinks milk on day"), std::string::npos) << more.out;
   const ProgramRun labels = run_program({"hasten", "predict", "--model", folder / "out", "x"});
   EXPECT_EQ(labels.code, 2);
@@ -182,20 +203,25 @@ TEST(TaskPrograms, TextGenerationRefusesWhatItCannotTrainOn) {
   write_file_atomically(folder / "chat.jsonl", "{\"messages\": [{\"role\": \"user\"}]}\n");
   for (const auto& [file, model, more, said] :
        {std::tuple<std::string, std::string, std::vector<std::string>, std::string>{
-            "train.txt", "gpt2-mini", {"--tokenizer", tokenizer, "--block-size", "1025"},
+            "train.txt",
+            "gpt2-mini",
+            {"--tokenizer", tokenizer, "--block-size", "1025"},
             "the model's positions: 1024"},
         {"train.txt", "gpt2-mini", {}, "without --tokenizer"},
         {"train.txt", "bert-tiny", {}, "a decoder, such as gpt2-mini"},
-        {"train.txt", "gpt2-mini", {"--tokenizer", tokenizer, "--max-length", "64"},
+        {"train.txt",
+         "gpt2-mini",
+         {"--tokenizer", tokenizer, "--max-length", "64"},
          "write --block-size"},
-        {"train.txt", "gpt2-mini", {"--tokenizer", tokenizer, "--sample-by", "word"},
+        {"train.txt",
+         "gpt2-mini",
+         {"--tokenizer", tokenizer, "--sample-by", "word"},
          "--sample-by=word"},
         {"empty.jsonl", "gpt2-mini", {"--tokenizer", tokenizer}, "empty.jsonl:2"},
         {"chat.jsonl", "gpt2-mini", {"--tokenizer", tokenizer}, "chat template"}}) {
-    std::vector<std::string> arguments{"hasten",  "train",        "--task",
-                                       "text-generation",         "--model",
-                                       model,     "--train-file", folder / file,
-                                       "--output-dir",            folder / "out"};
+    std::vector<std::string> arguments{
+        "hasten", "train",        "--task",      "text-generation", "--model",
+        model,    "--train-file", folder / file, "--output-dir",    folder / "out"};
     arguments.insert(arguments.end(), more.begin(), more.end());
     const ProgramRun run = run_program(arguments);
     EXPECT_EQ(run.code, 2) << run.error;

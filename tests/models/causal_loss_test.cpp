@@ -36,9 +36,8 @@ LossCase loss_case(bool learns_weight = true) {
 }
 
 at::Tensor plain_loss(const LossCase& of) {
-  return F::cross_entropy(
-      torch::linear(of.hidden, of.weight).to(torch::kFloat).flatten(0, 1), of.labels.flatten(),
-      F::CrossEntropyFuncOptions().reduction(torch::kSum));
+  return F::cross_entropy(torch::linear(of.hidden, of.weight).to(torch::kFloat).flatten(0, 1),
+                          of.labels.flatten(), F::CrossEntropyFuncOptions().reduction(torch::kSum));
 }
 
 double difference(const at::Tensor& a, const at::Tensor& b) {
@@ -53,9 +52,8 @@ TEST_F(CausalLoss, SlicesHaveTheLossAndTheGradientsOfTheWholeLogits) {
       const Autocast autocast({.enabled = narrow});
       return loss_of();
     };
-    const auto made = run([&] {
-      return linear_cross_entropy(sliced.hidden, sliced.weight, sliced.labels, 1);
-    });
+    const auto made =
+        run([&] { return linear_cross_entropy(sliced.hidden, sliced.weight, sliced.labels, 1); });
     const at::Tensor expected = run([&] { return plain_loss(plain); });
     // A product's pieces are summed in another order.
     const double tolerance = narrow ? 1e-2 : 1e-6;
@@ -112,8 +110,8 @@ TEST_F(CausalLoss, AModelsLossIsThatOfItsLogits) {
       return made;
     };
     const LinearCrossEntropy made = model->causal_loss(inputs);
-    const double labels = static_cast<double>(
-        inputs.labels.slice(1, 1).ne(-100).sum().item<int64_t>());
+    const double labels =
+        static_cast<double>(inputs.labels.slice(1, 1).ne(-100).sum().item<int64_t>());
     const auto sliced = gradients(made.loss_sum / labels);
     const at::Tensor mean = model->forward(inputs).loss;
     EXPECT_NEAR(made.loss_sum.item<double>() / labels, mean.item<double>(),
@@ -171,7 +169,8 @@ TEST_F(CausalLoss, ATextDoesNotDependOnItsNeighbours) {
       at::Tensor other = ids.clone();
       other.slice(1, 0, 6).remainder_(4).add_(7); // the first and the last of three texts
       other.slice(1, 13).remainder_(5).add_(3);
-      const at::Tensor places = at::cat({at::arange(6), at::arange(7), at::arange(7)}).view({1, 20});
+      const at::Tensor places =
+          at::cat({at::arange(6), at::arange(7), at::arange(7)}).view({1, 20});
       const auto middle = [&](const at::Tensor& of) {
         return model->forward({.input_ids = of, .position_ids = places}).logits.slice(1, 6, 13);
       };

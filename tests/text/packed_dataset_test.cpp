@@ -29,9 +29,8 @@ struct Documents : TokenIds {
 TokenTable documents(const std::vector<int>& tokens, const std::vector<int>& prompts = {}) {
   const auto made = std::make_shared<Documents>();
   for (size_t d = 0; d < tokens.size(); ++d) {
-    made->rows.push_back({.begin = made->size(),
-                          .tokens = tokens[d],
-                          .label = prompts.empty() ? 0 : prompts[d]});
+    made->rows.push_back(
+        {.begin = made->size(), .tokens = tokens[d], .label = prompts.empty() ? 0 : prompts[d]});
     for (int i = 0; i < tokens[d]; ++i) {
       made->ids.push_back(static_cast<int32_t>(100 * d) + i);
     }
@@ -67,8 +66,8 @@ TEST(PackedDataset, EveryTokenIsInOneRowAndTheFullestRowsAreFull) {
     tokens.push_back(2 + d * 37 % 61);
   }
   const int64_t all = std::accumulate(tokens.begin(), tokens.end(), int64_t{0});
-  for (const auto strategy : {PackingStrategy::bfd_split, PackingStrategy::wrapped,
-                              PackingStrategy::none}) {
+  for (const auto strategy :
+       {PackingStrategy::bfd_split, PackingStrategy::wrapped, PackingStrategy::none}) {
     const PackedDataset rows(documents(tokens), 64, strategy, 0);
     std::multiset<int64_t> seen;
     for (int64_t row = 0; row < rows.size(); ++row) {
@@ -103,8 +102,9 @@ TEST(PackedDataset, PromptsHaveNoLoss) {
               PackedDataset(documents({4, 1}, {4, 0}), 8, PackingStrategy::none, 0);
             }).find("no token to predict"),
             std::string::npos);
-  EXPECT_NE(error_of([] { PackedDataset(documents({4}), 1, PackingStrategy::none, 0); })
-                .find("block_size=1"),
+  EXPECT_NE(error_of([] {
+              PackedDataset(documents({4}), 1, PackingStrategy::none, 0);
+            }).find("block_size=1"),
             std::string::npos);
 }
 
@@ -160,16 +160,19 @@ TEST(Documents, ACompletionFollowsItsPrompt) {
     return read("a.jsonl", lines, [&](auto& o) { o.max_length = length; });
   };
   EXPECT_EQ(cut(prompt + 1).truncated, 1);
-  for (const auto& [what, said] :
-       std::vector<std::pair<std::function<void()>, std::string>>{
+  for (const auto& [what, said] : std::vector<std::pair<std::function<void()>, std::string>>{
            {[&] { cut(prompt); }, "a.jsonl:1: the prompt has tokens=" + std::to_string(prompt)},
-           {[&] { read("a.jsonl", lines + "{\"prompt\": \"x\", \"completion\": \" \"}\n", [](auto&) {}); },
+           {[&] {
+              read("a.jsonl", lines + "{\"prompt\": \"x\", \"completion\": \" \"}\n", [](auto&) {});
+            },
             "a.jsonl:2: completion is empty"},
            {[] { read("a.jsonl", "{\"prompt\": \"x\"}\n", [](auto&) {}); }, "completion"},
            {[] { read("a.jsonl", "{\"messages\": []}\n", [](auto&) {}); }, "chat template"},
            {[] {
-              read("a.csv", "text\nx\n", [](auto& o) { o.tokenizer = WordPieceTokenizer(
-                {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"}); });
+              read("a.csv", "text\nx\n", [](auto& o) {
+                o.tokenizer =
+                    WordPieceTokenizer({"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x"});
+              });
             },
             "eos_token"}}) {
     EXPECT_NE(error_of(what).find(said), std::string::npos) << error_of(what);
