@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 
+from decoders import Decoders
 from families import Families
 from fsdp import FsdpMemory, FsdpStep
 from gpu import Gpu
@@ -398,6 +399,7 @@ BENCHMARKS = {
         Precision,
         ResidentMemory,
         Gpu,
+        Decoders,
         Families,
         Tokenizers,
     )

@@ -17,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 source "$root/scripts/packages.sh"
 
 torch_version=2.13.0
-peer_packages=(transformers==5.23.0 accelerate==1.15.0 sentencepiece==0.2.3 protobuf)
+peer_packages=(transformers==5.23.0 accelerate==1.15.0 sentencepiece==0.2.3 protobuf peft==0.21.2)
 
 smoke='' before='' programs='' arguments=()
 while (($#)); do

@@ -57,6 +57,8 @@ struct TrainCommand : ProcessFlags {
   /// text-generation: tokens of a row (0: the model's limit, at most 1024), what shares it, and what
   /// a document of a .txt file is.
   int64_t block_size = 0;
+  /// PreTrainedConfig::attn_implementation.
+  std::string attn_implementation = "auto";
   PackingStrategy packing_strategy = PackingStrategy::bfd_split;
   SampleBy sample_by = SampleBy::line;
   /// A Hugging Face folder or the name of a repository in its cache (pretrained_folder()), or the

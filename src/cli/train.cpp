@@ -157,6 +157,7 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   if (inputs.head == Head::regression || inputs.head == Head::multi_label) {
     options.problem_type = spelling(inputs.head);
   }
+  options.attn_implementation = command.attn_implementation;
   options.vocab_size = inputs.data->tokenizer.size();
   options.pad_token_id = inputs.data->tokenizer.pad_id();
   options.eos_token_id = inputs.data->tokenizer.special_id("eos_token");

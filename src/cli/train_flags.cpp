@@ -36,6 +36,10 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
               "fill-mask: share of the tokens that the model has to find");
   flags.flag("--whole-word-mask", command.whole_word_mask,
              "fill-mask: mask all tokens of a word together");
+  flags.value(
+      "--attn-implementation", command.attn_implementation, "NAME",
+      "decoders: eager keeps attention's scores for backward, sdpa computes them again; auto: "
+      "sdpa for 256 tokens or more");
   flags.value("--block-size", command.block_size, "TOKENS",
               "text-generation: tokens of a row (default: 1024, or the model's limit if that is "
               "lower)",
@@ -363,6 +367,10 @@ void check_token_task(const FlagTable& flags, TrainCommand& command) {
                 "--mlm-probability=" + flag_text(command.mlm_probability),
                 "a share, above 0 and at most 1");
   require_metric_of(flags, a, command.task);
+  const std::vector<std::string> ways{"auto", "eager", "sdpa"};
+  flags.require(std::ranges::find(ways, command.attn_implementation) != ways.end(),
+                "--attn-implementation=" + command.attn_implementation, joined(ways),
+                write_nearest(command.attn_implementation, ways));
 }
 
 /// Determines the problem type and checks that the flags agree on it.

@@ -5,127 +5,16 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <vector>
 
+#include "attention_rows.h"
 #include "dropout.h"
 #include "hasten/base/error.h"
+#include "hasten/core/autocast.h"
 #include "hasten/core/memory_rehearsal.h"
-#include "hasten/core/vector_kernels.h"
 
 namespace hasten::detail {
-
-// Sums and maxima of a row use this many partial results, so that the loops vectorise.
-constexpr int64_t kStrands = 16;
-
-// e^x for x <= 0, relative error 2e-7: 2^n times a polynomial in [-1/2, 1/2] (Taylor's of 2^r). NaN
-// stays NaN.
-static inline float row_exp(float x) {
-  const float t = std::max(x, -87.0f) * 1.44269504f;
-  const float n = (t + 12582912.0f) - 12582912.0f; // to the nearest integer
-  const float r = t - n;
-  float y = 1.5403530e-4f;
-  y = y * r + 1.3333558e-3f;
-  y = y * r + 9.6181291e-3f;
-  y = y * r + 5.5504109e-2f;
-  y = y * r + 2.4022651e-1f;
-  y = y * r + 6.9314718e-1f;
-  y = y * r + 1.0f;
-  const auto power = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
-  const float result = y * std::bit_cast<float>(power);
-  return x == x ? result : x;
-}
-
-static inline float row_keep(const BlockDropout& dropout, uint32_t column) {
-  const uint32_t h = random_bits(column, dropout.key0, dropout.key1);
-  return h >= dropout.threshold ? dropout.scale : 0.0f;
-}
-
-/// softmax(scale scores + mask) of `count` columns. `work` has space for them, rounded up to
-/// kStrands.
-HASTEN_VECTOR_CLONES
-void softmax_row(const uint16_t* scores, const float* mask, float scale, int64_t count, float* work,
-                 uint16_t* out) {
-  const int64_t padded = (count + kStrands - 1) / kStrands * kStrands;
-  for (int64_t i = 0; i < count; ++i) {
-    work[i] = from_bf16(scores[i]) * scale;
-  }
-  if (mask != nullptr) {
-    for (int64_t i = 0; i < count; ++i) {
-      work[i] += mask[i];
-    }
-  }
-  for (int64_t i = count; i < padded; ++i) {
-    work[i] = -INFINITY;
-  }
-  float strand[kStrands];
-  std::fill(strand, strand + kStrands, -INFINITY);
-  for (int64_t i = 0; i < padded; i += kStrands) {
-    for (int64_t j = 0; j < kStrands; ++j) {
-      strand[j] = work[i + j] > strand[j] ? work[i + j] : strand[j];
-    }
-  }
-  const float largest = *std::max_element(strand, strand + kStrands);
-  std::fill(strand, strand + kStrands, 0.0f);
-  for (int64_t i = 0; i < padded; i += kStrands) {
-    for (int64_t j = 0; j < kStrands; ++j) {
-      const float e = row_exp(work[i + j] - largest);
-      work[i + j] = e;
-      strand[j] += i + j < count ? e : 0.0f;
-    }
-  }
-  float sum = 0;
-  for (const float part : strand) {
-    sum += part;
-  }
-  const float inverse = 1.0f / sum;
-  for (int64_t i = 0; i < count; ++i) {
-    out[i] = to_bf16(work[i] * inverse);
-  }
-}
-
-HASTEN_VECTOR_CLONES
-void drop_row(const uint16_t* in, const BlockDropout& dropout, int64_t count, uint16_t* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    out[i] = to_bf16(from_bf16(in[i]) * row_keep(dropout, static_cast<uint32_t>(i)));
-  }
-}
-
-/// Gradient of the scores from that of the dropped probabilities: p (g - sum(g p)) scale, g =
-/// gradient * kept.
-HASTEN_VECTOR_CLONES
-void softmax_backward_row(const uint16_t* probabilities, const uint16_t* gradient,
-                          const BlockDropout& dropout, float scale, int64_t count, float* work,
-                          uint16_t* out) {
-  if (dropout.threshold == 0) {
-    for (int64_t i = 0; i < count; ++i) {
-      work[i] = from_bf16(gradient[i]);
-    }
-  } else {
-    for (int64_t i = 0; i < count; ++i) {
-      work[i] = from_bf16(gradient[i]) * row_keep(dropout, static_cast<uint32_t>(i));
-    }
-  }
-  float strand[kStrands];
-  std::fill(strand, strand + kStrands, 0.0f);
-  const int64_t whole = count / kStrands * kStrands;
-  for (int64_t i = 0; i < whole; i += kStrands) {
-    for (int64_t j = 0; j < kStrands; ++j) {
-      strand[j] += work[i + j] * from_bf16(probabilities[i + j]);
-    }
-  }
-  float sum = 0;
-  for (int64_t i = whole; i < count; ++i) {
-    sum += work[i] * from_bf16(probabilities[i]);
-  }
-  for (const float part : strand) {
-    sum += part;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    out[i] = to_bf16(from_bf16(probabilities[i]) * (work[i] - sum) * scale);
-  }
-}
 
 static uint16_t* narrow_data(const at::Tensor& tensor) {
   return static_cast<uint16_t*>(tensor.data_ptr());
@@ -143,7 +32,7 @@ template <typename Function>
 void for_rows(const at::Tensor& x, const Extent& extent, const Function& function) {
   const int64_t rows = in_memory_rehearsal() ? 0 : x.size(0) * extent.rows;
   at::parallel_for(0, rows, 64, [&](int64_t begin, int64_t end) {
-    std::vector<float> work(static_cast<size_t>(x.size(2) + kStrands));
+    std::vector<float> work(static_cast<size_t>(x.size(2) + kRowStrands));
     for (int64_t row = begin; row < end; ++row) {
       const int64_t place = row / extent.rows * x.size(1) + row % extent.rows;
       function(row, place * x.size(2), work.data());
@@ -155,15 +44,6 @@ static void zero_padding_rows(const at::Tensor& x, const Extent& extent) {
   if (x.size(1) > extent.rows) {
     x.narrow(1, extent.rows, x.size(1) - extent.rows).zero_();
   }
-}
-
-// Note [Few shapes]
-// oneDNN and torch cache about half a megabyte for each shape of a 16-bit product, up to a thousand
-// shapes. The number of tokens differs between batches. So tokens are padded with zeros to one of
-// few sizes. Zeros do not change sums.
-static int64_t padded_tokens(int64_t tokens) {
-  const int64_t step = tokens <= 128 ? 16 : tokens <= 256 ? 32 : 64;
-  return tokens == 1 ? 1 : (tokens + step - 1) / step * step;
 }
 
 /// x [B, T, heads * width] as [B * heads, padded T, width], contiguous.
@@ -199,8 +79,7 @@ static at::Tensor dropped(const at::Tensor& p, const Extent& extent, uint64_t se
   at::Tensor out = at::empty_like(p);
   for_rows(p, extent, [&](int64_t row, int64_t offset, float* /*work*/) {
     uint16_t* to = narrow_data(out) + offset;
-    drop_row(narrow_data(p) + offset, block_dropout(seed, row, dropout), extent.columns, to);
-    std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
+    drop_row(true, narrow_data(p) + offset, block_dropout(seed, row, dropout), p.size(2), to);
   });
   zero_padding_rows(out, extent);
   return out;
@@ -227,10 +106,9 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     for_rows(scores, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* to = narrow_data(p) + offset;
       const int64_t mask_row = row / rows_of_text * of_text + row % extent.rows * of_query;
-      softmax_row(narrow_data(scores) + offset,
-                  masks == nullptr ? nullptr : masks + mask_row * extent.columns, scale,
-                  extent.columns, work, to);
-      std::fill(to + extent.columns, to + p.size(2), uint16_t{0});
+      const float* added = masks == nullptr ? nullptr : masks + mask_row * extent.columns;
+      softmax_row(true, narrow_data(scores) + offset,
+                  {added, scale, extent.columns, p.size(2), work}, to);
     });
     zero_padding_rows(p, extent);
     const uint64_t seed = dropout > 0 ? draw_dropout_seed() : 0;
@@ -264,8 +142,8 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
     // The padding is 0 already, as a product with the zeros of gradient or v.
     for_rows(p, extent, [&](int64_t row, int64_t offset, float* work) {
       uint16_t* in_place = narrow_data(p_gradient) + offset;
-      softmax_backward_row(narrow_data(p) + offset, in_place, block_dropout(seed, row, dropout),
-                           scale, extent.columns, work, in_place);
+      softmax_backward_row(true, narrow_data(p) + offset, block_dropout(seed, row, dropout),
+                           {nullptr, scale, extent.columns, p.size(2), work}, in_place);
     });
     return {from_heads(at::bmm(p_gradient, k), heads, extent.rows),
             from_heads(at::bmm(p_gradient.transpose(1, 2), q), heads, extent.columns),
@@ -291,9 +169,10 @@ at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::
       heads, dropout);
 }
 
-at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& mask, int64_t heads, int64_t key_value_heads,
-                            const CachePlace& place) {
+static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& mask, const AttentionOptions& options,
+                                   const AttentionPlace& place) {
+  const int64_t heads = options.heads, key_value_heads = options.key_value_heads;
   const int64_t rows = q.size(0), tokens = q.size(1), width = q.size(2) / heads;
   const auto split = [&](const at::Tensor& x, int64_t of) {
     return x.view({rows, tokens, of, width}).transpose(1, 2);
@@ -342,6 +221,40 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
     context = at::matmul(dropout_add(at::softmax(scores, -1), {}, dropout), split(v));
   }
   return context.transpose(1, 2).reshape({rows, queries, heads * width});
+}
+
+// Each of the fewer heads of keys and values serves several heads of queries.
+static at::Tensor repeated_heads(const at::Tensor& x, const AttentionOptions& options) {
+  if (options.key_value_heads == options.heads) {
+    return x;
+  }
+  const int64_t heads = options.key_value_heads, shared_by = options.heads / heads;
+  const int64_t rows = x.size(0), tokens = x.size(1), width = x.size(2) / heads;
+  return x.view({rows, tokens, heads, 1, width})
+      .expand({rows, tokens, heads, shared_by, width})
+      .reshape({rows, tokens, options.heads * width});
+}
+
+at::Tensor decoder_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const at::Tensor& mask, AttentionOptions options,
+                             const AttentionPlace& place) {
+  if (place.cache != nullptr) {
+    return cached_attention(q, k, v, mask, options, place);
+  }
+  if (place.sliced) {
+    options.causal = true;
+    return sliced_attention(q, k, v, mask, options);
+  }
+  return self_attention(q, repeated_heads(k, options), repeated_heads(v, options), mask,
+                        options.heads, options.dropout);
+}
+
+bool slices_attention(const PreTrainedConfig& config, int64_t tokens, const at::Tensor& hidden) {
+  constexpr int64_t kFromTokens = 256;
+  const at::ScalarType dtype = autocast_dtype(at::kCPU).value_or(hidden.scalar_type());
+  return hidden.is_cpu() && hidden.size(0) > 0 && (dtype == at::kFloat || dtype == at::kBFloat16) &&
+         (config.attn_implementation == "sdpa" ||
+          (config.attn_implementation == "auto" && tokens >= kFromTokens));
 }
 
 } // namespace hasten::detail

@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "hasten/models/key_value_cache.h"
+#include "hasten/models/pretrained_config.h"
+#include "sliced_attention.h"
 
 namespace hasten::detail {
 
@@ -16,17 +18,23 @@ namespace hasten::detail {
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mask, int64_t heads, double dropout);
 
-/// A cache's place of one block; no cache: null.
-struct CachePlace {
-  KeyValueCache* cache = nullptr;
+/// How a decoder's block computes its attention.
+struct AttentionPlace {
+  KeyValueCache* cache = nullptr; // null: none
   size_t layer = 0;
+  bool sliced = false;
 };
 
-/// self_attention without dropout to all tokens that the cache has, after adding k and v
-/// [B, T, key_value_heads * width] to it. q [B, T, heads * width]. Not differentiable.
-at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& mask, int64_t heads, int64_t key_value_heads,
-                            const CachePlace& place);
+/// Attention of each token to those before it. With a cache to all tokens that it has, after adding k
+/// and v to it: without dropout and not differentiable. Sliced: by sliced_attention, which needs no
+/// mask for the tokens after a token. Otherwise the mask has them.
+at::Tensor decoder_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const at::Tensor& mask, AttentionOptions options,
+                             const AttentionPlace& place);
+
+/// Whether a decoder's attention to `tokens` tokens is sliced, by the configuration's
+/// attn_implementation. "auto": from 256 tokens on, where it takes less time as well as less memory.
+bool slices_attention(const PreTrainedConfig& config, int64_t tokens, const at::Tensor& hidden);
 
 /// Whether narrow_attention supports these tensors: bf16 on the CPU.
 bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);

@@ -103,14 +103,16 @@ class Gpt2BlockImpl : public torch::nn::Module {
     register_path(*this, "mlp.c_proj", output_.ptr());
   }
   /// `hidden` [B, T, H]; the same for the result.
-  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor, CachePlace place) {
+  at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor,
+                     AttentionPlace place) {
     const double p = is_training() ? dropout_ : 0.0;
     const auto qkv = qkv_->forward(norm_->forward(hidden)).chunk(3, -1);
     const at::Tensor context =
-        place.cache != nullptr
-            ? cached_attention(qkv[0], qkv[1], qkv[2], mask, heads_, heads_, place)
-            : self_attention(qkv[0], qkv[1], qkv[2], mask, heads_,
-                             is_training() ? attention_dropout_ : 0.0);
+        decoder_attention(qkv[0], qkv[1], qkv[2], mask,
+                          {.heads = heads_,
+                           .key_value_heads = heads_,
+                           .dropout = is_training() ? attention_dropout_ : 0.0},
+                          place);
     hidden = dropout_add(attention_output_->forward(context), hidden, p);
     const at::Tensor wide = wide_->forward(mlp_norm_->forward(hidden));
     return dropout_add(output_->forward(wide, activation_), hidden, p);
@@ -147,11 +149,9 @@ class LlamaBlockImpl : public torch::nn::Module {
   LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options);
   /// `hidden` [B, T, H]; the same for the result.
   at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines, at::Tensor sines,
-                     CachePlace place);
+                     AttentionPlace place);
 
  private:
-  at::Tensor repeated(const at::Tensor& x) const;
-
   RmsNorm norm_;
   torch::nn::Linear query_, key_, value_, attention_output_;
   RmsNorm query_norm_{nullptr}, key_norm_{nullptr};
@@ -198,23 +198,12 @@ LlamaBlockImpl::LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOpti
   register_path(*this, "mlp.down_proj", down_.ptr());
 }
 
-// Each of the fewer heads of keys and values serves several heads of queries.
-at::Tensor LlamaBlockImpl::repeated(const at::Tensor& x) const {
-  if (key_value_heads_ == heads_) {
-    return x;
-  }
-  const int64_t rows = x.size(0), tokens = x.size(1), width = x.size(2) / key_value_heads_;
-  return x.view({rows, tokens, key_value_heads_, 1, width})
-      .expand({rows, tokens, key_value_heads_, heads_ / key_value_heads_, width})
-      .reshape({rows, tokens, heads_ * width});
-}
-
 static at::Tensor normed_heads(RmsNorm norm, const at::Tensor& x, int64_t heads) {
   return norm.is_empty() ? x : norm->forward(x.view({x.size(0), x.size(1), heads, -1})).flatten(2);
 }
 
 at::Tensor LlamaBlockImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
-                                   at::Tensor sines, CachePlace place) {
+                                   at::Tensor sines, AttentionPlace place) {
   at::Tensor read = autocast_cast(norm_->forward(hidden)); // cast once for three products
   const at::Tensor value = linear_of(value_, read);
   const at::Tensor query =
@@ -224,10 +213,11 @@ at::Tensor LlamaBlockImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tenso
                                  cosines, sines, key_value_heads_)
                              .to(value.scalar_type());
   const at::Tensor context =
-      place.cache != nullptr
-          ? cached_attention(query, key, value, mask, heads_, key_value_heads_, place)
-          : self_attention(query, repeated(key), repeated(value), mask, heads_,
-                           is_training() ? attention_dropout_ : 0.0);
+      decoder_attention(query, key, value, mask,
+                        {.heads = heads_,
+                         .key_value_heads = key_value_heads_,
+                         .dropout = is_training() ? attention_dropout_ : 0.0},
+                        place);
   hidden = hidden + linear_of(attention_output_, context);
   read = autocast_cast(mlp_norm_->forward(hidden));
   // One tensor, so that only it is kept for backward.
@@ -302,20 +292,27 @@ DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task, Decod
   }
 }
 
-/// True where a token may not attend to another: [1, 1, T, past + T], or with padding or texts [B, …].
-static at::Tensor ignored_tokens(const ModelInputs& inputs, int64_t past) {
+/// True where a token may not attend to another: [B or 1, 1, T or 1, past + T]; undefined: nowhere.
+/// `later`: tokens after it are among them.
+static at::Tensor ignored_tokens(const ModelInputs& inputs, int64_t past, bool later) {
   const int64_t tokens = inputs.input_ids.size(1);
-  at::Tensor ignored =
-      at::ones({1, 1, tokens, past + tokens}, inputs.input_ids.options().dtype(at::kBool))
-          .triu(past + 1);
+  at::Tensor ignored;
+  const auto add = [&](const at::Tensor& more) {
+    ignored = ignored.defined() ? ignored | more : more;
+  };
+  if (later && tokens > 1) {
+    add(at::ones({1, 1, tokens, past + tokens}, inputs.input_ids.options().dtype(at::kBool))
+            .triu(past + 1));
+  }
   if (const at::Tensor& places = inputs.position_ids; places.defined() && !inputs.past_key_values) {
     const at::Tensor steps = places.slice(1, 1) - places.slice(1, 0, -1);
     const at::Tensor text = at::constant_pad_nd(steps.ne(1), {1, 0}).cumsum(1).unsqueeze(1);
-    ignored = ignored | text.unsqueeze(2).ne(text.unsqueeze(3));
+    add(text.unsqueeze(2).ne(text.unsqueeze(3)));
   }
-  const at::Tensor padding = padding_of(inputs.attention_mask);
-  return padding.defined() ? ignored | padding.view({padding.size(0), 1, 1, past + tokens})
-                           : ignored;
+  if (const at::Tensor padding = padding_of(inputs.attention_mask); padding.defined()) {
+    add(padding.view({padding.size(0), 1, 1, past + tokens}));
+  }
+  return ignored;
 }
 
 at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
@@ -334,9 +331,11 @@ at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
     cosines = table.cosines;
     sines = table.sines;
   }
-  const at::Tensor mask = additive_mask(ignored_tokens(inputs, past), hidden);
+  const bool sliced = !inputs.past_key_values && slices_attention(config(), tokens, hidden);
+  const at::Tensor ignored = ignored_tokens(inputs, past, !sliced);
+  const at::Tensor mask = ignored.defined() ? additive_mask(ignored, hidden) : at::Tensor();
   for (size_t i = 0; i < layers_->size(); ++i) {
-    const CachePlace place{inputs.past_key_values.get(), i};
+    const AttentionPlace place{inputs.past_key_values.get(), i, sliced};
     hidden = gpt2_
                  ? call_block(layers_->at<Gpt2BlockImpl>(i), hidden, mask, cosines, sines, place)
                  : call_block(layers_->at<LlamaBlockImpl>(i), hidden, mask, cosines, sines, place);

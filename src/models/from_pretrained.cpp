@@ -176,6 +176,7 @@ void FolderLoad::decide_output(const FromPretrainedOptions& options) {
   const auto names_there = config_.id2label;
   config_.id2label = options.id2label.value_or(names_there);
   config_.problem_type = options.problem_type.value_or(config_.problem_type);
+  config_.attn_implementation = options.attn_implementation;
   const bool of_samples = task_ == ModelTask::sequence_classification;
   if ((!of_samples && task_ != ModelTask::token_classification) || !has(output_)) {
     return;
@@ -335,6 +336,7 @@ PreTrainedModel model_from_shape(const std::string& shape, ModelTask task,
   config.pad_token_id = options.pad_token_id;
   config.id2label = options.id2label.value_or(config.id2label);
   config.problem_type = options.problem_type.value_or("");
+  config.attn_implementation = options.attn_implementation;
   if (options.eos_token_id >= 0) {
     auto others = parse_json(kLoadWhere, "other_keys", config.other_keys);
     others["eos_token_id"] = options.eos_token_id;

@@ -253,6 +253,11 @@ void PreTrainedConfig::validate(std::string_view source) const {
     detail::throw_bad_config(source, "hidden_act=\"" + hidden_act + "\"",
                              "\"gelu\", \"gelu_new\", \"relu\" or \"silu\"");
   }
+  if (attn_implementation != "auto" && attn_implementation != "eager" &&
+      attn_implementation != "sdpa") {
+    detail::throw_bad_config(source, "attn_implementation=\"" + attn_implementation + "\"",
+                             "\"auto\", \"eager\" or \"sdpa\"");
+  }
   if (max_tokens() < 1) {
     detail::throw_bad_config(
         source,

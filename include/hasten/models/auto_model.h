@@ -24,6 +24,8 @@ struct FromPretrainedOptions {
   std::optional<std::vector<std::string>> id2label{};
   /// problem_type of the model. If not set, the folder's.
   std::optional<std::string> problem_type{};
+  /// PreTrainedConfig::attn_implementation.
+  std::string attn_implementation = "auto";
   /// For a shape name: vocabulary size. 0 means 30522, that of bert-base.
   int64_t vocab_size = 0;
   /// For a shape name: id of the padding token.

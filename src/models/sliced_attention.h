@@ -1,0 +1,31 @@
+// Attention that computes scores in slices, and again in backward, so that they are never all in memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace hasten::detail {
+
+/// Whether sliced_attention supports these tensors: all fp32 or all bf16, on the CPU.
+bool takes_sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+struct AttentionOptions {
+  int64_t heads = 1;
+  /// A divisor of heads, each of which serves several heads of queries.
+  int64_t key_value_heads = 1;
+  double dropout = 0;
+  /// A query attends only to keys up to its own place. Q = T.
+  bool causal = false;
+};
+
+/// softmax(q k^T / sqrt(width) + mask), dropout, times v, for each head of `width`.
+/// q [B, Q, heads * width]; k, v [B, T, key_value_heads * width]; mask undefined or additive,
+/// [B or 1, 1, Q or 1, T]. Returns [B, Q, heads * width] in their dtype.
+/// Saves q, k, v and one seed. Memory besides: the scores of one sample and 128 queries. In bf16,
+/// scores and probabilities are rounded to bf16, and everything between is fp32. Can be differentiated
+/// once.
+at::Tensor sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const at::Tensor& mask, const AttentionOptions& options);
+
+} // namespace hasten::detail
