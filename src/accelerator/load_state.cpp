@@ -18,12 +18,11 @@
 
 namespace hasten::detail {
 
-void plan_model(StateLoad& load, size_t index, const torch::nn::Module& model,
+void plan_model(StateLoad& load, size_t index, const NamedTensors& targets,
                 const HeldRowsByName& held) {
   const auto file = load.folder / model_file_name(index);
   const SafetensorsReader reader(file);
   const auto listed = load.shared.at("models").at(index).at("tensors").get<std::set<std::string>>();
-  NamedTensors targets = named_model_tensors(model);
   for (const std::string& name : listed) {
     if (targets.count(name) == 0) {
       refuse_state(file, "tensor \"" + name + "\" belongs to another model",
@@ -61,7 +60,7 @@ void TrainingState::plan_models(StateLoad& load) {
   const HeldRowsByName held = models_.held_rows();
   std::vector<bool> non_finite;
   for (size_t i = 0; i < models_.size(); ++i) {
-    plan_model(load, i, *models_[i].parallel->module(), held);
+    plan_model(load, i, models_.saved_tensors(i), held);
     non_finite.push_back(models[i].at("non_finite").get<bool>());
   }
   windows_.plan(load);

@@ -81,6 +81,8 @@ class ModelSet {
   FullyShard* sharded(const torch::nn::Module* module) const;
   HeldRowsByName held_rows() const;
   NamedTensors shards() const;
+  /// The tensors of a model that a state has.
+  NamedTensors saved_tensors(size_t model) const;
   /// Reshards parameters that zero1 and zero2 keep unsharded between batches. Throws InputError
   /// inside a forward.
   void reshard(const char* where) const;

@@ -279,8 +279,22 @@ NamedTensors ModelSet::shards() const {
   for (size_t i = 0; i < models_.size(); ++i) {
     if (holds_parts(i)) {
       for (const ShardedParameter& shard : models_[i].sharded->parameters()) {
-        tensors.emplace("model." + std::to_string(i) + "." + shard.name, shard.parameter.detach());
+        if (run_.options().save_frozen_weights || shard.parameter.requires_grad()) {
+          tensors.emplace("model." + std::to_string(i) + "." + shard.name,
+                          shard.parameter.detach());
+        }
       }
+    }
+  }
+  return tensors;
+}
+
+NamedTensors ModelSet::saved_tensors(size_t model) const {
+  const torch::nn::Module& module = *models_[model].parallel->module();
+  NamedTensors tensors = named_model_tensors(module);
+  for (const auto& item : module.named_parameters()) {
+    if (!run_.options().save_frozen_weights && !item.value().requires_grad()) {
+      tensors.erase(item.key());
     }
   }
   return tensors;

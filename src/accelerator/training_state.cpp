@@ -18,7 +18,7 @@ void TrainingState::collect_models(StateParts& parts) const {
   bool hooks = false;
   for (size_t i = 0; i < models_.size(); ++i) {
     nlohmann::json names = nlohmann::json::array();
-    for (const auto& [name, tensor] : named_model_tensors(*models_[i].parallel->module())) {
+    for (const auto& [name, tensor] : models_.saved_tensors(i)) {
       names.push_back(name);
     }
     shared["models"].push_back(
@@ -80,7 +80,7 @@ StateParts TrainingState::collect() const {
 void TrainingState::write_models(const std::filesystem::path& folder, NamedTensors& shared) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
-    NamedTensors tensors = named_model_tensors(*models_[i].parallel->module());
+    NamedTensors tensors = models_.saved_tensors(i);
     if (models_.holds_parts(i)) { // parameters are in the ranks' files
       for (const auto& item : models_[i].parallel->module()->named_parameters()) {
         tensors.erase(item.key());

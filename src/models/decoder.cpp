@@ -67,20 +67,9 @@ DecoderOptions::DecoderOptions(const PreTrainedConfig& config, DecoderFamily fam
   }
 }
 
-/// GPT-2's linear layer: its weight is [in, out].
-class Conv1DImpl : public torch::nn::Module {
- public:
-  Conv1DImpl(int64_t in, int64_t out)
-      : weight_(register_parameter("weight", at::empty({in, out}))),
-        bias_(register_parameter("bias", at::empty({out}))) {}
-  at::Tensor forward(const at::Tensor& x, const Activation& activation = {}) {
-    return product_of(activation, x, weight_.t(), bias_);
-  }
-
- private:
-  at::Tensor weight_, bias_;
-};
-TORCH_MODULE(Conv1D);
+at::Tensor Conv1DImpl::forward(const at::Tensor& x, const Activation& activation) {
+  return product_of(activation, x, weight_.t(), bias_, &weight_);
+}
 
 class Gpt2BlockImpl : public torch::nn::Module {
  public:

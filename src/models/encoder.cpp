@@ -12,6 +12,7 @@
 #include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
+#include "lora_layer.h"
 
 namespace hasten::detail {
 
@@ -57,7 +58,15 @@ at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x,
 }
 
 at::Tensor product_of(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
-                      const at::Tensor& bias) {
+                      const at::Tensor& bias, const at::Tensor* parameter) {
+  if (const auto mark = lora_mark(parameter != nullptr ? *parameter : weight)) {
+    const at::Tensor read = activation(x); // kept once, for both products
+    const BaseProducts alone;
+    const at::Tensor product = takes_few_rows(read, weight) ? few_rows_linear(read, weight, bias)
+                                                            : fast_linear(read, weight, bias);
+    const at::Tensor update = lora_update(*mark, read);
+    return update.defined() ? product + update.to(product.scalar_type()) : product;
+  }
   return takes_few_rows(x, weight) ? few_rows_linear(activation(x), weight, bias)
                                    : fast_linear(activation, x, weight, bias);
 }

@@ -43,9 +43,10 @@ torch::nn::LayerNorm make_norm(const PreTrainedConfig& config, bool bias = true)
 at::Tensor linear_of(const torch::nn::Linear& layer, const at::Tensor& x,
                      const Activation& activation = {});
 
-/// fast_linear, with the short way of generation.
+/// fast_linear, with the short way of generation and what an adapter adds. `parameter`: what `weight`
+/// is a view of; null: weight itself.
 at::Tensor product_of(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
-                      const at::Tensor& bias = {});
+                      const at::Tensor& bias = {}, const at::Tensor* parameter = nullptr);
 
 /// Registers a module or a parameter under a dotted path, making the modules between.
 void register_path(torch::nn::Module& root, const std::string& path,

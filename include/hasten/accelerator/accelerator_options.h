@@ -47,6 +47,9 @@ struct AcceleratorOptions {
   /// parameter and batch. Sharded models are not checked. Set it to false for models whose
   /// parameters change between batches on purpose.
   bool check_accumulation = true;
+  /// False: save_state() leaves out parameters that require no gradient, and load_state() leaves them
+  /// as they are. For frozen weights that the program reads from elsewhere, such as a LoRA's base.
+  bool save_frozen_weights = true;
   SchedulerTicks scheduler_ticks = SchedulerTicks::per_optimizer_step;
   /// The precision of forwards inside accumulate(), up to the batch's last backward; elsewhere use
   /// Accelerator::autocast(). Equal on all ranks. automatic: the ranks agree at construction: on the

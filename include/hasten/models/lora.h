@@ -1,0 +1,101 @@
+// LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") with the names, rules and
+// files of PEFT. An adapted layer computes
+//
+//   W x + b + scaling * B A dropout(x)      A [r, in], B [out, r], scaling = lora_alpha / r
+//
+// and W stays as it is. B is 0 at first, so the model starts with the results of its base.
+//
+//   const hasten::LoraConfig config = hasten::get_peft_model(model, {.r = 8, .lora_alpha = 16});
+//   … train …
+//   hasten::save_adapter(*model, config, folder); // a few megabytes, which PEFT can load
+//
+// Any torch::nn::Linear of any module can be adapted, in place: its A and B become the child modules
+// `lora_A` and `lora_B` of the layer, so optimizers, DDP, FSDP, Local SGD and checkpoints see them
+// like other parameters. The layer is known by its weight (the TensorImpl, which set_data, to() and
+// FSDP keep). The first adaptation registers kernels of linear, matmul and addmm for the CPU and CUDA,
+// also under autocast and in inference mode; other layers continue to torch's own. Models of this
+// library are adapted on every device. A module that reads the weight by another operator, or a copy of
+// it by clone(), computes without the adapter. Cost of a layer: 2 r (in + out) operations for each row; memory (in + out) r
+// elements.
+// All functions are local. Call them alike on all ranks, before the model is prepared, unless said.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hasten {
+
+/// PEFT's LoraConfig.
+struct LoraConfig {
+  /// Rank of the update, at least 1.
+  int64_t r = 8;
+  double lora_alpha = 8;
+  /// Of the input of A, in training mode; from 0 to below 1. Drawn like the models' dropout.
+  double lora_dropout = 0;
+  /// Names of modules, or ends of names after a dot ("q_proj"). {"all-linear"}: all linear layers but
+  /// the head. Empty: PEFT's choice for the model's type: query and value, q_proj and v_proj, or c_attn.
+  std::vector<std::string> target_modules{};
+  /// Modules that are trained whole and saved with the adapter, by the same rule. Models for sequences
+  /// or tokens add their `classifier` or `score`.
+  std::vector<std::string> modules_to_save{};
+  /// scaling = lora_alpha / sqrt(r) (Kalajdzievski 2023).
+  bool use_rslora = false;
+  /// The weights of the adapted layers are [in, out], as in GPT-2. get_peft_model() sets it.
+  bool fan_in_fan_out = false;
+  /// Where the frozen weights come from. Not read by get_peft_model().
+  std::string base_model_name_or_path{};
+  /// SEQ_CLS, TOKEN_CLS or CAUSAL_LM. get_peft_model() sets it for models of this library.
+  std::string task_type{};
+
+  /// Throws InputError that names the value that is out of range.
+  void validate() const;
+  double scaling() const;
+  /// Reads a folder's adapter_config.json. Throws InputError for a file that is missing or damaged, a
+  /// peft_type other than LORA, and each option that changes the computation and is not above.
+  static LoraConfig from_pretrained(const std::filesystem::path& folder);
+  /// Whether a folder has an adapter_config.json.
+  static bool is_adapter(const std::filesystem::path& folder);
+};
+
+/// Adapts the layers that the configuration names and freezes all other parameters, but for those of
+/// modules_to_save. A is drawn from uniform(-1 / sqrt(in), 1 / sqrt(in)) by torch's default generator,
+/// fp32. Returns the configuration with what was chosen, for save_adapter().
+/// Throws InputError if a name matches no module or one that is not linear, the model has an
+/// adapter, or its weights were made in inference mode.
+LoraConfig get_peft_model(const std::shared_ptr<torch::nn::Module>& model, LoraConfig config);
+
+/// Writes adapter_config.json and adapter_model.safetensors, fp32, with PEFT's names, into an existing
+/// folder. Call it where the parameters are whole (ModelFiles::save, summon_full_params).
+/// Throws InputError if the model has no adapter or is merged; Error with path and reason.
+void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
+                  const std::filesystem::path& folder);
+
+/// Reads such a folder, of PEFT or of this library. Adapts the model first if it has no adapter.
+/// Throws InputError if names or shapes differ from the model's, before anything is changed but for
+/// the adaptation.
+LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
+                        const std::filesystem::path& folder);
+
+/// Adds scaling * B A to the weights, which then give the same results without the additional
+/// products; unmerge_adapter() subtracts it again (equal but for rounding). Both do nothing if it is
+/// already so. Throws InputError without an adapter, or if the weights are shards.
+void merge_adapter(torch::nn::Module& model);
+void unmerge_adapter(torch::nn::Module& model);
+/// Merges and removes the adapter: the model has its base's parameters again, all trainable.
+void merge_and_unload(torch::nn::Module& model);
+
+/// Converts the frozen weights and biases of linear layers to bf16 or fp16. Under autocast in that
+/// dtype the results stay the same, bit for bit, and they need half the memory.
+void cast_frozen_weights(torch::nn::Module& model, at::ScalarType dtype);
+
+/// Elements of the trainable parameters, and of all. Tied ones count once.
+std::pair<int64_t, int64_t> get_nb_trainable_parameters(const torch::nn::Module& model);
+
+} // namespace hasten

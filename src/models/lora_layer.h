@@ -1,0 +1,59 @@
+// The products of layers that an adapter changes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace hasten::detail {
+
+/// A linear layer: torch::nn::Linear, or GPT-2's with a weight [in, out].
+struct LinearPlace {
+  std::string name{};
+  std::shared_ptr<torch::nn::Module> module{};
+  at::Tensor weight{};
+  at::Tensor bias{}; // undefined: none
+  bool fan_in_fan_out = false;
+  int64_t in() const { return weight.size(fan_in_fan_out ? 0 : 1); }
+  int64_t out() const { return weight.size(fan_in_fan_out ? 1 : 0); }
+};
+/// Every linear layer of the model but those of adapters, once each.
+std::vector<LinearPlace> linear_places(const torch::nn::Module& model);
+
+/// What an adapter adds to a layer.
+struct LoraMark {
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> identity; // of the weight
+  std::weak_ptr<torch::nn::Module> layer{};
+  std::weak_ptr<torch::nn::LinearImpl> a{}, b{};
+  double scaling = 1;
+  double dropout = 0;
+  bool merged = false; // into the weight
+};
+/// Makes `a` and `b` children of the layer, whose products they change from now on.
+void adapt_layer(const LinearPlace& place, const torch::nn::Linear& a, const torch::nn::Linear& b,
+                 double scaling, double dropout);
+/// Removes both.
+void release_layer(const LinearPlace& place);
+/// Null if no adapter changes the products of this weight.
+std::shared_ptr<LoraMark> lora_mark(const at::Tensor& weight);
+
+/// scaling * B A dropout(x); undefined if the adapter is merged.
+at::Tensor lora_update(const LoraMark& mark, const at::Tensor& x);
+
+/// While it lives, products of this thread are those of the weights alone.
+class BaseProducts {
+ public:
+  BaseProducts();
+  ~BaseProducts();
+  BaseProducts(const BaseProducts&) = delete;
+  BaseProducts& operator=(const BaseProducts&) = delete;
+
+ private:
+  bool before_;
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,345 @@
+// Adapters give PEFT's numbers (tools/golden/lora.py), in any module and any mode.
+#include "hasten/models/lora.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "golden_family.h"
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/base/files.h"
+#include "hasten/core/autocast.h"
+#include "hasten/core/random.h"
+#include "small_family.h"
+#include "support/error_of.h"
+#include "support/temporary_folder.h"
+
+namespace hasten::lora_test {
+
+using namespace testing_support;
+
+static const SafetensorsReader& golden_lora() {
+  static const SafetensorsReader reader(kLoraGoldenFile);
+  return reader;
+}
+
+static void write_config(const std::filesystem::path& folder, const nlohmann::json& json) {
+  write_file_atomically(folder / "adapter_config.json", json.dump());
+}
+
+/// A module that this library does not know, with a linear layer that is not adapted.
+static torch::nn::Sequential foreign_model() {
+  torch::manual_seed(3);
+  return torch::nn::Sequential(torch::nn::Linear(12, 20), torch::nn::ReLU(),
+                               torch::nn::Linear(20, 20), torch::nn::ReLU(),
+                               torch::nn::Linear(20, 3));
+}
+
+/// Gives B values, so that the adapter changes the results.
+static void fill_adapter(torch::nn::Module& model) {
+  const at::NoGradGuard no_grad;
+  for (auto& parameter : model.named_parameters()) {
+    if (parameter.key().find("lora_B") != std::string::npos) {
+      parameter.value().normal_(0, 0.3);
+    }
+  }
+}
+
+class Lora : public testing::Test {
+ protected:
+  OneThread one_thread_{};
+  TemporaryFolder folder_{};
+};
+
+TEST_F(Lora, LogitsAndLossesEqualPeft) {
+  for (const char* name : {"llama", "llama_classes", "gpt2", "roberta"}) {
+    SCOPED_TRACE(name);
+    const auto json = nlohmann::json::parse(golden_lora().metadata().at(name));
+    const PreTrainedConfig config = PreTrainedConfig::from_json(json.at("config"), name);
+    PreTrainedModel model = model_from_config(config, golden_task(config));
+    write_config(folder_.path(), json.at("adapter"));
+    get_peft_model(model.ptr(), LoraConfig::from_pretrained(folder_.path()));
+    fill_golden(*model);
+    const auto [trainable, all] = get_nb_trainable_parameters(*model);
+    const at::Tensor counts = golden_lora().read(std::string(name) + ".trainable");
+    EXPECT_EQ(trainable, counts[0].item<int64_t>());
+    model->eval();
+    {
+      const torch::NoGradGuard no_grad;
+      ModelInputs inputs = golden_batch(0, model);
+      inputs.labels = at::Tensor();
+      at::Tensor logits = model->forward(inputs).logits;
+      at::Tensor expected = golden_lora().read(std::string(name) + ".logits");
+      if (logits.dim() == 3) {
+        logits = logits.index({inputs.attention_mask.to(at::kBool)});
+        expected = expected.index({inputs.attention_mask.to(at::kBool)});
+      }
+      EXPECT_LE((logits - expected).abs().max().item<double>(), 1e-5);
+    }
+    model->train();
+    std::vector<at::Tensor> trained;
+    for (const auto& parameter : model->parameters()) {
+      if (parameter.requires_grad()) {
+        trained.push_back(parameter);
+      }
+    }
+    torch::optim::AdamW optimizer(trained, torch::optim::AdamWOptions(1e-3).weight_decay(0.01));
+    const at::Tensor losses = golden_lora().read(std::string(name) + ".losses");
+    for (int64_t step = 0; step < losses.size(0); ++step) {
+      const at::Tensor loss = model->forward(golden_batch(step + 1, model)).loss;
+      EXPECT_NEAR(loss.item<double>(), losses[step].item<double>(), 1e-5) << step;
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+    }
+  }
+}
+
+TEST_F(Lora, AForeignModuleIsAdaptedInEveryMode) {
+  auto model = foreign_model();
+  auto base = foreign_model(); // the same weights
+  get_peft_model(model.ptr(), {.r = 2, .lora_alpha = 6, .target_modules = {"2", "4"}});
+  fill_adapter(*model);
+  const at::Tensor x = torch::randn({5, 12});
+  const auto expected = [&] {
+    const auto p = model->named_parameters();
+    const auto layer = [&](const std::string& name, const at::Tensor& in) {
+      const at::Tensor out = at::linear(in, base->named_parameters()[name + ".weight"],
+                                        base->named_parameters()[name + ".bias"]);
+      return name == "0" ? out
+                         : out + 3 * in.matmul(p[name + ".lora_A.weight"].t())
+                                         .matmul(p[name + ".lora_B.weight"].t());
+    };
+    return layer("4", layer("2", layer("0", x).relu()).relu());
+  }();
+  const auto close = [](const at::Tensor& a, const at::Tensor& b, double tolerance) {
+    EXPECT_LE((a.to(at::kFloat) - b).abs().max().item<double>(), tolerance);
+  };
+  close(model->forward(x), expected, 1e-5);
+  close(model->forward(x.view({1, 5, 12})), expected, 1e-5); // by another operator
+  {
+    const at::NoGradGuard no_grad;
+    close(model->forward(x), expected, 1e-5);
+  }
+  {
+    const c10::InferenceMode inference;
+    close(model->forward(torch::clone(x)), expected, 1e-5);
+    close(model->forward(torch::clone(x.view({1, 5, 12}))), expected, 1e-5);
+  }
+  const at::Tensor narrow = [&] {
+    const Autocast autocast;
+    return model->forward(x);
+  }();
+  EXPECT_EQ(narrow.scalar_type(), at::kBFloat16);
+  close(narrow, expected, 0.02);
+  EXPECT_GT((expected - base->forward(x)).abs().max().item<double>(), 0.15);
+
+  narrow.sum().backward();
+  for (const auto& parameter : model->named_parameters()) {
+    const bool adapter = parameter.key().find("lora_") != std::string::npos;
+    EXPECT_EQ(parameter.value().requires_grad(), adapter) << parameter.key();
+    EXPECT_EQ(parameter.value().grad().defined(), adapter) << parameter.key();
+  }
+}
+
+TEST_F(Lora, ANewAdapterChangesNothingAndDropoutOnlyTraining) {
+  PreTrainedModel model = model_from_config(small_config("llama"), ModelTask::causal_lm);
+  const ModelInputs inputs = small_inputs(2, 6);
+  const at::Tensor before = model->logits(inputs);
+  get_peft_model(model.ptr(), {.lora_dropout = 0.5});
+  EXPECT_TRUE(at::equal(model->logits(inputs), before));
+  fill_adapter(*model);
+  EXPECT_FALSE(at::equal(model->logits(inputs), model->logits(inputs)));
+  model->eval();
+  EXPECT_TRUE(at::equal(model->logits(inputs), model->logits(inputs)));
+}
+
+TEST_F(Lora, MergedEqualsUnmerged) {
+  for (const char* type : {"llama", "gpt2"}) {
+    SCOPED_TRACE(type);
+    PreTrainedModel model = model_from_config(small_config(type), ModelTask::causal_lm);
+    const auto names = model->named_parameters().keys();
+    get_peft_model(model.ptr(), {.target_modules = {"all-linear"}});
+    fill_adapter(*model);
+    model->eval();
+    const ModelInputs inputs = small_inputs(2, 6);
+    const at::Tensor before = model->logits(inputs);
+    const auto distance = [&] {
+      return ((model->logits(inputs) - before).abs().max() / before.abs().max()).item<double>();
+    };
+    merge_adapter(*model);
+    merge_adapter(*model); // nothing more
+    EXPECT_LE(distance(), 1e-6);
+    EXPECT_NE(error_of([&] { save_adapter(*model, {}, folder_.path()); }).find("merged"),
+              std::string::npos);
+    unmerge_adapter(*model);
+    EXPECT_LE(distance(), 1e-6);
+    merge_and_unload(*model);
+    EXPECT_LE(distance(), 1e-6);
+    EXPECT_EQ(model->named_parameters().keys(), names);
+  }
+}
+
+TEST_F(Lora, ASavedAdapterLoadsIntoItsBase) {
+  PreTrainedModel model =
+      model_from_config(small_config("bert"), ModelTask::sequence_classification);
+  const auto start = model->named_parameters();
+  const LoraConfig config =
+      get_peft_model(model.ptr(), {.r = 3, .base_model_name_or_path = "base"});
+  EXPECT_EQ(config.modules_to_save, std::vector<std::string>{"classifier"});
+  EXPECT_EQ(config.task_type, "SEQ_CLS");
+  fill_adapter(*model);
+  save_adapter(*model, config, folder_.path());
+
+  PreTrainedModel other =
+      model_from_config(small_config("bert"), ModelTask::sequence_classification);
+  {
+    const at::NoGradGuard no_grad;
+    for (auto& parameter : other->named_parameters()) {
+      if (!parameter.key().starts_with("classifier")) { // that is in the adapter's file
+        parameter.value().copy_(start[parameter.key()]);
+      }
+    }
+  }
+  const LoraConfig read = load_adapter(other.ptr(), folder_.path());
+  EXPECT_EQ(read.r, 3);
+  EXPECT_EQ(read.base_model_name_or_path, "base");
+  const ModelInputs inputs = small_inputs(2, 6);
+  EXPECT_TRUE(at::equal(other->logits(inputs), model->logits(inputs)));
+}
+
+TEST_F(Lora, CheckpointingGivesTheSameGradients) {
+  const auto gradients = [](bool checkpointing) {
+    set_seed(5);
+    PreTrainedModel model = model_from_config(small_config("llama", 0.1), ModelTask::causal_lm);
+    get_peft_model(model.ptr(), {.lora_dropout = 0.3, .target_modules = {"all-linear"}});
+    fill_adapter(*model);
+    if (checkpointing) {
+      model->gradient_checkpointing_enable();
+    }
+    ModelInputs inputs = small_inputs(2, 8);
+    inputs.labels = inputs.input_ids;
+    model->forward(inputs).loss.backward();
+    std::vector<at::Tensor> made;
+    for (const auto& parameter : model->parameters()) {
+      if (parameter.requires_grad()) {
+        made.push_back(parameter.grad());
+      }
+    }
+    return made;
+  };
+  const auto plain = gradients(false), recomputed = gradients(true);
+  ASSERT_EQ(plain.size(), 3 * 7 * 2);
+  for (size_t i = 0; i < plain.size(); ++i) {
+    EXPECT_TRUE(at::equal(plain[i], recomputed[i])) << i;
+  }
+}
+
+TEST_F(Lora, FrozenWeightsInBf16GiveTheSameBits) {
+  PreTrainedModel model = model_from_config(small_config("llama"), ModelTask::causal_lm);
+  get_peft_model(model.ptr(), {});
+  fill_adapter(*model);
+  ModelInputs inputs = small_inputs(2, 8);
+  inputs.labels = inputs.input_ids;
+  const auto run = [&] {
+    model->zero_grad();
+    at::Tensor loss;
+    {
+      const Autocast autocast;
+      loss = model->forward(inputs).loss;
+    }
+    loss.backward();
+    std::vector<at::Tensor> values{loss.detach()};
+    for (const auto& parameter : model->parameters()) {
+      if (parameter.requires_grad()) {
+        EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+        values.push_back(parameter.grad().clone());
+      }
+    }
+    return values;
+  };
+  const auto wide = run();
+  cast_frozen_weights(*model, at::kBFloat16);
+  EXPECT_EQ(model->named_parameters()["model.layers.0.self_attn.q_proj.weight"].scalar_type(),
+            at::kBFloat16);
+  const auto narrow = run();
+  for (size_t i = 0; i < wide.size(); ++i) {
+    EXPECT_TRUE(at::equal(wide[i], narrow[i])) << i;
+  }
+}
+
+TEST_F(Lora, AWeightThatWasFreedLeavesNoAdapterBehind) {
+  for (int round = 0; round < 20; ++round) {
+    auto adapted = foreign_model();
+    get_peft_model(adapted.ptr(), {.target_modules = {"all-linear"}});
+    fill_adapter(*adapted);
+    adapted = nullptr;
+    auto plain = foreign_model();
+    const at::Tensor x = torch::randn({2, 12});
+    const auto p = plain->named_parameters();
+    const at::Tensor first = x.matmul(p["0.weight"].t()) + p["0.bias"];
+    EXPECT_TRUE(at::allclose(plain->ptr(0)->as<torch::nn::Linear>()->forward(x), first, 0, 1e-5));
+  }
+}
+
+TEST_F(Lora, BadConfigurationsAreErrorsThatNameTheValue) {
+  const auto bert = [&](const LoraConfig& config) {
+    return error_of([&] {
+      get_peft_model(
+          model_from_config(small_config("bert"), ModelTask::sequence_classification).ptr(),
+          config);
+    });
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  has(bert({.r = 0}), "r=0. Expected at least 1");
+  has(bert({.lora_alpha = 0}), "lora_alpha=0");
+  has(bert({.lora_dropout = 1}), "lora_dropout=1");
+  const std::string nothing = bert({.target_modules = {"query", "q_proj"}});
+  has(nothing, "\"q_proj\" matches nothing");
+  has(nothing, "query"); // one that exists
+  has(bert({.target_modules = {"LayerNorm"}}), "\"LayerNorm\" is no linear layer");
+  has(bert({.target_modules = {"classifier"}}), "modules_to_save");
+  has(bert({.modules_to_save = {"head"}}), "\"head\" matches nothing");
+  has(error_of([&] { get_peft_model(foreign_model().ptr(), {}); }), "target_modules is empty");
+  auto twice = foreign_model();
+  get_peft_model(twice.ptr(), {.target_modules = {"2"}});
+  has(error_of([&] { get_peft_model(twice.ptr(), {.target_modules = {"2"}}); }),
+      "the model has an adapter");
+  has(error_of([&] { merge_adapter(*foreign_model()); }), "the model has no adapter");
+}
+
+TEST_F(Lora, AnAdapterThatDoesNotFitIsRefusedByName) {
+  const auto has = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  const auto load = [&](const nlohmann::json& json) {
+    write_config(folder_.path(), json);
+    return error_of([&] { load_adapter(foreign_model().ptr(), folder_.path()); });
+  };
+  has(load({{"peft_type", "IA3"}}), "peft_type=IA3. Expected LORA");
+  for (const char* key : {"use_dora", "lora_bias"}) {
+    has(load({{"peft_type", "LORA"}, {key, true}}), std::string(key) + "=true");
+  }
+  has(load({{"peft_type", "LORA"}, {"rank_pattern", {{"2", 4}}}}), "rank_pattern={\"2\":4}");
+  has(load({{"peft_type", "LORA"}, {"bias", "all"}}), "bias=\"all\"");
+  has(load({{"peft_type", "LORA"}, {"r", "many"}}), "r=\"many\" has another type");
+
+  auto model = foreign_model();
+  const LoraConfig config = get_peft_model(model.ptr(), {.r = 2, .target_modules = {"2"}});
+  save_adapter(*model, config, folder_.path());
+  torch::nn::Sequential wider(torch::nn::Linear(12, 20), torch::nn::ReLU(),
+                              torch::nn::Linear(20, 24));
+  const std::string shape = error_of([&] { load_adapter(wider.ptr(), folder_.path()); });
+  has(shape, "base_model.model.2.lora_B.weight [20, 2] instead of [24, 2]");
+  torch::nn::Sequential shorter(torch::nn::Linear(12, 20));
+  has(error_of([&] { load_adapter(shorter.ptr(), folder_.path()); }), "\"2\" matches nothing");
+  auto other = foreign_model();
+  get_peft_model(other.ptr(), {.r = 2, .target_modules = {"4"}});
+  const std::string targets = error_of([&] { load_adapter(other.ptr(), folder_.path()); });
+  has(targets, "missing: base_model.model.4.lora_A.weight");
+  has(targets, "unexpected: base_model.model.2.lora_A.weight");
+}
+
+} // namespace hasten::lora_test
