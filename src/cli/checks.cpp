@@ -65,6 +65,11 @@ void check_read_by_all(const std::string& flag, const files::path& path, int pro
   }
 }
 
+bool is_adapter_folder(const std::string& folder) {
+  std::error_code error;
+  return files::is_regular_file(files::path(folder) / "adapter_config.json", error);
+}
+
 /// `shapes`: the model may also be the name of a shape.
 void check_model(const std::string& where, const std::string& model, bool shapes) {
   std::error_code error;
@@ -73,7 +78,7 @@ void check_model(const std::string& where, const std::string& model, bool shapes
   }
   const files::path folder = pretrained_folder(
       model, where, "--model", shapes ? model_shapes() : std::vector<std::string>());
-  if (files::is_regular_file(folder / "config.json", error)) {
+  if (files::is_regular_file(folder / "config.json", error) || is_adapter_folder(folder.string())) {
     return;
   }
   throw InputError(where,
@@ -150,6 +155,11 @@ void check_output_dir(const TrainCommand& command) {
 void check_inputs(const TrainCommand& command) {
   constexpr const char* kWhere = "cli::train";
   detail::check_model(kWhere, command.model, true);
+  if (detail::is_adapter_folder(command.model)) {
+    throw InputError(
+        kWhere, "--model=" + command.model + " is an adapter", "a whole model",
+        "merge it first: hasten merge --model " + command.model + " --output-dir FOLDER");
+  }
   if (!command.tokenizer.empty()) {
     detail::check_tokenizer_folder(kWhere, command.tokenizer);
   }
@@ -168,24 +178,32 @@ void check_inputs(const TrainCommand& command) {
 }
 
 nlohmann::json described_inputs(const TrainCommand& command) {
-  return {{"task", command.task},
-          {"model", command.model},
-          {"tokenizer", command.tokenizer},
-          {"vocab_size", command.vocab_size},
-          {"cased", command.cased},
-          {"train_file", command.train_file},
-          {"eval_file", command.eval_file},
-          {"eval_split", command.eval_split},
-          {"text_column", command.table.text_column},
-          {"text_pair_column", command.table.text_pair_column},
-          {"label_column", command.table.label_column},
-          {"label_columns", command.table.label_columns},
-          {"label_separator", command.table.label_separator},
-          {"filters", command.table.filters},
-          {"mlm_probability", command.mlm_probability},
-          {"whole_word_mask", command.whole_word_mask},
-          {"max_train_rows", command.max_train_rows},
-          {"max_eval_rows", command.max_eval_rows}};
+  nlohmann::json inputs = {{"task", command.task},
+                           {"model", command.model},
+                           {"tokenizer", command.tokenizer},
+                           {"vocab_size", command.vocab_size},
+                           {"cased", command.cased},
+                           {"train_file", command.train_file},
+                           {"eval_file", command.eval_file},
+                           {"eval_split", command.eval_split},
+                           {"text_column", command.table.text_column},
+                           {"text_pair_column", command.table.text_pair_column},
+                           {"label_column", command.table.label_column},
+                           {"label_columns", command.table.label_columns},
+                           {"label_separator", command.table.label_separator},
+                           {"filters", command.table.filters},
+                           {"mlm_probability", command.mlm_probability},
+                           {"whole_word_mask", command.whole_word_mask},
+                           {"max_train_rows", command.max_train_rows},
+                           {"max_eval_rows", command.max_eval_rows}};
+  if (command.lora.r > 0) {
+    inputs.update({{"lora_r", command.lora.r},
+                   {"lora_alpha", command.lora.alpha},
+                   {"lora_dropout", command.lora.dropout},
+                   {"lora_target_modules", command.lora.target_modules},
+                   {"lora_modules_to_save", command.lora.modules_to_save}});
+  }
+  return inputs;
 }
 
 bool is_finished_already(const TrainCommand& command, int world_size) {
@@ -252,6 +270,20 @@ void check_inputs(const StateCommand& command) {
     throw InputError("cli::state", command.folder + " has no state.json",
                      "a checkpoint-N folder of a run, or a folder of save_state()",
                      "pass the checkpoint-N folder inside the output folder");
+  }
+}
+
+void check_inputs(const MergeCommand& command) {
+  std::error_code error;
+  if (!detail::is_adapter_folder(command.model)) {
+    throw InputError("cli::merge", "--model=" + command.model + " has no adapter_config.json",
+                     "the output of hasten train --lora-r, or another adapter in PEFT's layout");
+  }
+  if (detail::files::exists(command.output_dir, error) &&
+      !(detail::files::is_directory(command.output_dir, error) &&
+        detail::files::is_empty(command.output_dir, error))) {
+    throw InputError("cli::merge", "--output-dir=" + command.output_dir + " is not empty",
+                     "a new or empty folder");
   }
 }
 

@@ -28,6 +28,9 @@ void check_inputs(const CompareCommand& command);
 /// For a folder without state.json.
 void check_inputs(const StateCommand& command);
 
+/// For a folder that is no adapter, and an output folder that is not empty.
+void check_inputs(const MergeCommand& command);
+
 /// For files as above, a tokenizer that is not a folder, and an output that cannot be a folder.
 void check_inputs(const TokenizerCommand& command);
 

@@ -157,8 +157,34 @@ Batch made_up_batch(const PreTrainedModelImpl& model, int64_t rows, int64_t toke
   return batch;
 }
 
-ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer) {
+std::optional<LoraConfig> lora_config(const LoraFlags& flags) {
+  if (flags.r == 0) {
+    return std::nullopt;
+  }
+  const auto names = [](const std::string& text) {
+    return text.empty() ? std::vector<std::string>() : split(text);
+  };
+  return LoraConfig{.r = flags.r,
+                    .lora_alpha = flags.alpha,
+                    .lora_dropout = flags.dropout,
+                    .target_modules = names(flags.target_modules),
+                    .modules_to_save = names(flags.modules_to_save)};
+}
+
+ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer,
+                            const std::optional<LoraConfig>& lora) {
   ModelFiles files;
+  if (lora) {
+    files.save = [model, tokenizer, lora](const std::filesystem::path& folder) mutable {
+      write_file_atomically(folder / "config.json", model->config().to_json().dump(2) + "\n");
+      save_adapter(*model, *lora, folder);
+      tokenizer.save_pretrained(folder);
+    };
+    files.load = [model](const std::filesystem::path& folder) mutable {
+      load_adapter(model.ptr(), folder);
+    };
+    return files;
+  }
   files.save = [model, tokenizer](const std::filesystem::path& folder) mutable {
     model->save_pretrained(folder);
     tokenizer.save_pretrained(folder);

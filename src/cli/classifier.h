@@ -2,11 +2,13 @@
 // truncated. Private to src/cli.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "commands.h"
 #include "hasten/models/auto_model.h"
+#include "hasten/models/lora.h"
 #include "hasten/tasks/task.h"
 #include "hasten/text/text_table.h"
 #include "hasten/text/tokenized_dataset.h"
@@ -62,7 +64,11 @@ std::string example_text(const Task& task, const Tokenizer& tokenizer);
 Batch made_up_batch(const PreTrainedModelImpl& model, int64_t rows, int64_t tokens);
 
 /// config.json, model.safetensors and the tokenizer's files.
-ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer);
+/// With `lora` the files of an adapter.
+ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer,
+                            const std::optional<LoraConfig>& lora = {});
+/// nullopt without --lora-r.
+std::optional<LoraConfig> lora_config(const LoraFlags& flags);
 
 /// Threads with which this rank tokenizes.
 int tokenizer_threads();

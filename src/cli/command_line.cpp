@@ -220,6 +220,22 @@ Command parse_state(const CommandEntry& entry, std::vector<std::string> argument
   return command;
 }
 
+Command parse_merge(const CommandEntry& entry, std::vector<std::string> arguments) {
+  MergeCommand command;
+  FlagTable flags(entry, {.usage = "--model ADAPTER --output-dir FOLDER",
+                          .examples = {"hasten merge --model out --output-dir merged"},
+                          .notes = "Adds the updates of a LoRA adapter to its base's weights. The "
+                                   "folder is a whole model in the Hugging Face layout."});
+  flags.group("Folders");
+  flags.value("--model", command.model, "ADAPTER",
+              "folder with adapter_config.json: output of hasten train --lora-r, or of PEFT");
+  flags.required();
+  flags.value("--output-dir", command.output_dir, "FOLDER", "new or empty folder to write");
+  flags.required();
+  flags.parse(std::move(arguments));
+  return command;
+}
+
 Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments) {
   PlanCommand command;
   std::string batch;
@@ -237,11 +253,13 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
   flags.required();
   flags.value("--budget", budget, "BYTES|PERCENT",
               "memory for activations: e.g. 2GB, or 50% of what they take without recomputation");
+  declare_lora(flags, command.lora);
   flags.group("Output");
   flags.value("--json", command.json, "FILE", "write the plan to FILE");
   flags.value("--svg", command.svg, "FILE", "write a plot of peak memory against time");
   flags.parse(std::move(arguments));
   require_task(flags, command.task);
+  check_lora(flags, command.lora);
   read_batch(flags, batch, command.rows, command.tokens);
   if (!budget.empty()) {
     flags.require(read_flag("budget:" + budget, command.budget), "--budget=" + budget,
@@ -287,10 +305,12 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
   flags.value("--strategy", command.strategy, "NAME", "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   declare_shard_size(flags, training.shard_size);
   flags.value("--nproc", command.nproc, "N", "processes on this machine", kProcesses);
+  declare_lora(flags, command.lora);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   flags.parse(std::move(arguments));
   require_task(flags, command.task);
+  check_lora(flags, command.lora);
   if (!batch.empty()) {
     read_batch(flags, batch, command.rows, command.tokens);
   }
@@ -499,6 +519,7 @@ constexpr CommandEntry kCommands[] = {
      parse_estimate_memory},
     {"compare", "compare strategies: largest batch and samples/s in a memory limit", parse_compare},
     {"state", "inspect a checkpoint, or merge its shards into one model file", parse_state},
+    {"merge", "write a whole model of a LoRA adapter and its base", parse_merge},
     {"tokenizer", "learn a WordPiece vocabulary from texts", parse_tokenizer},
     {"synth", "generate customer reviews from a seed", parse_synth},
     {"report", "write an HTML page of one run, or of several side by side", parse_report},

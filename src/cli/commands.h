@@ -47,6 +47,16 @@ struct ProcessFlags : LaunchOptions {
   bool oversubscribe = false;
 };
 
+/// LoRA (hasten/models/lora.h); off with r = 0.
+struct LoraFlags {
+  int64_t r = 0;
+  double alpha = 8;
+  double dropout = 0;
+  /// Names with commas, or all-linear; empty: by the model's type.
+  std::string target_modules{};
+  std::string modules_to_save{};
+};
+
 /// hasten train: fine-tunes a model for a task.
 struct TrainCommand : ProcessFlags {
   /// One of task_choices().
@@ -88,6 +98,8 @@ struct TrainCommand : ProcessFlags {
   /// single_label_classification, regression, multi_label_classification; empty: from the label
   /// columns and the model.
   std::string problem_type{};
+
+  LoraFlags lora{};
 
   /// True if --nproc was given on the command line.
   bool nproc_given = false;
@@ -163,6 +175,7 @@ struct PlanCommand {
   /// Samples and tokens of one batch of one process.
   int64_t rows = 0;
   int64_t tokens = 0;
+  LoraFlags lora{};
   /// Unset: prints only the table of plans.
   GradientCheckpointing budget{};
   /// Files for the plan and for the plot; empty writes none.
@@ -185,6 +198,7 @@ struct EstimateMemoryCommand {
   std::string strategy = "ddp";
   int nproc = 1;
   bool json = false;
+  LoraFlags lora{};
   /// Uses accumulation, precision, optimizer and shard_size.
   TrainingArguments arguments{};
 };
@@ -224,6 +238,14 @@ struct StateCommand {
   /// consolidate: which of the state's models.
   int64_t model = 0;
   bool json = false;
+};
+
+/// hasten merge: writes a whole model of an adapter and its base.
+struct MergeCommand {
+  /// The adapter's folder.
+  std::string model{};
+  /// A new or empty folder.
+  std::string output_dir{};
 };
 
 /// hasten tokenizer: learns a WordPiece vocabulary, or prints texts as ids.
@@ -278,8 +300,8 @@ struct Answer {
 
 using Command =
     std::variant<Answer, TrainCommand, PredictCommand, GenerateCommand, EvalCommand, PlanCommand,
-                 EstimateMemoryCommand, CompareCommand, StateCommand, TokenizerCommand,
-                 SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
+                 EstimateMemoryCommand, CompareCommand, StateCommand, MergeCommand,
+                 TokenizerCommand, SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
 
 /// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as
 /// in Hugging Face's scripts. Checks each value and calls TrainingArguments::validate(). The only

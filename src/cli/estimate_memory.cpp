@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "classifier.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"
@@ -21,6 +22,7 @@ namespace detail {
 /// Bytes of one process, by purpose.
 struct MemoryEstimate {
   int64_t parameter_count = 0;
+  int64_t trainable_count = 0;
   int64_t parameters = 0;
   int64_t gradients = 0;
   int64_t optimizer_state = 0;
@@ -79,7 +81,7 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
 /// zero1 and zero2 all blocks), the largest unit's gradient, and copies of its small parameters
 /// and gradients.
 void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
-                const PreTrainedConfig& config, const Shapes& shapes,
+                const PreTrainedConfig& config, const Shapes& shapes, const Shapes& trained,
                 const OptimizerSettings& settings) {
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
@@ -98,12 +100,15 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
   if (gathers) { // parameters and gradients are sent at the same time
     estimate.parameters += copies;
   }
-  estimate.gradients = rows + std::max(block, root) + copies;
+  const Shapes trained_shards = shards_of(trained, ranks);
+  const int64_t trained_rows = 4 * padded_numel(trained_shards);
+  estimate.gradients =
+      trained_rows + copies + std::min(ranks * trained_rows, std::max(block, root));
   if (command.strategy == "zero1" && command.arguments.gradient_accumulation_steps > 1) {
-    estimate.gradients += all;
+    estimate.gradients += ranks * trained_rows;
   }
   estimate.optimizer_state =
-      optimizer_state_bytes(spelling(command.arguments.optim), settings, shards);
+      optimizer_state_bytes(spelling(command.arguments.optim), settings, trained_shards);
 }
 
 /// Estimates the peak. It is in backward, from the second step on, when the optimizer's state
@@ -117,7 +122,21 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   for (const auto& shape : shapes) {
     estimate.parameter_count += c10::multiply_integers(shape);
   }
-  const int64_t padded = padded_numel(shapes);
+  const auto lora = lora_config(command.lora);
+  const at::ScalarType compute = has_16_bits(command) ? at::kBFloat16 : at::kFloat;
+  Shapes trained = shapes;
+  estimate.trainable_count = estimate.parameter_count;
+  estimate.parameters = 4 * estimate.parameter_count;
+  if (lora) {
+    const LoraMemory memory = lora_memory(config, *lora, compute, head);
+    trained = memory.trainable;
+    estimate.trainable_count = 0;
+    for (const auto& shape : trained) {
+      estimate.trainable_count += c10::multiply_integers(shape);
+    }
+    estimate.parameters = 4 * estimate.trainable_count + memory.frozen_bytes;
+  }
+  const int64_t padded = padded_numel(trained);
   const bool several = command.nproc > 1;
   const bool local = several && command.strategy == "local_sgd";
   // Gradients that are not reduced are autograd's tensors.
@@ -125,17 +144,16 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const bool fresh = own && command.arguments.gradient_accumulation_steps == 1;
   OptimizerSettings settings;
   settings.args = command.arguments.optim_args;
-  estimate.parameters = 4 * estimate.parameter_count;
   const int64_t buffers = several ? 4 * padded : 0;
-  const int64_t own_gradients = own ? 4 * estimate.parameter_count : 0;
+  const int64_t own_gradients = own ? 4 * estimate.trainable_count : 0;
   estimate.gradients = buffers + own_gradients;
   estimate.optimizer_state =
-      optimizer_state_bytes(spelling(command.arguments.optim), settings, shapes);
+      optimizer_state_bytes(spelling(command.arguments.optim), settings, trained);
   if (local) {
-    estimate.averaging = estimate.parameters;
+    estimate.averaging = 4 * estimate.trainable_count;
   }
   if (several && !local && command.strategy != "ddp") {
-    add_shards(estimate, command, config, shapes, settings);
+    add_shards(estimate, command, config, shapes, trained, settings);
   }
   const int64_t kept = estimate.parameters + estimate.optimizer_state + estimate.averaging;
   if (command.rows == 0) {
@@ -144,7 +162,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   }
   const StepMemory step = step_memory(config, command.rows, command.tokens,
                                       fresh ? GradientPlace::fresh : GradientPlace::existing,
-                                      has_16_bits(command) ? at::kBFloat16 : at::kFloat, head);
+                                      compute, head, lora ? &*lora : nullptr);
   estimate.activations = step.activation_bytes;
   if (fresh) { // the gradients that exist at the peak
     estimate.gradients = buffers + step.peak_bytes - step.activation_bytes;
@@ -157,6 +175,7 @@ nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryE
   return {{"model", command.model},
           {"task", command.task},
           {"parameter_count", e.parameter_count},
+          {"trainable_count", e.trainable_count},
           {"optim", spelling(command.arguments.optim)},
           {"precision", has_16_bits(command) ? "bf16" : "fp32"},
           {"strategy", command.strategy},
@@ -176,6 +195,7 @@ nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryE
 
 void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
   std::cout << command.model << ", " << format_count(e.parameter_count) << " parameters, "
+            << (command.lora.r > 0 ? format_count(e.trainable_count) + " trained, " : "")
             << spelling(command.arguments.optim) << (has_16_bits(command) ? ", bf16" : "");
   if (command.nproc > 1) {
     std::cout << ", " << command.strategy << " on " << command.nproc << " processes";

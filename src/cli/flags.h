@@ -400,6 +400,9 @@ void declare_table(FlagTable& flags, TableFlags& table, bool labels);
 void require_task(const FlagTable& flags, const std::string& task);
 /// Throws InputError for a label column that is named twice or is the text column.
 void check_columns(const FlagTable& flags, const TableFlags& table);
+/// --lora-r and the flags that need it.
+void declare_lora(FlagTable& flags, LoraFlags& lora);
+void check_lora(const FlagTable& flags, const LoraFlags& lora);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);

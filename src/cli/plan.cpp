@@ -37,6 +37,9 @@ int run_command(const PlanCommand& command) {
   set_seed(42);
   const Task& task = find_task(command.task);
   PreTrainedModel model = model_from_pretrained(command.model, task.head);
+  if (const auto lora = detail::lora_config(command.lora)) {
+    get_peft_model(model.ptr(), *lora);
+  }
   if (command.tokens > model->config().max_tokens()) {
     throw InputError(
         "cli::plan",

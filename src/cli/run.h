@@ -37,6 +37,7 @@ int run_command(const EstimateMemoryCommand& command);
 /// Peak bytes of one process.
 int64_t estimated_peak_bytes(const EstimateMemoryCommand& command);
 int run_command(const StateCommand& command);
+int run_command(const MergeCommand& command);
 int run_command(const TokenizerCommand& command);
 int run_command(const SynthCommand& command);
 int run_command(const EnvCommand& command);

@@ -128,8 +128,8 @@ std::string train_data_checksum(const TokenizedClassification& data) {
 // Checkpoints hold weights and two moments, and an incomplete one can exist during a save.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model) {
   int64_t bytes = 0;
-  for (const auto& parameter : model.parameters()) {
-    bytes += static_cast<int64_t>(parameter.nbytes());
+  for (const auto& parameter : model.parameters()) { // the base of an adapter is not written
+    bytes += parameter.requires_grad() ? static_cast<int64_t>(parameter.nbytes()) : 0;
   }
   int64_t saves = 0;
   if (arguments.save_strategy == IntervalStrategy::epoch) {
@@ -162,6 +162,51 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   options.pad_token_id = inputs.data->tokenizer.pad_id();
   options.eos_token_id = inputs.data->tokenizer.special_id("eos_token");
   return model_from_pretrained(command.model, inputs.task->head, options);
+}
+
+/// Adapts the model for --lora-r.
+std::optional<LoraConfig> adapt_model(const TrainCommand& command, PreTrainedModel& model) {
+  std::optional<LoraConfig> config = lora_config(command.lora);
+  if (!config) {
+    return config;
+  }
+  std::error_code error;
+  config->base_model_name_or_path =
+      std::filesystem::is_directory(command.model, error)
+          ? std::filesystem::absolute(command.model).lexically_normal().string()
+          : command.model;
+  for (const std::string& name : model->loading_info().missing_keys) { // the base has no values
+    const std::string module = name.substr(0, name.rfind('.'));
+    auto& saved = config->modules_to_save;
+    if (std::ranges::find(saved, module) == saved.end()) {
+      saved.push_back(module);
+    }
+  }
+  config = get_peft_model(model.ptr(), *config);
+  const Precision precision = command.arguments.effective_precision();
+  if (precision == Precision::bf16 || precision == Precision::fp16) {
+    cast_frozen_weights(*model, precision == Precision::bf16 ? at::kBFloat16 : at::kHalf);
+  }
+  return config;
+}
+
+void add_lora_facts(BannerLines& lines, const TrainCommand& command,
+                    const PreTrainedModelImpl& model) {
+  int64_t trained = 0, frozen = 0;
+  for (const at::Tensor& parameter : model.parameters()) {
+    (parameter.requires_grad() ? trained : frozen) += static_cast<int64_t>(parameter.nbytes());
+  }
+  const auto [trainable, all] = get_nb_trainable_parameters(model);
+  lines.emplace_back(
+      "LoRA",
+      "rank " + std::to_string(command.lora.r) + ", alpha " + format_digits(command.lora.alpha) +
+          ": " + format_count(trainable) + " of " + format_count(all) +
+          " parameters are trained (" +
+          format_digits(100.0 * static_cast<double>(trainable) / static_cast<double>(all), 3) +
+          " %)");
+  lines.emplace_back("LoRA", format_bytes(trained) + " trained, " + format_bytes(frozen) +
+                                 " frozen, " + format_bytes(4 * trainable) +
+                                 " of gradients in each step");
 }
 
 void add_model_facts(BannerLines& lines, const TrainCommand& command,
@@ -221,6 +266,7 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
   }
   require_class_weights(command, std::ssize(inputs.data->label_names));
   inputs.model = train_model(command, config, inputs);
+  inputs.lora = adapt_model(command, inputs.model);
   check_vocabulary(command.model, inputs.model->config(), inputs.data->tokenizer);
   check_free_space(command.arguments.output_dir, bytes_on_disk(command.arguments, *inputs.model));
   inputs.options.masking.mlm_probability = command.mlm_probability;
@@ -274,12 +320,15 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
                        format_count(in.data->tokenizer.vocab_size()) + " pieces, " + in.vocabulary);
   }
   add_model_facts(lines, command, *in.model);
+  if (in.lora) {
+    add_lora_facts(lines, command, *in.model);
+  }
   return lines;
 }
 
 /// The model's files, and the command line that made them.
 ModelFiles run_files(const TrainCommand& command, const TrainInputs& in) {
-  ModelFiles files = classifier_files(in.model, in.data->tokenizer);
+  ModelFiles files = classifier_files(in.model, in.data->tokenizer, in.lora);
   files.save = [save = std::move(files.save),
                 config = command.run_config](const std::filesystem::path& folder) {
     save(folder);
@@ -377,7 +426,9 @@ int run_command(const TrainCommand& command) {
   if (command.dry_run) {
     return dry_run(command);
   }
-  const auto accelerator = std::make_shared<Accelerator>(accelerator_options(command.arguments));
+  AcceleratorOptions options = accelerator_options(command.arguments);
+  options.save_frozen_weights = command.lora.r == 0; // a LoRA's base is read again
+  const auto accelerator = std::make_shared<Accelerator>(options);
   Communicator& communicator = *accelerator->communicator();
   TrainInputs inputs;
   agree_on(communicator, "cli: read the input", [&] {

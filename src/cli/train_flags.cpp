@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 #include "flags.h"
 
@@ -67,6 +68,39 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
               "$XDG_CACHE_HOME/hasten, or ~/.cache/hasten)");
   flags.value("--max-length", command.arguments.max_length, "TOKENS",
               "truncate longer texts; at most the model's limit");
+}
+
+void declare_lora(FlagTable& flags, LoraFlags& lora) {
+  flags.group("LoRA");
+  flags.value("--lora-r", lora.r, "RANK",
+              "train LoRA's additional matrices of this rank and freeze the model; 0: train all "
+              "weights",
+              NumberRange{0, 65'536});
+  flags.value("--lora-alpha", lora.alpha, "ALPHA", "the update is multiplied by ALPHA / RANK");
+  flags.value("--lora-dropout", lora.dropout, "SHARE", "dropout before the additional matrices");
+  flags.value("--lora-target-modules", lora.target_modules, "NAME,...",
+              "linear layers to adapt, by name or end of name; all-linear: all but the head "
+              "(default: PEFT's choice for the model's type, such as query,value)");
+  flags.value("--lora-modules-to-save", lora.modules_to_save, "NAME,...",
+              "modules to train whole and save with the adapter; a classifier's head always is");
+}
+
+void check_lora(const FlagTable& flags, const LoraFlags& lora) {
+  const LoraFlags none;
+  flags.require(!flags.written("--lora-r") || lora.r > 0, "--lora-r=" + std::to_string(lora.r),
+                "at least 1", "leave it out to train all weights");
+  flags.require(std::isfinite(lora.alpha) && lora.alpha > 0,
+                "--lora-alpha=" + flag_text(lora.alpha), "a positive number");
+  flags.require(lora.dropout >= 0 && lora.dropout < 1, "--lora-dropout=" + flag_text(lora.dropout),
+                "from 0 to below 1");
+  for (const auto& [name, set] :
+       {std::pair("--lora-alpha", lora.alpha != none.alpha),
+        std::pair("--lora-dropout", lora.dropout != none.dropout),
+        std::pair("--lora-target-modules", !lora.target_modules.empty()),
+        std::pair("--lora-modules-to-save", !lora.modules_to_save.empty())}) {
+    flags.require(lora.r > 0 || (!set && !flags.written(name)),
+                  std::string(name) + " without --lora-r", "--lora-r RANK, such as --lora-r 8");
+  }
 }
 
 void declare_precision(FlagTable& flags, TrainingArguments& a) {
@@ -447,6 +481,7 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   declare_launch(flags, command);
   declare_batches(flags, command.arguments);
   declare_loss(flags, command.arguments);
+  declare_lora(flags, command.lora);
   declare_optimizer(flags, command.arguments);
   declare_reports(flags, command.arguments);
   flags.read_config(arguments);
@@ -459,6 +494,10 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   require_task(flags, command.task);
   check_problem(flags, command);
   check_columns(flags, command.table);
+  check_lora(flags, command.lora);
+  flags.require(command.lora.r == 0 || !is_model_shape(command.model),
+                "--lora-r=" + std::to_string(command.lora.r) + " with --model=" + command.model,
+                "a trained model, because an adapter is loaded with its base's weights");
   check_launch(flags, command);
   flags.require(command.eval_split >= 0 && command.eval_split < 1,
                 "--eval-split=" + flag_text(command.eval_split),

@@ -27,6 +27,7 @@ struct TrainInputs {
   /// Maximum number of tokens of a text.
   int64_t max_length = 0;
   PreTrainedModel model{nullptr};
+  std::optional<LoraConfig> lora{};
 };
 
 /// Lines of the banner on data and model.

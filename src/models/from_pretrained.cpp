@@ -16,6 +16,7 @@
 #include "hasten/core/memory_rehearsal.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/io/sharded_safetensors.h"
+#include "hasten/models/lora.h"
 #include "hasten/models/model_family.h"
 #include "hasten/models/step_memory.h"
 #include "hasten/text/pretrained_folder.h"
@@ -328,6 +329,31 @@ PreTrainedModel FolderLoad::load() {
   return model_;
 }
 
+// The base of an adapter, with it. config.json, which hasten train writes beside it, has the labels.
+PreTrainedModel model_from_adapter(const std::filesystem::path& folder, ModelTask task,
+                                   FromPretrainedOptions options) {
+  const std::string base = LoraConfig::base_of(folder);
+  const PreTrainedConfig config = AutoConfig::from_pretrained(folder.string());
+  options.id2label = options.id2label.value_or(config.id2label);
+  options.problem_type = options.problem_type.value_or(config.problem_type);
+  PreTrainedModel model = FolderLoad(base, task, options).load();
+  LoadingInfo info = model->loading_info();
+  const LoraConfig lora = load_adapter(model.ptr(), folder);
+  const auto loaded = [&](const std::string& name) {
+    return std::ranges::any_of(lora.modules_to_save, [&](const std::string& module) {
+      return ("." + name).find("." + module + ".") != std::string::npos;
+    });
+  };
+  std::erase_if(info.missing_keys, loaded);
+  info.new_output = info.new_output && !loaded(model->output_layer() + ".weight");
+  info.report.clear();
+  if (!info.missing_keys.empty()) {
+    info.report.push_back("new, with random weights: " + joined(info.missing_keys));
+  }
+  model->set_loading_info(info);
+  return model;
+}
+
 PreTrainedModel model_from_shape(const std::string& shape, ModelTask task,
                                  const FromPretrainedOptions& options) {
   PreTrainedConfig config = options.vocab_size > 0
@@ -356,6 +382,9 @@ PreTrainedModel model_from_pretrained(const std::string& model, ModelTask task,
   std::error_code ignored;
   if (AutoConfig::is_shape(model) && !std::filesystem::exists(model, ignored)) {
     return detail::model_from_shape(model, task, options);
+  }
+  if (const auto folder = pretrained_folder(model); LoraConfig::is_adapter(folder)) {
+    return detail::model_from_adapter(folder, task, options);
   }
   return detail::FolderLoad(model, task, options).load();
 }

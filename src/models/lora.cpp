@@ -16,6 +16,7 @@
 #include "hasten/base/text.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/models/pretrained_model.h"
+#include "hasten/text/pretrained_folder.h"
 #include "lora_layer.h"
 
 namespace hasten {
@@ -247,6 +248,21 @@ double LoraConfig::scaling() const {
 bool LoraConfig::is_adapter(const std::filesystem::path& folder) {
   std::error_code ignored;
   return std::filesystem::exists(folder / detail::kAdapterConfig, ignored);
+}
+
+std::string LoraConfig::base_of(const std::filesystem::path& folder) {
+  const std::string base = from_pretrained(folder).base_model_name_or_path;
+  std::error_code ignored;
+  const auto path = base.empty() ? std::filesystem::path() : pretrained_folder(base);
+  if (!std::filesystem::exists(path / "config.json", ignored) || is_adapter(path)) {
+    throw InputError("models::LoraConfig",
+                     (folder / detail::kAdapterConfig).string() +
+                         ": base_model_name_or_path=" + shortened(base, 500) +
+                         (is_adapter(path) ? " is an adapter" : " is not there"),
+                     "the model that the adapter was trained on",
+                     "put it there, or write its folder into that file");
+  }
+  return base;
 }
 
 LoraConfig LoraConfig::from_pretrained(const std::filesystem::path& folder) {

@@ -6,6 +6,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
+#include "hasten/models/lora.h"
 #include "hasten/models/model_family.h"
 #include "hasten/text/pretrained_folder.h"
 
@@ -287,6 +288,9 @@ PreTrainedConfig AutoConfig::from_pretrained(const std::string& folder) {
       pretrained_folder(folder, "models::AutoConfig", "model", split(shapes_text(), ", ")) /
       "config.json";
   if (!std::filesystem::exists(path, ignored)) {
+    if (LoraConfig::is_adapter(path.parent_path())) { // PEFT writes none
+      return from_pretrained(LoraConfig::base_of(path.parent_path()));
+    }
     throw InputError("models::AutoConfig", path.string() + ": the file is missing",
                      "a Hugging Face model folder, or one of the shapes " + shapes_text(),
                      hf_download_command(folder));

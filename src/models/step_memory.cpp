@@ -23,6 +23,26 @@ std::vector<std::vector<int64_t>> shapes_of(const torch::nn::Module& module) {
   return mapped(module.parameters(), [](const at::Tensor& of) { return of.sizes().vec(); });
 }
 
+// Shapes of the parameters whose requires_grad is this.
+static std::vector<std::vector<int64_t>> shapes_of(const torch::nn::Module& module,
+                                                   bool trainable) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.requires_grad() == trainable) {
+      shapes.push_back(parameter.sizes().vec());
+    }
+  }
+  return shapes;
+}
+
+static int64_t frozen_bytes(const torch::nn::Module& module) {
+  int64_t bytes = 0;
+  for (const at::Tensor& parameter : module.parameters()) {
+    bytes += parameter.requires_grad() ? 0 : static_cast<int64_t>(parameter.nbytes());
+  }
+  return bytes;
+}
+
 // With at most two blocks: all but the first have the same shapes.
 PreTrainedModel short_model(PreTrainedConfig config, ModelTask task) {
   config.num_hidden_layers = std::min<int64_t>(config.num_hidden_layers, 2);
@@ -52,8 +72,25 @@ std::vector<std::vector<int64_t>> parameter_shapes(const PreTrainedConfig& confi
   return shapes;
 }
 
+LoraMemory lora_memory(const PreTrainedConfig& config, const LoraConfig& lora,
+                       at::ScalarType compute_dtype, ModelTask task) {
+  const MemoryRehearsal rehearsal;
+  PreTrainedModel model = detail::short_model(config, task);
+  get_peft_model(model.ptr(), lora);
+  cast_frozen_weights(*model, compute_dtype);
+  LoraMemory memory{detail::shapes_of(*model, true), detail::frozen_bytes(*model)};
+  const auto& block = *model->blocks().back();
+  const auto of_block = detail::shapes_of(block, true);
+  for (int64_t layer = 2; layer < config.num_hidden_layers; ++layer) {
+    memory.trainable.insert(memory.trainable.end(), of_block.begin(), of_block.end());
+    memory.frozen_bytes += detail::frozen_bytes(block);
+  }
+  return memory;
+}
+
 StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tokens,
-                       GradientPlace gradients, at::ScalarType compute_dtype, ModelTask task) {
+                       GradientPlace gradients, at::ScalarType compute_dtype, ModelTask task,
+                       const LoraConfig* lora) {
   if (compute_dtype != at::kFloat && compute_dtype != at::kBFloat16) {
     throw InputError("models::step_memory",
                      std::string("compute_dtype=") + c10::toString(compute_dtype),
@@ -67,6 +104,10 @@ StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tok
   }
   const MemoryRehearsal rehearsal;
   PreTrainedModel model = model_from_config(config, task, false);
+  if (lora != nullptr) {
+    get_peft_model(model.ptr(), *lora);
+    cast_frozen_weights(*model, compute_dtype);
+  }
   StepMemory memory;
   int64_t before = 0;
   int64_t kept_gradients = 0;
@@ -77,6 +118,9 @@ StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tok
     }
   };
   for (const at::Tensor& parameter : model->parameters()) {
+    if (!parameter.requires_grad()) {
+      continue;
+    }
     if (gradients == GradientPlace::existing) {
       parameter.mutable_grad() = at::empty_like(parameter);
       continue;

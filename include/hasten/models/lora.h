@@ -60,6 +60,9 @@ struct LoraConfig {
   /// Reads a folder's adapter_config.json. Throws InputError for a file that is missing or damaged, a
   /// peft_type other than LORA, and each option that changes the computation and is not above.
   static LoraConfig from_pretrained(const std::filesystem::path& folder);
+  /// Its base_model_name_or_path. Throws InputError if it is empty, no model that is there
+  /// (hasten/text/pretrained_folder.h), or an adapter itself.
+  static std::string base_of(const std::filesystem::path& folder);
   /// Whether a folder has an adapter_config.json.
   static bool is_adapter(const std::filesystem::path& folder);
 };

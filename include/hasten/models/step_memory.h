@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "hasten/models/lora.h"
 #include "hasten/models/pretrained_config.h"
 
 namespace hasten {
@@ -26,6 +27,15 @@ enum class GradientPlace {
   existing,
 };
 
+/// Parameters of a model with an adapter. The frozen weights of linear layers are in compute_dtype.
+struct LoraMemory {
+  std::vector<std::vector<int64_t>> trainable{}; // shapes, fp32
+  int64_t frozen_bytes = 0;
+};
+LoraMemory lora_memory(const PreTrainedConfig& config, const LoraConfig& lora,
+                       c10::ScalarType compute_dtype = c10::ScalarType::Float,
+                       ModelTask task = ModelTask::sequence_classification);
+
 struct StepMemory {
   /// Peak in forward and backward of the summed loss, with `fresh` gradients. Parameters and
   /// `existing` gradients are not included.
@@ -40,12 +50,13 @@ struct StepMemory {
 /// [rows, tokens] without padding, for causal_lm of several texts in each row. The batch's three int64
 /// tensors (causal_lm: four) are included; libraries' scratch
 /// memory is not. No activation checkpointing. `compute_dtype` is kFloat, or kBFloat16 for a forward
-/// under Autocast with fp32 parameters. Runs the step on tensors without memory.
+/// under Autocast with fp32 parameters. `lora`: the model has this adapter. Runs the step on tensors without memory.
 /// Throws InputError if rows or tokens is below 1, tokens is above the model's maximum, or for
 /// another compute_dtype.
 StepMemory step_memory(const PreTrainedConfig& config, int64_t rows, int64_t tokens,
                        GradientPlace gradients,
                        c10::ScalarType compute_dtype = c10::ScalarType::Float,
-                       ModelTask task = ModelTask::sequence_classification);
+                       ModelTask task = ModelTask::sequence_classification,
+                       const LoraConfig* lora = nullptr);
 
 } // namespace hasten
