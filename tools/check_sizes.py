@@ -22,7 +22,7 @@ SOURCE_LIMIT = 3
 # are named nowhere belong to the first.
 LIBRARIES = (
     ("hasten", (), 56000),
-    ("hasten_text", ("text", "models", "tasks"), 15700),
+    ("hasten_text", ("text", "models", "tasks"), 16100),
     ("the programs", ("cli",), 6900),
 )
 # What may stand between a function's parameter list and its body.

@@ -414,7 +414,9 @@ void complete_checkpointing(std::vector<std::string>& arguments);
 /// TrainingArguments' own checks, with names of flags in the messages.
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_merge(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_generate(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_report(const CommandEntry& entry, std::vector<std::string> arguments);
 
 } // namespace hasten::detail

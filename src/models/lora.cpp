@@ -346,8 +346,8 @@ void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
   constexpr const char* kWhere = "models::save_adapter";
   for (const detail::LinearPlace& place : detail::require_adapter(model, kWhere)) {
     if (const auto mark = detail::lora_mark(place.weight); !mark || mark->merged) {
-      throw InputError(kWhere, "the adapter is merged", "an adapter beside its base",
-                       "call unmerge_adapter first");
+      throw InputError(kWhere, "the adapter is merged",
+                       "an adapter that is not merged into its base", "call unmerge_adapter first");
     }
   }
   const nlohmann::json json = {
