@@ -99,7 +99,7 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
 constexpr int64_t kConvertedPiece = 1 << 16; // elements
 
 /// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined, or
-/// with `add` added to it. The last piece is padded with zero rows. In 16 bits the result of each piece is rounded to 16
+/// added to it with `add_to_out`. The last piece is padded with zero rows. In 16 bits the result of each piece is rounded to 16
 /// bits, but their sum is not.
 static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out,
                                        bool add_to_out = false) {

@@ -173,8 +173,8 @@ static void refuse_features(const nlohmann::json& json, const std::string& file)
   for (const char* key :
        {"use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
         "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "arrow_config",
-        "eva_config", "corda_config", "loftq_config", "use_bdlora", "kasa_config", "velora_config",
-        "monteclora_config"}) {
+        "eva_config", "corda_config", "loftq_config", "lora_ga_config", "use_bdlora", "kasa_config",
+        "velora_config", "monteclora_config"}) {
     const auto value = json.find(key);
     if (value != json.end() && !value->is_null() && *value != false && !value->empty()) {
       refuse(key);
@@ -182,6 +182,11 @@ static void refuse_features(const nlohmann::json& json, const std::string& file)
   }
   if (json.contains("bias") && json.at("bias") != "none") {
     refuse("bias");
+  }
+  // The other ways to begin change the base, too, which an adapter's file does not have.
+  static const std::set<nlohmann::json> beginnings{nullptr, true, false, "gaussian", "orthogonal"};
+  if (json.contains("init_lora_weights") && !beginnings.contains(json.at("init_lora_weights"))) {
+    refuse("init_lora_weights");
   }
 }
 
@@ -286,9 +291,13 @@ LoraConfig LoraConfig::from_pretrained(const std::filesystem::path& folder) {
   config.base_model_name_or_path = value("base_model_name_or_path", std::string());
   config.task_type = value("task_type", std::string());
   config.modules_to_save = value("modules_to_save", std::vector<std::string>());
-  // A pattern has no list: load_adapter() takes the layers from the file.
+  // A pattern has no list, and these options leave out some that match: load_adapter() takes the
+  // layers from the file.
+  const bool some =
+      json.contains("layers_to_transform") && !json.at("layers_to_transform").is_null();
+  const bool excluded = json.contains("exclude_modules") && !json.at("exclude_modules").empty();
   if (const auto targets = json.find("target_modules");
-      targets != json.end() && targets->is_array()) {
+      targets != json.end() && targets->is_array() && !some && !excluded) {
     config.target_modules = value("target_modules", std::vector<std::string>());
   }
   config.validate();

@@ -83,9 +83,10 @@ at::Tensor lora_update(const LoraMark& mark, const at::Tensor& x) {
   return fast_linear(fast_linear(read, a->weight) * mark.scaling, b->weight);
 }
 
-// Calls `base` for the layer's own product, and adds the adapter's.
+// Calls `base` for the layer's own product, and adds the adapter's, times alpha.
 template <typename Base>
-at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight, const Base& base) {
+at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight, const Base& base,
+                                const at::Scalar& alpha = 1) {
   const auto mark = base_products || !weight.defined() ? nullptr : lora_mark(weight);
   if (!mark) {
     return base();
@@ -96,7 +97,7 @@ at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight, c
     product = base();
   }
   const at::Tensor update = lora_update(*mark, x);
-  return update.defined() ? product + update.to(product.scalar_type()) : product;
+  return update.defined() ? at::add(product, update.to(product.scalar_type()), alpha) : product;
 }
 
 // What a product reads, if it is the transpose of a whole parameter.
@@ -124,20 +125,26 @@ static at::Tensor matmul_kernel(const at::Tensor& x, const at::Tensor& other) {
 static at::Tensor addmm_kernel(c10::DispatchKeySet keys, const at::Tensor& bias,
                                const at::Tensor& x, const at::Tensor& other, const at::Scalar& beta,
                                const at::Scalar& alpha) {
-  return product_with_adapter(x, transposed_parameter(other), [&] {
-    const auto torchs =
-        (keys & c10::after_autograd_keyset) | c10::DispatchKeySet(c10::DispatchKey::AutogradOther);
-    return at::redispatch::addmm(torchs, bias, x, other, beta, alpha);
-  });
+  return product_with_adapter(
+      x, transposed_parameter(other),
+      [&] {
+        const auto torchs = (keys & c10::after_autograd_keyset) |
+                            c10::DispatchKeySet(c10::DispatchKey::AutogradOther);
+        return at::redispatch::addmm(torchs, bias, x, other, beta, alpha);
+      },
+      alpha);
 }
 
 static at::Tensor addmm_below_autograd(c10::DispatchKeySet keys, const at::Tensor& bias,
                                        const at::Tensor& x, const at::Tensor& other,
                                        const at::Scalar& beta, const at::Scalar& alpha) {
-  return product_with_adapter(x, transposed_parameter(other), [&] {
-    return at::redispatch::addmm(keys & c10::after_ADInplaceOrView_keyset, bias, x, other, beta,
-                                 alpha);
-  });
+  return product_with_adapter(
+      x, transposed_parameter(other),
+      [&] {
+        return at::redispatch::addmm(keys & c10::after_ADInplaceOrView_keyset, bias, x, other, beta,
+                                     alpha);
+      },
+      alpha);
 }
 
 /// Calls the product with autocast's casts, as torch's own kernels under autocast do.
@@ -171,10 +178,14 @@ template <c10::DeviceType device>
 at::Tensor addmm_under_autocast(const at::Tensor& bias, const at::Tensor& x,
                                 const at::Tensor& other, const at::Scalar& beta,
                                 const at::Scalar& alpha) {
-  return product_with_adapter(x, transposed_parameter(other), [&] {
-    return with_casts<device>(
-        [&](const auto& cast) { return at::addmm(cast(bias), cast(x), cast(other), beta, alpha); });
-  });
+  return product_with_adapter(
+      x, transposed_parameter(other),
+      [&] {
+        return with_casts<device>([&](const auto& cast) {
+          return at::addmm(cast(bias), cast(x), cast(other), beta, alpha);
+        });
+      },
+      alpha);
 }
 
 class NoWarnings final : public c10::WarningHandler {

@@ -133,6 +133,13 @@ TEST_F(Lora, AForeignModuleIsAdaptedInEveryMode) {
   EXPECT_EQ(narrow.scalar_type(), at::kBFloat16);
   close(narrow, expected, 0.02);
   EXPECT_GT((expected - base->forward(x)).abs().max().item<double>(), 0.15);
+  const auto p = model->named_parameters();
+  const at::Tensor plain = base->named_parameters()["2.weight"];
+  const at::Tensor row = torch::randn({5, plain.size(1)});
+  close(at::addmm(p["2.bias"], row, p["2.weight"].t(), 1, 0.5),
+        p["2.bias"] + 0.5 * row.matmul(plain.t()) +
+            1.5 * row.matmul(p["2.lora_A.weight"].t()).matmul(p["2.lora_B.weight"].t()),
+        1e-5);
 
   narrow.sum().backward();
   for (const auto& parameter : model->named_parameters()) {
@@ -324,11 +331,18 @@ TEST_F(Lora, AnAdapterThatDoesNotFitIsRefusedByName) {
   }
   has(load({{"peft_type", "LORA"}, {"rank_pattern", {{"2", 4}}}}), "rank_pattern={\"2\":4}");
   has(load({{"peft_type", "LORA"}, {"bias", "all"}}), "bias=\"all\"");
+  has(load({{"peft_type", "LORA"}, {"init_lora_weights", "pissa"}}), "init_lora_weights=\"pissa\"");
   has(load({{"peft_type", "LORA"}, {"r", "many"}}), "r=\"many\" has another type");
 
   auto model = foreign_model();
   const LoraConfig config = get_peft_model(model.ptr(), {.r = 2, .target_modules = {"2"}});
   save_adapter(*model, config, folder_.path());
+  nlohmann::json some = read_json_file("test", folder_.path() / "adapter_config.json");
+  some["target_modules"] = {"2", "4"}; // but only those that the file has
+  some["layers_to_transform"] = {0};
+  write_config(folder_.path(), some);
+  EXPECT_EQ(load_adapter(foreign_model().ptr(), folder_.path()).target_modules,
+            std::vector<std::string>{"2"});
   torch::nn::Sequential wider(torch::nn::Linear(12, 20), torch::nn::ReLU(),
                               torch::nn::Linear(20, 24));
   const std::string shape = error_of([&] { load_adapter(wider.ptr(), folder_.path()); });
