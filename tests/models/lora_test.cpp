@@ -8,6 +8,7 @@
 #include "golden_family.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/random.h"
 #include "small_family.h"
