@@ -83,7 +83,7 @@ void train(const std::string& csv, const std::string& folder) {
 
   // [train]
   hasten::TrainingArguments arguments;
-  arguments.num_train_epochs = 15;
+  arguments.num_train_epochs = 36;
   arguments.per_device_train_batch_size = 2;
   arguments.learning_rate = 3e-3;
   arguments.save_strategy = hasten::IntervalStrategy::no;

@@ -249,7 +249,7 @@ TEST(Ladder, ALanguageModelFromNothingContinuesTexts) {
   const std::string reviews = std::string(HASTEN_EXAMPLES_FOLDER) + "/reviews.csv";
   const std::string out =
       run_example(2, {"14_language_model", reviews, folder.path().string()}).out;
-  EXPECT_LT(number_after(out, "per byte:"), 3) << out; // 257 without training
+  EXPECT_LT(number_after(out, "per byte:"), 4.5) << out; // 257 without training
   EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 3) << out;
   const ProgramRun more =
       run_program({"hasten", "generate", "--model", folder.path().string(), "the new"});
