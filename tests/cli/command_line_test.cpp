@@ -182,7 +182,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::compare] --backend=mpi. Expected one of auto, gloo, nccl."},
       {"plan --model bert-base --batch 8x8 --task fill-masks",
        "[cli::plan] --task=fill-masks. Expected one of text-classification, token-classification, "
-       "fill-mask. Fix: write fill-mask."},
+       "fill-mask, text-generation. Fix: write fill-mask."},
       {"estimate-memory --model bert-base --batch 8",
        "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",
