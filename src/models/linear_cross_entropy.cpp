@@ -51,7 +51,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
       const at::Tensor truth = labels.narrow(0, begin, tokens).unsqueeze(1).masked_fill(ignored, 0);
       at::Tensor logits = fast_linear(part, w);
       const at::ScalarType type = logits.scalar_type();
-      const at::Tensor log_p = at::log_softmax(logits, 1, at::kFloat);
+      at::Tensor log_p = at::log_softmax(logits, 1, at::kFloat);
       logits.reset();
       losses.narrow(0, begin, tokens)
           .copy_(log_p.gather(1, truth).neg_().masked_fill_(ignored, 0).squeeze(1));
@@ -59,6 +59,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
         continue;
       }
       at::Tensor gradient = log_p.exp_(); // of the logits: p - 1 at the label
+      log_p.reset();
       gradient.scatter_add_(1, truth, at::full({tokens, 1}, -1.0f, gradient.options()));
       gradient = gradient.masked_fill_(ignored, 0).to(type);
       if (of_hidden) {
