@@ -12,6 +12,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/models/auto_model.h"
+#include "hasten/models/lora.h"
 
 namespace hasten {
 
@@ -40,7 +41,11 @@ static int write_logits(const std::string& folder, const std::string& wanted,
       model->forward({batch.at("input_ids"), batch.at("attention_mask")}).logits;
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   std::filesystem::create_directories(out);
-  model->save_pretrained(out);
+  if (LoraConfig::is_adapter(folder)) {
+    save_adapter(*model, LoraConfig::from_pretrained(folder), out);
+  } else {
+    model->save_pretrained(out);
+  }
   write_safetensors(out / "logits.safetensors", {{"logits", logits}});
   std::printf("%.3f\n", seconds.count());
   return 0;

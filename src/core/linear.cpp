@@ -198,8 +198,12 @@ class LinearNode final : public torch::autograd::Node {
                                 bias.defined() ? std::optional(in(bias)) : std::nullopt);
     }
     if (torch::autograd::compute_requires_grad(x, weight, bias)) {
-      auto made =
-          std::make_unique<LinearNode>(narrow, activation, narrow ? kept : x, x.scalar_type());
+      const bool reads_x = weight.requires_grad() || !activation.name.empty();
+      auto made = std::make_unique<LinearNode>(narrow, activation,
+                                               !reads_x ? at::Tensor()
+                                               : narrow ? kept
+                                                        : x,
+                                               x.scalar_type());
       made->weight_ = torch::autograd::SavedVariable(weight, false);
       // An intrusive_ptr since LibTorch 2.13, a shared_ptr before.
       const decltype(torch::autograd::Edge::function) node(std::move(made));
