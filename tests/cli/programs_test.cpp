@@ -49,10 +49,11 @@ TEST(Programs, MistakesOnTheCommandLineEndWithCode2AndOneLine) {
   const ProgramRun unknown = run_program({"hasten", "trian"});
   EXPECT_EQ(unknown.code, 2);
   EXPECT_EQ(unknown.out, "");
-  EXPECT_EQ(unknown.error,
-            "error: [cli::hasten] unknown command: trian. Expected train, predict, "
-            "eval, plan, estimate-memory, compare, state, tokenizer, synth, report, launch or "
-            "env. Fix: write hasten train.\n");
+  EXPECT_EQ(
+      unknown.error,
+      "error: [cli::hasten] unknown command: trian. Expected train, predict, "
+      "generate, eval, plan, estimate-memory, compare, state, merge, tokenizer, synth, report, "
+      "launch or env. Fix: write hasten train.\n");
   EXPECT_EQ(run_program({"hasten", "env", "--jsn"}).code, 2);
 }
 
