@@ -3,14 +3,18 @@
 #include <torch/torch.h>
 
 #include <filesystem>
-#include <hasten/accelerator/accelerator.h>
-#include <hasten/base/exit_code.h>
-#include <hasten/models/auto_model.h>
-#include <hasten/models/lora.h>
-#include <hasten/optim/adamw.h>
 #include <iostream>
 
-static int train() {
+#include "hasten/accelerator/accelerator.h"
+#include "hasten/base/exit_code.h"
+#include "hasten/core/random.h"
+#include "hasten/models/auto_model.h"
+#include "hasten/models/lora.h"
+#include "hasten/optim/adamw.h"
+
+namespace examples {
+
+int train_adapter() {
   hasten::AcceleratorOptions options;
   options.strategy = hasten::Strategy::fsdp;
   options.save_frozen_weights = false; // a state holds the adapter; the base is read again
@@ -26,12 +30,14 @@ static int train() {
   hasten::PreTrainedModel llama =
       hasten::model_from_config(shape, hasten::ModelTask::causal_lm); // or from_pretrained(folder)
 
+  // [adapt]
   const hasten::LoraConfig config = hasten::get_peft_model(
       llama.ptr(), {.r = 8, .lora_alpha = 16, .target_modules = {"q_proj", "v_proj"}});
   const auto [trainable, all] = hasten::get_nb_trainable_parameters(*llama);
 
   hasten::AdamW adamw(llama->parameters(), torch::optim::AdamWOptions(1e-2)); // skips frozen ones
   auto [model, optimizer] = accelerator.prepare(llama, adamw);
+  // [/adapt]
   double first = 0, last = 0;
   for (int step = 0; step < 20; ++step) {
     const at::Tensor ids = torch::arange(32).remainder(7).view({2, 16});
@@ -44,6 +50,7 @@ static int train() {
   }
 
   const auto folder = std::filesystem::temp_directory_path() / "hasten_15_lora";
+  // [save]
   accelerator.summon_full_params(
       [&] {
         if (accelerator.is_main_process()) {
@@ -52,6 +59,7 @@ static int train() {
         }
       },
       model);
+  // [/save]
   if (accelerator.is_main_process()) {
     std::cout << trainable << " of " << all << " parameters trained, loss " << first << " to "
               << last << "\n";
@@ -61,4 +69,6 @@ static int train() {
   return last < first ? 0 : 1;
 }
 
-int main() { return hasten::record(train); }
+} // namespace examples
+
+int main() { return hasten::record(examples::train_adapter); }

@@ -275,4 +275,77 @@ TEST(TaskPrograms, FlagsOfAnotherTaskAreErrors) {
   }
 }
 
+TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "reviews.csv", testing_support::small_reviews(48));
+  const auto run = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), "hasten");
+    const ProgramRun made = run_program(arguments);
+    EXPECT_EQ(made.code, 0) << made.error;
+    return made;
+  };
+  const std::vector<std::string> data{"--train-file", folder / "reviews.csv", "--max-length",
+                                      "16",           "--eval-split",         "0.25"};
+  const auto train = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), "train");
+    more.insert(more.end(), data.begin(), data.end());
+    return run(more);
+  };
+  train({"--model", "bert-tiny", "--output-dir", folder / "base", "--max-steps", "2",
+         "--save-strategy", "no"});
+  const auto adapt = [&](const std::string& out, std::vector<std::string> more) {
+    more.insert(more.begin(),
+                {"--model", folder / "base", "--output-dir", folder / out, "--lora-r", "2",
+                 "--lora-dropout", "0.1", "--nproc", "2", "--max-steps", "4", "--save-strategy",
+                 "steps", "--save-steps", "2", "--learning-rate", "1e-2"});
+    return train(more);
+  };
+  EXPECT_TRUE(adapt("out", {}).said(" parameters are trained"));
+  EXPECT_TRUE(std::filesystem::exists(folder / "out/adapter_config.json"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "out/model.safetensors"));
+  const std::string adapter = read_file(folder / "out/adapter_model.safetensors");
+  EXPECT_NE(adapter.find("base_model.model.classifier.weight"), std::string::npos);
+  // The state has no weights of the base: the file is hardly larger than the adapter's.
+  EXPECT_LT(std::filesystem::file_size(folder / "out/checkpoint-2/model.safetensors"),
+            adapter.size() + 4096);
+  adapt("resumed", {"--resume-from-checkpoint", folder / "out/checkpoint-2"});
+  EXPECT_EQ(read_file(folder / "resumed/adapter_model.safetensors"), adapter);
+
+  const auto logits = [&](const std::string& model) {
+    const ProgramRun made =
+        run({"predict", "--model", folder / model, "--with-logits", "--json", "a good phone"});
+    return nlohmann::json::parse(made.out).at("logits").get<std::vector<double>>();
+  };
+  run({"eval", "--model", folder / "out", "--file", folder / "reviews.csv"});
+  run({"merge", "--model", folder / "out", "--output-dir", folder / "merged"});
+  const auto apart = logits("out"), merged = logits("merged");
+  EXPECT_NE(apart, logits("base"));
+  for (size_t i = 0; i < apart.size(); ++i) {
+    EXPECT_NEAR(apart[i], merged[i], 1e-6);
+  }
+
+  std::filesystem::rename(folder / "base", folder / "moved");
+  const ProgramRun missing = run_program({"hasten", "predict", "--model", folder / "out", "text"});
+  EXPECT_EQ(missing.code, 2);
+  EXPECT_TRUE(
+      missing.said("base_model_name_or_path=" + (folder / "base").string() + " is not there"))
+      << missing.error;
+}
+
+TEST(TaskPrograms, LoraFlagsThatCannotWorkAreRefused) {
+  const TemporaryFolder folder;
+  const auto refused = [&](std::vector<std::string> more, const std::string& said) {
+    more.insert(more.begin(), {"hasten", "train", "--output-dir", folder / "out"});
+    const ProgramRun made = run_program(more);
+    EXPECT_EQ(made.code, 2);
+    EXPECT_TRUE(made.said(said)) << made.error;
+  };
+  refused({"--model", "bert-tiny", "--lora-alpha", "4"}, "--lora-alpha without --lora-r");
+  refused({"--model", "bert-tiny", "--lora-r", "0"}, "--lora-r=0. Expected at least 1");
+  refused({"--model", "bert-tiny", "--lora-r", "4", "--lora-dropout", "1"}, "--lora-dropout=1");
+  refused({"--model", "bert-tiny", "--lora-r", "4"}, "Expected a trained model");
+  write_file_atomically(folder / "adapter_config.json", "{}");
+  refused({"--model", folder.path().string()}, "is an adapter");
+}
+
 } // namespace hasten::task_programs_test

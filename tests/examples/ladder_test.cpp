@@ -256,6 +256,14 @@ TEST(Ladder, ALanguageModelFromNothingContinuesTexts) {
   EXPECT_EQ(more.code, 0) << more.error;
 }
 
+TEST(Ladder, AnAdapterIsTrainedOnAShardedModel) {
+  for (const int nproc : {1, 2}) {
+    const std::string out = run_example(nproc, {"15_lora"}).out;
+    EXPECT_EQ(out.find("4096 of "), 0u) << out;
+    EXPECT_NE(out.find(" parameters trained, loss "), std::string::npos) << out;
+  }
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;

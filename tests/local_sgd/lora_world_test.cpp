@@ -8,8 +8,7 @@
 #include "hasten/io/safetensors.h"
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/models/lora.h"
-#include "hasten/optim/adamw.h"
-#include "small_family.h"
+#include "models/small_family.h"
 #include "support/communicator.h"
 #include "support/temporary_folder.h"
 
@@ -83,7 +82,7 @@ static at::Tensor joined_batch(int64_t step) {
 
 template <typename Model>
 Values train_alone(Model model, int64_t steps) {
-  AdamW optimizer(trained_of(*model), torch::optim::AdamWOptions(1e-2));
+  torch::optim::SGD optimizer(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int64_t step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     (summed_loss(model, joined_batch(step)) / kRows).backward();
@@ -112,8 +111,7 @@ void steps_of(Accelerator& accelerator, Model& model, Optimizer& optimizer, int6
               int64_t to, LocalSGD* local = nullptr) {
   const int64_t rows = kRows / accelerator.num_processes();
   for (int64_t step = from; step < to; ++step) {
-    const at::Tensor ids =
-        joined_batch(step).narrow(0, accelerator.process_index() * rows, rows);
+    const at::Tensor ids = joined_batch(step).narrow(0, accelerator.process_index() * rows, rows);
     auto window = accelerator.accumulate(model);
     const at::Tensor loss = [&] {
       const auto autocast = accelerator.autocast();
@@ -133,7 +131,7 @@ template <typename Model>
 Values train(Model model, const Run& run) {
   const Values frozen = values_of(*model, false);
   Accelerator accelerator(options_of(run), fresh_communicator());
-  AdamW own(trained_of(*model), torch::optim::AdamWOptions(1e-2));
+  torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
   auto [prepared, optimizer] = accelerator.prepare(model, own);
   steps_of(accelerator, prepared, optimizer, 0, run.steps);
   Values trained;
@@ -169,13 +167,19 @@ TEST(LoraWorld, RanksEqualOneRankOnTheJoinedBatch) {
 TEST(LoraWorld, Bf16TrainsAdaptersOfAForeignModule) {
   const OneThread one_thread;
   const Values expected = train_alone(adapted_sequential(), 4);
+  double moved = 0; // B is 0 at first
+  for (const auto& [name, value] : expected) {
+    moved = name.find("lora_B") == std::string::npos
+                ? moved
+                : std::max(moved, value.abs().max().item<double>());
+  }
   for (const Strategy strategy : {Strategy::ddp, Strategy::fsdp}) {
     SCOPED_TRACE(spelling(strategy));
     torch::nn::Sequential model = adapted_sequential();
     cast_frozen_weights(*model, at::kBFloat16);
     const Values ours = train(model, {.strategy = strategy, .precision = Precision::bf16});
     if (!ours.empty()) {
-      expect_near(ours, expected, 2e-2);
+      expect_near(ours, expected, 0.05 * moved);
     }
   }
 }
@@ -185,7 +189,7 @@ TEST(LoraWorld, LocalSgdSendsOnlyAdapters) {
   PreTrainedModel model = adapted_llama();
   const auto [trainable, all] = get_nb_trainable_parameters(*model);
   Accelerator accelerator(options_of({}), fresh_communicator());
-  AdamW own(trained_of(*model), torch::optim::AdamWOptions(1e-2));
+  torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
   auto [prepared, optimizer] = accelerator.prepare(model, own);
   const Values frozen = values_of(*model, false);
   LocalSGD local(accelerator, prepared, {.local_sgd_steps = 2});
@@ -215,7 +219,7 @@ TEST(LoraWorld, AStateHasNoFrozenWeightsAndResumesBitForBit) {
     const auto run = [&](int64_t from, int64_t to) {
       Accelerator accelerator(options_of({.strategy = strategy}), fresh_communicator());
       PreTrainedModel model = adapted_llama();
-      AdamW own(trained_of(*model), torch::optim::AdamWOptions(1e-2));
+      torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
       auto [prepared, optimizer] = accelerator.prepare(model, own);
       if (from > 0) {
         accelerator.load_state(folder);
@@ -230,16 +234,17 @@ TEST(LoraWorld, AStateHasNoFrozenWeightsAndResumesBitForBit) {
     };
     const Values whole = run(0, 4);
     run(0, 2);
-    int64_t bytes = 0;
+    int64_t adapters = 0;
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {
       if (entry.path().extension() == ".safetensors") {
-        for (const std::string& name : SafetensorsReader(entry.path()).names()) {
+        const SafetensorsReader reader(entry.path());
+        for (const std::string& name : reader.names()) {
           EXPECT_EQ(name.find("q_proj.weight"), std::string::npos) << name;
-          bytes += name.find("lora_A") != std::string::npos;
+          adapters += name.find("lora_A") != std::string::npos;
         }
       }
     }
-    EXPECT_GT(bytes, 0);
+    EXPECT_GT(adapters, 0);
     expect_near(run(2, 4), whole, 0);
     communicator->barrier("read the state");
   }
