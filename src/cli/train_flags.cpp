@@ -533,20 +533,4 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   return command;
 }
 
-Command parse_merge(const CommandEntry& entry, std::vector<std::string> arguments) {
-  MergeCommand command;
-  FlagTable flags(entry, {.usage = "--model ADAPTER --output-dir FOLDER",
-                          .examples = {"hasten merge --model out --output-dir merged"},
-                          .notes = "Adds the updates of a LoRA adapter to its base's weights. The "
-                                   "folder is a whole model in the Hugging Face layout."});
-  flags.group("Folders");
-  flags.value("--model", command.model, "ADAPTER",
-              "folder with adapter_config.json: output of hasten train --lora-r, or of PEFT");
-  flags.required();
-  flags.value("--output-dir", command.output_dir, "FOLDER", "new or empty folder to write");
-  flags.required();
-  flags.parse(std::move(arguments));
-  return command;
-}
-
 } // namespace hasten::detail

@@ -258,7 +258,11 @@ bool LoraConfig::is_adapter(const std::filesystem::path& folder) {
 std::string LoraConfig::base_of(const std::filesystem::path& folder) {
   const std::string base = from_pretrained(folder).base_model_name_or_path;
   std::error_code ignored;
-  const auto path = base.empty() ? std::filesystem::path() : pretrained_folder(base);
+  std::filesystem::path path;
+  try {
+    path = base.empty() ? path : pretrained_folder(base);
+  } catch (const InputError&) { // the error below names the adapter
+  }
   if (!std::filesystem::exists(path / "config.json", ignored) || is_adapter(path)) {
     throw InputError("models::LoraConfig",
                      (folder / detail::kAdapterConfig).string() +

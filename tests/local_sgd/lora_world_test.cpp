@@ -82,7 +82,7 @@ static at::Tensor joined_batch(int64_t step) {
 
 template <typename Model>
 Values train_alone(Model model, int64_t steps) {
-  torch::optim::SGD optimizer(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD optimizer(trained_of(*model), torch::optim::SGDOptions(0.02).momentum(0.9));
   for (int64_t step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     (summed_loss(model, joined_batch(step)) / kRows).backward();
@@ -131,7 +131,7 @@ template <typename Model>
 Values train(Model model, const Run& run) {
   const Values frozen = values_of(*model, false);
   Accelerator accelerator(options_of(run), fresh_communicator());
-  torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.02).momentum(0.9));
   auto [prepared, optimizer] = accelerator.prepare(model, own);
   steps_of(accelerator, prepared, optimizer, 0, run.steps);
   Values trained;
@@ -189,7 +189,7 @@ TEST(LoraWorld, LocalSgdSendsOnlyAdapters) {
   PreTrainedModel model = adapted_llama();
   const auto [trainable, all] = get_nb_trainable_parameters(*model);
   Accelerator accelerator(options_of({}), fresh_communicator());
-  torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.02).momentum(0.9));
   auto [prepared, optimizer] = accelerator.prepare(model, own);
   const Values frozen = values_of(*model, false);
   LocalSGD local(accelerator, prepared, {.local_sgd_steps = 2});
@@ -219,7 +219,7 @@ TEST(LoraWorld, AStateHasNoFrozenWeightsAndResumesBitForBit) {
     const auto run = [&](int64_t from, int64_t to) {
       Accelerator accelerator(options_of({.strategy = strategy}), fresh_communicator());
       PreTrainedModel model = adapted_llama();
-      torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.1).momentum(0.9));
+      torch::optim::SGD own(trained_of(*model), torch::optim::SGDOptions(0.02).momentum(0.9));
       auto [prepared, optimizer] = accelerator.prepare(model, own);
       if (from > 0) {
         accelerator.load_state(folder);
