@@ -15,10 +15,11 @@ scripts/test_versions.sh
 scripts/package.sh
 tools/kill_trials.py --trials 100 --programs build/release/bin
 python3 -m venv build/golden
-build/golden/bin/pip install -q torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3
+build/golden/bin/pip install -q torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3 peft==0.21.2
 build/golden/bin/python tools/check_families.py
 build/golden/bin/python tools/check_families.py --full
 build/golden/bin/python tools/check_generation.py
+build/golden/bin/python tools/check_adapters.py
 build/golden/bin/python tools/check_tokenizers.py
 scripts/site.sh
 tools/check_report.py --programs build/release/bin
