@@ -51,7 +51,7 @@ std::vector<MemoryCase> memory_cases() {
   cases[4].config.attention_probs_dropout_prob = 0;
   cases[5].config.attention_probs_dropout_prob = 0;
   cases[6].config.num_hidden_layers = 3;
-  for (const char* shape : {"gpt2-mini", "llama-mini"}) { // one tied, several slices
+  for (const char* shape : {"gpt2-mini", "llama-mini"}) { // one tied
     PreTrainedConfig config = AutoConfig::from_shape(shape, 9000);
     config.num_hidden_layers = 1;
     cases.push_back({"a language model", config, 6, 128, ModelTask::causal_lm});
