@@ -163,12 +163,18 @@ TEST_F(Lora, ANewAdapterChangesNothingAndDropoutOnlyTraining) {
 }
 
 TEST_F(Lora, MergedEqualsUnmerged) {
-  for (const char* type : {"llama", "gpt2"}) {
-    SCOPED_TRACE(type);
+  // In fp32 but for the roundings of three blocks.
+  for (const auto& [type, dtype, limit] : {std::tuple{"llama", at::kDouble, 1e-12},
+                                           {"gpt2", at::kDouble, 1e-12},
+                                           {"llama", at::kFloat, 4e-6},
+                                           {"gpt2", at::kFloat, 4e-6}}) {
+    SCOPED_TRACE(c10::str(type, " ", dtype));
+    torch::manual_seed(8);
     PreTrainedModel model = model_from_config(small_config(type), ModelTask::causal_lm);
     const auto names = model->named_parameters().keys();
     get_peft_model(model.ptr(), {.target_modules = {"all-linear"}});
     fill_adapter(*model);
+    model->to(dtype);
     model->eval();
     const ModelInputs inputs = small_inputs(2, 6);
     const at::Tensor before = model->logits(inputs);
@@ -177,13 +183,13 @@ TEST_F(Lora, MergedEqualsUnmerged) {
     };
     merge_adapter(*model);
     merge_adapter(*model); // nothing more
-    EXPECT_LE(distance(), 1e-6);
+    EXPECT_LE(distance(), limit);
     EXPECT_NE(error_of([&] { save_adapter(*model, {}, folder_.path()); }).find("merged"),
               std::string::npos);
     unmerge_adapter(*model);
-    EXPECT_LE(distance(), 1e-6);
+    EXPECT_LE(distance(), limit);
     merge_and_unload(*model);
-    EXPECT_LE(distance(), 1e-6);
+    EXPECT_LE(distance(), limit);
     EXPECT_EQ(model->named_parameters().keys(), names);
   }
 }
