@@ -38,14 +38,16 @@ int train_adapter() {
   hasten::AdamW adamw(llama->parameters(), torch::optim::AdamWOptions(1e-2)); // skips frozen ones
   auto [model, optimizer] = accelerator.prepare(llama, adamw);
   // [/adapt]
+  constexpr double kPredicted = 2 * 15; // tokens of a batch with one before them
   double first = 0, last = 0;
   for (int step = 0; step < 20; ++step) {
     const at::Tensor ids = torch::arange(32).remainder(7).view({2, 16});
-    const at::Tensor loss = model->forward({.input_ids = ids, .labels = ids}).loss;
-    accelerator.backward(loss);
+    auto window = accelerator.accumulate(model); // gathers the shards, too
+    const at::Tensor loss = model->causal_loss({.input_ids = ids, .labels = ids}).loss_sum;
+    accelerator.backward(loss, kPredicted);
     optimizer.step();
     optimizer.zero_grad();
-    last = loss.item<double>();
+    last = loss.item<double>() / kPredicted;
     first = step == 0 ? last : first;
   }
 
