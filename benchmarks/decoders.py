@@ -71,7 +71,7 @@ class Decoders(Bench):
         command = [self.options.programs / "hasten", "generate", "--model", self.work / kind, "--file", self.prompts]
         command += ["--max-rows", batch, "--batch-size", batch, "--max-new-tokens", tokens, "--json"]
         start = time.time()
-        wait_all([(list(map(str, command)), environment({"OMP_NUM_THREADS": "2"}))])
+        wait_all([(list(map(str, command)), dict(environment(), OMP_NUM_THREADS="2"))])
         return time.time() - start
 
     def forget_end(self, kind):
@@ -101,6 +101,6 @@ class Decoders(Bench):
             if self.options.peers:
                 command = [self.options.peer_python, ROOT / "benchmarks/peers/decoders.py", "generate", self.work / kind]
                 command += [self.prompts, NEW, batch]
-                process = wait_all([(list(map(str, command)), environment({"OMP_NUM_THREADS": "2"}))])
+                process = wait_all([(list(map(str, command)), dict(environment(), OMP_NUM_THREADS="2"))])
                 report = json.loads(process.output.splitlines()[-1])
                 yield f"generate_{kind}_{batch}", None, 1000 * report["seconds"] / report["tokens"]
