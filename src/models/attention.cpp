@@ -48,27 +48,11 @@ static void zero_padding_rows(const at::Tensor& x, const Extent& extent) {
 
 /// x [B, T, heads * width] as [B * heads, padded T, width], contiguous.
 static at::Tensor by_head(const at::Tensor& x, int64_t heads) {
-  const int64_t width = x.size(2) / heads;
-  const int64_t tokens = x.size(1);
-  const int64_t padded = padded_tokens(tokens);
-  at::Tensor y = x.view({x.size(0), tokens, heads, width}).transpose(1, 2);
-  if (padded == tokens) {
-    y = y.contiguous();
-  } else {
-    const at::Tensor whole = at::empty({x.size(0), heads, padded, width}, x.options());
-    whole.narrow(2, 0, tokens).copy_(y);
-    whole.narrow(2, tokens, padded - tokens).zero_();
-    y = whole;
-  }
-  return y.view({x.size(0) * heads, padded, width});
+  return heads_first(x, heads, padded_tokens(x.size(1))).flatten(0, 1);
 }
 
 static at::Tensor from_heads(const at::Tensor& x, int64_t heads, int64_t tokens) {
-  const int64_t rows = x.size(0) / heads;
-  return x.view({rows, heads, x.size(1), x.size(2)})
-      .narrow(2, 0, tokens)
-      .transpose(1, 2)
-      .reshape({rows, tokens, heads * x.size(2)});
+  return heads_last(x.view({x.size(0) / heads, heads, x.size(1), x.size(2)}), tokens);
 }
 
 static at::Tensor dropped(const at::Tensor& p, const Extent& extent, uint64_t seed,

@@ -329,7 +329,7 @@ PreTrainedModel FolderLoad::load() {
   return model_;
 }
 
-// The base of an adapter, with it. config.json, which hasten train writes beside it, has the labels.
+// Loads the base of an adapter and then the adapter. The labels are those of the adapter's config.json.
 PreTrainedModel model_from_adapter(const std::filesystem::path& folder, ModelTask task,
                                    FromPretrainedOptions options) {
   const std::string base = LoraConfig::base_of(folder);

@@ -21,8 +21,7 @@ static int64_t padded_count(int64_t tokens, bool narrow) {
   return narrow ? padded_tokens(tokens) : tokens;
 }
 
-/// x [B, T, heads * width] as [B, heads, padded T, width], contiguous.
-static at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded) {
+at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded) {
   const int64_t tokens = x.size(1);
   const at::Tensor y = x.view({x.size(0), tokens, heads, x.size(2) / heads}).transpose(1, 2);
   if (padded == tokens) {
@@ -34,7 +33,7 @@ static at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded
   return whole;
 }
 
-static at::Tensor heads_last(const at::Tensor& x, int64_t tokens) {
+at::Tensor heads_last(const at::Tensor& x, int64_t tokens) {
   return x.narrow(2, 0, tokens).transpose(1, 2).reshape({x.size(0), tokens, x.size(1) * x.size(3)});
 }
 

@@ -28,4 +28,9 @@ struct AttentionOptions {
 at::Tensor sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& mask, const AttentionOptions& options);
 
+/// x [B, T, heads * width] as [B, heads, padded, width], contiguous; tokens from T on are zeros.
+at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded);
+/// The first `tokens` of x [B, heads, T, width] as [B, tokens, heads * width].
+at::Tensor heads_last(const at::Tensor& x, int64_t tokens);
+
 } // namespace hasten::detail
