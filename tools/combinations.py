@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Writes docs/combinations.md: every pair of features on 1, 2 and 4 ranks, against its reference.
 
-Through the Accelerator by the cases of tests/local_sgd/combinations_test.cpp, through
-`hasten train` where a feature has a flag: its last evaluation's loss against that of whole
-copies (ddp) with the features that make other numbers, on as many processes.
-Takes about ten minutes: tools/combinations.py BIN_FOLDER
+Through the Accelerator by the cases of tests/local_sgd/combinations_test.cpp, and where a feature
+has a flag through `hasten train`, with an encoder and with a decoder: its last evaluation's loss
+against that of whole copies (ddp) with the features that make other numbers, on as many processes.
+Takes about half an hour: tools/combinations.py BIN_FOLDER
 """
 
 import csv
@@ -18,6 +18,10 @@ import sys
 import tempfile
 
 WORLDS = (1, 2, 4)
+MODELS = {  # the letter in the table: the model, its task
+    "E": (["--model", "bert-tiny"], []),
+    "D": (["--model", "gpt2-mini", "--tokenizer", "bytes"], ["--task", "text-generation", "--block-size", "32"]),
+}
 FLAGS = {
     "accumulation": ["--gradient-accumulation-steps", "3"],
     "checkpointing": ["--gradient-checkpointing"],
@@ -36,9 +40,10 @@ FLAGS = {
     "torch's loader": None,
     "resume": [],
     "empty rank": None,
+    "LoRA": ["--lora-r", "2"],
 }
 FEATURES = list(FLAGS)
-NUMBERS = {"accumulation", "bf16", "fp16", "Local SGD"}
+NUMBERS = {"accumulation", "bf16", "fp16", "Local SGD", "LoRA"}
 CHOICES = [{"bf16", "fp16"}, {"ddp", "zero1", "zero2", "fsdp", "hsdp"}]
 REASONS = {
     frozenset({"Local SGD", s}): "all ranks hold shards of one replica, and Local SGD averages replicas: `hsdp`"
@@ -58,9 +63,26 @@ def reviews(path):
             rows.writerow([f"film number {i} was {words[label][i // 2 % 3]} work", label])
 
 
+def byte_tokenizer(folder):
+    """GPT-2's alphabet without a merge: one token for a byte."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = [chr(byte) for byte in visible] + [chr(256 + i) for i in range(len(hidden))]
+    end = {"id": 256, "content": "<|endoftext|>", "special": True, "single_word": False, "lstrip": False,
+           "rstrip": False, "normalized": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    vocabulary = {letter: i for i, letter in enumerate([*letters, end["content"]])}
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [end], "pre_tokenizer": level, "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end["content"]}))
+
+
 class Programs:
-    def __init__(self, programs, folder):
-        self.programs, self.folder, self.known = programs, folder, {}
+    def __init__(self, programs, folder, model):
+        self.programs, self.folder, self.known = programs.resolve(), folder, {}
+        self.model, self.task = model
         reviews(folder / "train.csv")
 
     def train(self, features, world):
@@ -71,9 +93,16 @@ class Programs:
         return self.known[key]
 
     def run(self, features, world):
+        model = self.model
+        if "LoRA" in features:  # needs a trained base
+            base = self.folder / f"base of {self.model[1]}"
+            if not base.exists():
+                self.run([], 1)
+                (self.folder / "out").rename(base)
+            model = ["--model", base]
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
-        command = [self.programs / "hasten", "train", "--model", "bert-tiny", "--train-file", self.folder / "train.csv"]
+        command = [self.programs / "hasten", "train", *model, *self.task, "--train-file", self.folder / "train.csv"]
         command += ["--eval-split", "0.2", "--batch-size", "4", "--epochs", "2", "--seed", "3", "--learning-rate", "1e-3"]
         command += ["--nproc", str(world), "--output-dir", out, "--save-total-limit", "4"]
         for feature in features:
@@ -81,13 +110,16 @@ class Programs:
         if "hsdp" in features and world > 1:
             command += ["--shard-size", str(world // 2)]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.folder)
         if ended.returncode == 0 and "resume" in features:
-            last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+            last = max(out.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
             for path in out.iterdir():  # as if it had been stopped in the second epoch
-                if path == last or path.is_file():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            ended = subprocess.run([*command, "--resume-from-checkpoint", "auto"], capture_output=True, text=True, env=environment)
+                if path.is_file() or path.is_symlink():
+                    path.unlink()
+                elif path == last:
+                    shutil.rmtree(path)
+            ended = subprocess.run([*command, "--resume-from-checkpoint", "auto"], capture_output=True, text=True,
+                                   env=environment, cwd=self.folder)
         if ended.returncode != 0:
             return ended.stderr.strip().splitlines()[-1]
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -140,10 +172,10 @@ def page(accelerator, programs):
                     notes.append(reason)
                 cells.append(f"no ({notes.index(reason) + 1})")
             else:
-                seen = set(accelerator[" + ".join(pair)].values())
-                seen |= set(programs.get(" + ".join(pair), {}).values())
-                bad = seen - {"equal", "runs"}
-                cells.append(f"**{', '.join(bad)}**" if bad else "A T" if " + ".join(pair) in programs else "A")
+                found = {"A": accelerator} | programs
+                found = {letter: f[" + ".join(pair)].values() for letter, f in found.items() if " + ".join(pair) in f}
+                bad = set().union(*found.values()) - {"equal", "runs"}
+                cells.append(f"**{', '.join(bad)}**" if bad else " ".join(found))
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     stacks = [name for name in accelerator if name.count(" + ") > 1]
     text = [
@@ -152,16 +184,16 @@ def page(accelerator, programs):
         "",
         "- **A**: with the `Accelerator`, the final parameters equal those of the reference (fp64 to 1e-10,",
         "  bf16 and fp16 to 0.02).",
-        "- **T**: the same, and with `hasten train` the loss of the last evaluation equals that of replicas that",
-        "  are not sharded (fp32 to 1e-4, 16 bits to 0.02).",
+        "- **E**: with `hasten train` and an encoder (bert-tiny, text-classification), the loss of the last",
+        "  evaluation equals that of replicas that are not sharded (fp32 to 1e-4, 16 bits to 0.02).",
+        "- **D**: the same with a decoder (gpt2-mini, text-generation).",
         "- **–**: the two features exclude each other.",
         "",
         "The reference runs on one rank and reads what all ranks read together. With Local SGD it has one rank for",
         "each replica. It has only the features that change the numbers: accumulation, 16 bits, Local SGD, batch",
-        "norm, delay, empty ranks, and those of the last columns: a convolution with channels-last weights,",
-        "integer buffers that forward writes, and torch's `DataLoader` with its `RandomSampler`. `hsdp` has two",
-        "replicas. driver and delay are options of Local SGD. With resume, the state is saved between the two",
-        "parts of a round.",
+        "norm, delay, empty ranks, LoRA, a convolution with channels-last weights, integer buffers that forward",
+        "writes, and torch's `DataLoader` with its `RandomSampler`. `hsdp` has two replicas. driver and delay are",
+        "options of Local SGD. With resume, the state is saved between the two parts of a round.",
         "",
         *lines, "",
         *[f"{i + 1}. Refused on several ranks: {note}." for i, note in enumerate(notes)], "",
@@ -175,15 +207,17 @@ def main():
     programs = pathlib.Path(sys.argv[1])
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
+        byte_tokenizer(folder / "bytes")
         accelerator = through_accelerator(programs, folder)
-        trained = {}
-        runs = Programs(programs, folder)
+        trained = {letter: {} for letter in MODELS}
         flagged = [feature for feature in FEATURES if FLAGS[feature] is not None]
-        for pair in [(f,) for f in flagged] + list(itertools.combinations(flagged, 2)):
-            for world in WORLDS:
-                if possible(pair):
-                    trained.setdefault(" + ".join(pair), {})[world] = runs.judge(pair, world)
-                    print(" + ".join(pair), world, trained[" + ".join(pair)][world], flush=True)
+        for letter, model in MODELS.items():
+            runs = Programs(programs, folder, model)
+            for pair in [(f,) for f in flagged] + list(itertools.combinations(flagged, 2)):
+                for world in WORLDS if possible(pair) else ():
+                    found = trained[letter].setdefault(" + ".join(pair), {})
+                    found[world] = runs.judge(pair, world)
+                    print(letter, " + ".join(pair), world, found[world], flush=True)
     pathlib.Path("docs/combinations.md").write_text(page(accelerator, trained))
 
 

@@ -11,15 +11,28 @@
 #include "accelerator/combinations_rig.h"
 #include "accelerator/state_rig.h"
 #include "hasten/local_sgd/local_sgd.h"
+#include "hasten/models/lora.h"
 
 namespace hasten::combinations_test {
 
-const std::vector<std::string> kFeatures = {
-    "accumulation",  "checkpointing",   "bf16",           "fp16",
-    "ddp",           "zero1",           "zero2",          "fsdp",
-    "hsdp",          "Local SGD",       "SyncBatchNorm",  "static graph",
-    "channels last", "integer buffers", "torch's loader", "resume",
-    "empty rank"};
+const std::vector<std::string> kFeatures = {"accumulation",
+                                            "checkpointing",
+                                            "bf16",
+                                            "fp16",
+                                            "ddp",
+                                            "zero1",
+                                            "zero2",
+                                            "fsdp",
+                                            "hsdp",
+                                            "Local SGD",
+                                            "SyncBatchNorm",
+                                            "static graph",
+                                            "channels last",
+                                            "integer buffers",
+                                            "torch's loader",
+                                            "resume",
+                                            "empty rank",
+                                            "LoRA"};
 
 // Features of Local SGD that only the full stacks have: which rank sums, and sums that are applied
 // one step later.
@@ -54,6 +67,10 @@ struct Run {
     fresh->to(narrow(features) ? at::kFloat : at::kDouble);
     if (features.count("integer buffers") > 0) {
       fresh->add_integer_buffers();
+    }
+    if (features.count("LoRA") > 0) {
+      get_peft_model(fresh.ptr(), {.r = 2, .target_modules = {"all-linear"}});
+      fresh->to(narrow(features) ? at::kFloat : at::kDouble); // A and B too
     }
     if (features.count("checkpointing") > 0) {
       gradient_checkpointing_enable(fresh);
@@ -167,8 +184,9 @@ class Reference {
     const bool copies = features.count("hsdp") > 0 && world > 1;
     const int ranks = features.count("Local SGD") == 0 ? 1 : copies ? 2 : world;
     Features kept;
-    for (const char* name : {"accumulation", "bf16", "fp16", "Local SGD", "SyncBatchNorm", "delay",
-                             "channels last", "integer buffers", "torch's loader", "empty rank"}) {
+    for (const char* name :
+         {"accumulation", "bf16", "fp16", "Local SGD", "SyncBatchNorm", "delay", "channels last",
+          "integer buffers", "torch's loader", "empty rank", "LoRA"}) {
       if (features.count(name) > 0) {
         kept.insert(name);
       }
@@ -299,8 +317,8 @@ TEST(Combinations, Fp16WithEachOther) { expect_pairs_with({3}); }
 TEST(Combinations, CopiesWithTheRest) { expect_pairs_with({4, 8}); }
 TEST(Combinations, ShardsWithTheRest) { expect_pairs_with({5, 6, 7}); }
 TEST(Combinations, LocalSGDAndSyncBatchNormWithTheRest) { expect_pairs_with({9, 10}); }
-TEST(Combinations, GraphsFormatsBuffersLoadersAndResumeWithEachOther) {
-  expect_pairs_with({11, 12, 13, 14, 15, 16});
+TEST(Combinations, GraphsFormatsBuffersLoadersResumeAndLoraWithEachOther) {
+  expect_pairs_with({11, 12, 13, 14, 15, 16, 17});
 }
 
 TEST(Combinations, TheFullStacks) {
@@ -317,6 +335,7 @@ TEST(Combinations, TheFullStacks) {
         Features{"accumulation", "ddp", "static graph", "channels last", "integer buffers",
                  "torch's loader", "resume"},
         Features{"accumulation", "checkpointing", "hsdp", "SyncBatchNorm"},
+        Features{"accumulation", "checkpointing", "bf16", "fsdp", "resume", "LoRA"},
         // The save is between the two parts of a round.
         Features{"Local SGD", "resume", "driver", "delay"},
         Features{"Local SGD", "resume", "delay"},
