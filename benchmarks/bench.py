@@ -255,6 +255,43 @@ class DdpStep(Bench):
             yield "self_rows", sides[launched]["seconds"], statistics.mean(one["seconds"] for one in sides[at_once])
 
 
+class Collectives(Bench):
+    """Collectives alone, two ranks: through shared memory, compared with Gloo; best against best."""
+
+    # "…_of_copy": how many times as long as copying the bytes in each rank's own memory, the limit.
+    # "…_4_ranks": the median of as many ranks, on whatever cores there are.
+
+    name = "collectives"
+    rounds = 3
+    peer_name = "Gloo"
+    middle = staticmethod(min)
+    sizes = {"4k": 1 / 15, "256k": 1 / 4.5, "4096k": 1 / 2.4, "65536k": 1 / 2.4}
+    cases = [
+        *(Case(f"all_reduce_{size}", "us", most, 1) for size, most in sizes.items()),
+        *(Case(f"reduce_scatter_{size}", "us", 0.25, 1) for size in sizes),
+        *(Case(f"all_gather_{size}", "us", float("inf"), 1) for size in sizes),
+        Case("all_reduce_65536k_of_copy", "copies", float("inf"), 2, limit=1.4),
+        Case("barrier", "us", float("inf"), 1, limit=10),
+        Case("values", "us", float("inf"), 1),
+        *(Case(f"all_reduce_{size}_4_ranks", "us", 1.05, 1) for size in sizes),
+    ]
+
+    def __init__(self, options):
+        self.options = options
+
+    def round(self):
+        ours, gloo = (launched(self.options, "collectives", backend) for backend in ("shm", "gloo"))
+        for case in self.cases:
+            if case.name in ours:
+                yield case.name, *(1e6 * side[case.name]["best"] for side in (ours, gloo))
+        copies = ours["all_reduce_65536k"]["best"] / ours["copy_65536k"]["best"]
+        yield "all_reduce_65536k_of_copy", copies, None
+        ours, gloo = (launched(self.options, "collectives", backend, ranks=4) for backend in ("shm", "gloo"))
+        for size in self.sizes:
+            name = f"all_reduce_{size}"
+            yield f"{name}_4_ranks", *(1e6 * side[name]["median"] for side in (ours, gloo))
+
+
 class OptimizerStep(Bench):
     """AdamW's step, one thread: BERT-base's shapes, and 2000 tensors of 256."""
 
@@ -386,6 +423,7 @@ BENCHMARKS = {
         TrainerAccuracy,
         TrainerOverhead,
         AcceleratorOverhead,
+        Collectives,
         DdpStep,
         FsdpStep,
         FsdpMemory,

@@ -121,15 +121,15 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& a) {
 }
 
 // `hasten` does not see LibTorch and so not backend_names().
-constexpr std::array kWorkerBackends{"auto", "gloo", "nccl"};
+constexpr std::array kWorkerBackends{"auto", "gloo", "nccl", "shm"};
 
 void declare_backend(FlagTable& flags, TrainingArguments& a) {
   flags.value("--device", a.device, "NAME",
               "auto (a GPU for each process, else the CPU), cpu, cuda, or cuda:N");
   flags.flag("--use-cpu", a.use_cpu, "the same as --device cpu");
   flags.value("--ddp-backend,--backend", a.ddp_backend, "NAME",
-              "what moves tensors between processes: auto (nccl on GPUs, else gloo), gloo (through "
-              "sockets and the CPU), nccl (between GPUs)");
+              "what moves tensors between processes: auto (nccl on GPUs, else gloo), shm (through "
+              "shared memory on one host), gloo (through sockets), nccl (between GPUs)");
 }
 
 void check_backend(const FlagTable& flags, const TrainingArguments& a) {

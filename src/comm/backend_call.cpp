@@ -32,25 +32,26 @@ OperationFailure current_failure() {
   }
 }
 
-static c10d::ReduceOp c10d_op(ReduceOp op) {
-  return op == ReduceOp::MAX       ? c10d::ReduceOp::MAX
-         : op == ReduceOp::MIN     ? c10d::ReduceOp::MIN
-         : op == ReduceOp::PRODUCT ? c10d::ReduceOp::PRODUCT
-                                   : c10d::ReduceOp::SUM;
+static c10d::ReduceOp c10d_op(ReduceOp op, bool averages) {
+  return op == ReduceOp::AVG && averages ? c10d::ReduceOp::AVG
+         : op == ReduceOp::MAX           ? c10d::ReduceOp::MAX
+         : op == ReduceOp::MIN           ? c10d::ReduceOp::MIN
+         : op == ReduceOp::PRODUCT       ? c10d::ReduceOp::PRODUCT
+                                         : c10d::ReduceOp::SUM;
 }
 
-BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool widen)
-    : what_(what), root_(what.root == rank) {
+BackendCall::BackendCall(const Collective& what, int rank, int world_size, BackendAbilities able)
+    : what_(what), root_(what.root == rank), averages_(able.averages) {
   what_.name = {};
   if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
     const at::Tensor target = what.output.detach();
     const bool keep = what.kind == Kind::all_reduce || root_;
     const bool adds = what.op != ReduceOp::MAX && what.op != ReduceOp::MIN;
-    const bool wide = widen && adds && target.element_size() == 2;
-    own_.push_back(wide   ? target.to(at::kFloat)
-                   : keep ? target
-                          : target.clone()); // a reduce may write to all ranks
-    const double divisor = what.op == ReduceOp::AVG ? world_size : 1;
+    const bool wide = !able.sums_narrow && adds && target.element_size() == 2;
+    own_.push_back(wide                ? target.to(at::kFloat)
+                   : keep || averages_ ? target
+                                       : target.clone()); // a reduce may write to all ranks
+    const double divisor = what.op == ReduceOp::AVG && !averages_ ? world_size : 1;
     if (keep && (divisor != 1 || wide)) {
       finish = [target, reduced = own_[0], wide, divisor] {
         if (divisor != 1) {
@@ -79,9 +80,10 @@ c10::intrusive_ptr<c10d::Work> BackendCall::start(c10d::Backend& backend) {
   std::vector<int64_t> even;
   switch (what_.kind) {
     case Kind::all_reduce:
-      return backend.allreduce(own_, {.reduceOp = c10d_op(what_.op)});
+      return backend.allreduce(own_, {.reduceOp = c10d_op(what_.op, averages_)});
     case Kind::reduce:
-      return backend.reduce(own_, {.reduceOp = c10d_op(what_.op), .rootRank = what_.root});
+      return backend.reduce(own_,
+                            {.reduceOp = c10d_op(what_.op, averages_), .rootRank = what_.root});
     case Kind::broadcast:
       return backend.broadcast(own_, {.rootRank = what_.root});
     case Kind::gather: // Gloo fills one flat buffer and copies from it when its work ends

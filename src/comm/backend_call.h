@@ -18,11 +18,19 @@ std::string collective_text(const Collective& what);
 /// The failure in the current exception of a back end.
 OperationFailure current_failure();
 
-/// One collective: all kinds, but reduce_scatter only where both tensors have one dtype.
+/// What a back end of c10d does by itself.
+struct BackendAbilities {
+  /// It adds 16-bit tensors as they should be: in fp32, or in their own dtype if that is wanted.
+  bool sums_narrow = false;
+  /// It has AVG, and a reduce leaves the tensors of ranks that are not the root as they are.
+  bool averages = false;
+};
+
+/// One collective: all kinds, but reduce_scatter only where the back end has its dtypes.
 struct BackendCall {
-  /// Makes the copies that the operation needs: of 16-bit tensors to add in fp32 if `widen`, and of
-  /// what a rank that is not the root gives to a reduce. `what` is checked.
-  BackendCall(const Collective& what, int rank, int world_size, bool widen);
+  /// Makes the copies that the operation needs: of 16-bit tensors, to add in fp32, and of what a
+  /// rank that is not the root gives to a reduce. `what` is checked.
+  BackendCall(const Collective& what, int rank, int world_size, BackendAbilities able);
   /// The back end writes into the tensors of this object, which must be kept.
   c10::intrusive_ptr<c10d::Work> start(c10d::Backend& backend);
 
@@ -31,6 +39,7 @@ struct BackendCall {
  private:
   Collective what_; // keeps the caller's tensors; without the name, which is the caller's text
   bool root_;
+  bool averages_;
   std::vector<at::Tensor> own_;
   std::vector<std::vector<at::Tensor>> rows_; // of the root
   at::Tensor to_;

@@ -14,10 +14,12 @@
 #include "group_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/recompute.h"
+#include "rounds.h"
 #include "tensor_checks.h"
 
 namespace hasten {
@@ -96,7 +98,8 @@ static void add_device_backend(KnownBackends& all, const std::string& name, at::
 static c10::Synchronized<KnownBackends>& backends() {
   static c10::Synchronized<KnownBackends> all = [] {
     KnownBackends known;
-    known.by_name["gloo"] = {make_gloo_group};
+    known.by_name["gloo"] = {make_host_group};
+    known.by_name["shm"] = {make_host_group};
     add_device_backend(known, "nccl", at::kCUDA, make_nccl);
     return c10::Synchronized<KnownBackends>(std::move(known));
   }();
@@ -165,7 +168,7 @@ std::string resolved_backend(const std::string& name, const at::Device& device) 
   if (name == "auto") {
     return detail::backends().withLock([&](const auto& all) {
       const auto at = all.by_type.find(device.type());
-      return at == all.by_type.end() ? std::string("gloo") : at->second;
+      return at == all.by_type.end() ? name : at->second;
     });
   }
   const auto type = detail::known_backend(name).type;
@@ -220,6 +223,8 @@ void Work::wait() {
   }
 }
 
+int64_t bytes_sent() { return tcp_bytes_sent() + detail::Rounds::bytes_published(); }
+
 double seconds_waited() { return waited_seconds(); }
 
 std::chrono::steady_clock::time_point Work::ended() const {
@@ -239,7 +244,9 @@ std::shared_ptr<Communicator> Communicator::create(const World& world,
   set_error_rank(world.rank, world.world_size);
   set_log_rank(world.rank, world.world_size);
   const auto link = detail::WorldLink::join(world, resolved);
-  return backend_factory(resolved.backend)({link->world(), resolved, link});
+  const BackendContext context{link->world(), resolved, link};
+  return resolved.backend == "auto" ? detail::make_host_group(context)
+                                    : backend_factory(resolved.backend)(context);
 }
 
 std::vector<nlohmann::json> Communicator::all_gather_object(const nlohmann::json& value,

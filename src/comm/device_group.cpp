@@ -33,7 +33,7 @@ std::shared_ptr<DeviceConnections> DeviceGroup::connect_device() {
 }
 
 void DeviceGroup::connect() {
-  GlooGroup::connect();
+  HostGroup::connect();
   connect_device();
 }
 
@@ -47,7 +47,7 @@ void DeviceGroup::close() noexcept {
   if (const auto connections = connections_.lock()) {
     connections->wait_idle();
   }
-  GlooGroup::close();
+  HostGroup::close();
 }
 
 /// Whether the operation is on the device. Tensors of other types of device go through Gloo.
@@ -73,7 +73,7 @@ static bool is_native(const Collective& what) {
 Work DeviceGroup::start(const Collective& what) {
   check_collective(what, rank(), world_size());
   if (!on_device(what)) {
-    return GlooGroup::start(what);
+    return HostGroup::start(what);
   }
   return is_native(what) ? start_on_device({what}) : reduce_scatter_by_all_to_all(what);
 }
@@ -84,18 +84,18 @@ Work DeviceGroup::start_together(const std::vector<Collective>& what) {
     check_collective(one, rank(), world_size());
     together = on_device(one) && is_native(one) && together;
   }
-  return together ? start_on_device(what) : GlooGroup::start_together(what);
+  return together ? start_on_device(what) : HostGroup::start_together(what);
 }
 
 Work DeviceGroup::start_on_device(const std::vector<Collective>& what) {
-  const std::shared_ptr<GroupCore>& core = GlooGroup::core();
+  const std::shared_ptr<GroupCore>& core = HostGroup::core();
   const std::string operation = operation_label(what[0].kind_name(), what[0].name);
   core->check(operation);
   std::shared_ptr<DeviceConnections> connections = connections_.lock();
   connections = connections ? connections : connect_device();
   c10d::Backend& backend = connections->backend();
   if (what.size() > 1 && !backend.supportsCoalescing()) {
-    return GlooGroup::start_together(what);
+    return HostGroup::start_together(what);
   }
   std::vector<BackendCall> calls;
   std::string text;
@@ -103,7 +103,8 @@ Work DeviceGroup::start_on_device(const std::vector<Collective>& what) {
     const std::string label = operation_label(one.kind_name(), one.name);
     text += (calls.empty() ? "" : ", ") + (label == operation ? "" : label + " of ") +
             collective_text(one);
-    calls.emplace_back(one, rank(), world_size(), core->options.sum_in_fp32);
+    calls.emplace_back(one, rank(), world_size(),
+                       BackendAbilities{.sums_narrow = !core->options.sum_in_fp32});
   }
   const uint64_t others = core->link->count_operation(core->members) - ++operations_;
   if (core->options.check_shapes == ShapeCheck::always && others > 0) {

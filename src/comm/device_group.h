@@ -7,15 +7,15 @@
 #include <vector>
 
 #include "device_watch.h"
-#include "gloo_group.h"
+#include "host_group.h"
 
 namespace hasten::detail {
 
-class DeviceGroup final : public GlooGroup {
+class DeviceGroup final : public HostGroup {
  public:
   DeviceGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
               std::vector<int> members, DeviceBackendFactory factory, const at::Device& device)
-      : GlooGroup(std::move(link), options, std::move(members)),
+      : HostGroup(std::move(link), options, std::move(members)),
         factory_(std::move(factory)),
         device_(device) {}
 

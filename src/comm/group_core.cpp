@@ -395,6 +395,9 @@ void GroupCore::Started::complete(std::optional<OperationFailure> failure) {
 }
 
 bool GroupCore::Started::done() const noexcept {
+  if (drive) {
+    drive(milliseconds(0));
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   return completed_ || core_->link->liveness().failed();
 }
@@ -404,27 +407,42 @@ CommClock::time_point GroupCore::Started::ended() const noexcept {
   return completed_at_;
 }
 
-void GroupCore::Started::wait() {
+bool GroupCore::Started::wait_for(milliseconds limit) {
+  if (drive) {
+    drive(limit);
+    limit = milliseconds(0);
+  }
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!changed_.wait_for(lock, milliseconds(50), [&] { return completed_; })) {
-    lock.unlock();
+  return changed_.wait_for(lock, limit, [&] { return completed_; });
+}
+
+void GroupCore::Started::wait() {
+  bool left = false;
+  while (!wait_for(milliseconds(50))) {
     core_->poll(operation_);
+    // Without connections nothing breaks when a rank leaves. What it sent before is still there, so
+    // look once more.
+    if (drive && std::exchange(left, core_->link->liveness().left_rank().has_value())) {
+      core_->diagnose(operation_, sequence_, {"a rank has left"});
+    }
     if (overdue()) {
       core_->diagnose(operation_, sequence_, {.kind = ErrorKind::timed_out});
     }
-    lock.lock();
+  }
+  if (failure_ && failure_->ranks_differ) { // it does not change any more
+    core_->fail(operation_, failure_->text, kSameOperations);
   }
   if (failure_) {
-    lock.unlock(); // it does not change any more
     core_->diagnose(operation_, sequence_, *failure_);
   }
 }
 
-/// A back end checks the timeout itself. This is for the case that it does not.
+/// Back ends with threads check the timeout themselves. For them this is for the case that they do
+/// not.
 bool GroupCore::Started::overdue() const {
   const std::lock_guard<std::mutex> lock(core_->mutex_);
   const auto since = std::max(submitted_, core_->last_completion_);
-  return CommClock::now() - since > core_->options.timeout + milliseconds(2000);
+  return CommClock::now() - since > core_->options.timeout + milliseconds(drive ? 0 : 2000);
 }
 
 } // namespace hasten::detail

@@ -55,6 +55,8 @@ class WaitTime {
 struct OperationFailure {
   std::string text{};
   ErrorKind kind = ErrorKind::other;
+  /// The ranks are in different operations, as the text says: nobody has to look for the cause.
+  bool ranks_differ = false;
 };
 
 class GroupCore : public std::enable_shared_from_this<GroupCore> {
@@ -66,11 +68,14 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   // Set at construction.
   const std::shared_ptr<WorldLink> link;
-  const CommunicatorOptions options; // check_shapes as HASTEN_COMM_CHECK says
+  CommunicatorOptions options; // check_shapes as HASTEN_COMM_CHECK says; backend: see connected()
   const std::vector<int> members; // [rank] its rank in the world
   const std::string key; // the group's name in the store and in heartbeats
   const int rank;
   const int world_size;
+
+  /// The back end that moves the group's tensors. Before the first operation.
+  void connected(const std::string& backend) { options.backend = backend; }
 
   /// Throws if the group is closed or dead. Otherwise enters the next operation and returns its
   /// sequence number. `tensors` describes the operation's tensors in messages.
@@ -138,18 +143,23 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   CommClock::time_point together_{}; // last time at which it was not
 };
 
-/// A thread of the back end completes it.
+/// A thread of the back end completes it, or a waiting one.
 class GroupCore::Started final : public Work::State {
  public:
   /// `sequence`: from enter().
   Started(std::shared_ptr<GroupCore> core, std::string operation, uint64_t sequence);
   void complete(std::optional<OperationFailure> failure);
+  /// Moves the operation on in the thread that calls it, at most for that time. Empty: the back end
+  /// has threads for that. Set before the handle is passed on.
+  std::function<void(std::chrono::milliseconds)> drive{};
 
   void wait() override;
   bool done() const noexcept override;
   CommClock::time_point ended() const noexcept override;
 
  private:
+  /// Whether it has completed within that time.
+  bool wait_for(std::chrono::milliseconds limit);
   bool overdue() const;
 
   // Set at construction.
@@ -176,8 +186,8 @@ Advice connection_advice(const std::string& text);
 /// A group whose operations on a device go through `factory`, and all others through Gloo.
 std::shared_ptr<Communicator> make_device_group(const BackendContext& context,
                                                 DeviceBackendFactory factory);
-/// The back end "gloo".
-std::shared_ptr<Communicator> make_gloo_group(const BackendContext& context);
+/// The back ends "gloo", "shm" and, where no device has one, "auto".
+std::shared_ptr<Communicator> make_host_group(const BackendContext& context);
 
 } // namespace detail
 

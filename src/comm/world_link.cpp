@@ -192,6 +192,33 @@ std::shared_ptr<WorldLink> WorldLink::join(const World& world, const Communicato
   return link;
 }
 
+bool WorldLink::on_hosts(const std::vector<int>& members) const {
+  const auto boot = [&](int member) {
+    const std::string& host = ranks_.hellos[static_cast<size_t>(member)].process_host;
+    return host.substr(0, host.find(' '));
+  };
+  return std::ranges::any_of(members, [&](int member) { return boot(member) != boot(members[0]); });
+}
+
+std::string WorldLink::apart(const std::vector<int>& members) const {
+  const auto host = [&](int member) {
+    return ranks_.hellos[static_cast<size_t>(member)].process_host;
+  };
+  for (const int member : members) {
+    if (host(member) != host(members[0])) {
+      return "ranks " + std::to_string(launch_rank(members[0])) + " and " +
+             std::to_string(launch_rank(member)) +
+             (on_hosts(members) ? " are on different hosts" : " are in different containers");
+    }
+  }
+  return "";
+}
+
+bool WorldLink::first_to_say(const std::string& what) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return said_.insert(what).second;
+}
+
 std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& address) {
   std::string host = address;
   if (!is_address(address)) {

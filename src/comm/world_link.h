@@ -80,6 +80,14 @@ class WorldLink {
   /// Collective over the remaining ranks. Throws like Communicator::shrink.
   std::shared_ptr<WorldLink> shrink(std::vector<int>& members);
 
+  /// Whether two of these ranks are on different hosts.
+  bool on_hosts(const std::vector<int>& members) const;
+  /// Which of these ranks see different processes, because they are on different hosts or in
+  /// different containers. Empty if all see the same.
+  std::string apart(const std::vector<int>& members) const;
+  /// True the first time, for what is said once in a world.
+  bool first_to_say(const std::string& what);
+
   /// A device at options.interface_address, by default loopback if all ranks are on this host.
   /// Groups with the same address share one device.
   std::shared_ptr<gloo::transport::Device> device(const std::string& address);
@@ -113,6 +121,7 @@ class WorldLink {
   std::atomic<bool> shrunk_{false};
   std::mutex mutex_; // guards the members below
   std::set<std::string> names_;
+  std::set<std::string> said_;
   int open_groups_ = 0;
   std::string device_address_;
   std::shared_ptr<gloo::transport::Device> device_;

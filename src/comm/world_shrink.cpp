@@ -12,10 +12,10 @@
 #include <numeric>
 #include <utility>
 
-#include "gloo_group.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
+#include "host_group.h"
 #include "tensor_checks.h"
 
 namespace hasten::detail {
@@ -157,7 +157,7 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   return link;
 }
 
-std::optional<Survivors> GlooGroup::shrink() {
+std::optional<Survivors> HostGroup::shrink() {
   std::shared_ptr<WorldLink> link = core_->link;
   if (world_size() < link->world().world_size) {
     throw InputError(

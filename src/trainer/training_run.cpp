@@ -193,7 +193,7 @@ void TrainingRun::begin() {
     open_output_dir();
   }
   reset_peak_memory(parts_.accelerator->device());
-  bytes_sent_before_ = tcp_bytes_sent();
+  bytes_sent_before_ = bytes_sent();
   control_.compare_callbacks();
   const RunDescription description = describe();
   control_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
@@ -434,9 +434,9 @@ void TrainingRun::end_epoch() {
   collect_tokens();
   collect_losses();
   const at::Device& device = parts_.accelerator->device();
-  at::Tensor own = at::tensor({memory_stats(device).peak_bytes, peak_resident_bytes(),
-                               tcp_bytes_sent() - bytes_sent_before_},
-                              at::kLong);
+  at::Tensor own = at::tensor(
+      {memory_stats(device).peak_bytes, peak_resident_bytes(), bytes_sent() - bytes_sent_before_},
+      at::kLong);
   const at::Tensor of_ranks = parts_.accelerator->gather(own.view({1, 3}).to(device)).cpu();
   const at::Tensor peaks = of_ranks.amax(0);
 

@@ -152,12 +152,12 @@ TEST(Misuse, AStepOfOneRankAloneIsFoundInTheNextWindow) {
 }
 
 TEST(Debug, NamesTheFirstCollectiveThatDiffers) {
-  auto accelerator = accelerator_of({.debug = true});
+  auto accelerator = accelerator_of({.backend = "gloo", .debug = true});
   auto batches = even_batches(4 * accelerator.num_processes());
   Ready r(accelerator);
   auto [model, optimizer, loader] = accelerator.prepare(r.net, r.sgd, batches);
   // Two sums of one number each. Rank 0 calls them in another order. No other check would detect
-  // it.
+  // it, over Gloo.
   const auto loop = [&] {
     int turn = 0;
     for (const auto& batch : loader) {

@@ -21,7 +21,10 @@ namespace hasten::accelerator_test {
 inline Accelerator accelerator_of(AcceleratorOptions options = {}) {
   options.seed.reset(); // the harness seeds each rank differently
   options.bucket_cap_mb = 2e-4;
-  return Accelerator(options, testing_support::fresh_communicator());
+  return Accelerator(options,
+                     testing_support::fresh_communicator({.timeout = std::chrono::seconds(60),
+                                                          .name = testing_support::case_name(),
+                                                          .backend = options.backend}));
 }
 
 // Differs by rank until it is prepared; then seed 1's everywhere.

@@ -177,9 +177,9 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {train + " --strategy fsd",
        "[cli::train] --strategy=fsd. Expected one of ddp, fsdp, hsdp, zero1,"},
       {train + " --backend glo",
-       "[cli::train] --backend=glo. Expected one of auto, gloo, nccl. Fix: write gloo."},
+       "[cli::train] --backend=glo. Expected one of auto, gloo, nccl, shm. Fix: write gloo."},
       {"compare --model m --ddp-backend mpi",
-       "[cli::compare] --backend=mpi. Expected one of auto, gloo, nccl."},
+       "[cli::compare] --backend=mpi. Expected one of auto, gloo, nccl, shm."},
       {"plan --model bert-base --batch 8x8 --task fill-masks",
        "[cli::plan] --task=fill-masks. Expected one of text-classification, token-classification, "
        "fill-mask, text-generation. Fix: write fill-mask."},

@@ -35,7 +35,7 @@ static std::shared_ptr<std::vector<std::string>> register_watched_backend() {
 TEST(Backend, ARegisteredOneIsUsedByNameForEveryOperation) {
   const auto names = register_watched_backend();
   const std::vector<std::string> known = backend_names();
-  for (const char* name : {"gloo", "nccl", "watched"}) {
+  for (const char* name : {"gloo", "nccl", "shm", "watched"}) {
     EXPECT_EQ(std::ranges::count(known, name), 1) << name;
   }
   const auto comm = testing_support::fresh_communicator(
@@ -117,9 +117,9 @@ TEST(Backend, AnUnknownNameIsRefusedWithTheKnownOnes) {
 }
 
 TEST(Backend, AutoIsThatOfTheDeviceAndAnotherTypesIsRefused) {
-  EXPECT_EQ(resolved_backend("auto", at::kCPU), "gloo");
+  EXPECT_EQ(resolved_backend("auto", at::kCPU), "auto"); // the ranks have not met
   EXPECT_EQ(resolved_backend("auto", at::kCUDA), "nccl");
-  EXPECT_EQ(resolved_backend("auto", at::kXPU), "gloo");
+  EXPECT_EQ(resolved_backend("auto", at::kXPU), "auto");
   EXPECT_EQ(resolved_backend("gloo", at::kCUDA), "gloo");
   try {
     Communicator::create(World{}, {.backend = "nccl"});

@@ -22,8 +22,10 @@ using testing_support::spawn;
 
 static std::shared_ptr<Communicator> comm_of(const FaultRank& rank, milliseconds timeout,
                                              ShapeCheck check = ShapeCheck::first,
-                                             milliseconds heartbeat_timeout = milliseconds(5'000)) {
+                                             milliseconds heartbeat_timeout = milliseconds(5'000),
+                                             const std::string& backend = "auto") {
   CommunicatorOptions options;
+  options.backend = backend;
   options.timeout = timeout;
   options.heartbeat_timeout = heartbeat_timeout;
   options.check_shapes = check;
@@ -170,7 +172,9 @@ TEST(CommFault, AFailingRanksReasonReachesItsPeers) {
 
 HASTEN_RANK_FUNCTION(CommThrowsWithAHandleInFlight) {
   // Otherwise the faulty rank would wait for the others inside the call that returns the handle.
-  const auto comm = comm_of(rank, milliseconds(60'000), ShapeCheck::never);
+  // Over shared memory the others would find out that it is in another operation.
+  const auto comm =
+      comm_of(rank, milliseconds(60'000), ShapeCheck::never, milliseconds(5'000), "gloo");
   torch::Tensor tensor = torch::ones({1'000'000});
   if (rank.is_faulty()) {
     Work handle = comm->all_reduce_async(tensor, ReduceOp::SUM, "bucket 3");

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <unistd.h>
+
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -104,6 +106,44 @@ TEST(ShrinkFault, ThoseThatAreLeftAreAWorldOfTheirOwn) {
       EXPECT_EQ(report.error, "") << world;
       EXPECT_LT(report.seconds_after_fault, 8);
     }
+  }
+}
+
+// Rank 1 is stopped while it reduces. When the others have gone on without it, it wakes up.
+HASTEN_RANK_FUNCTION(WakesWhenTheOthersHaveShrunk) {
+  const auto comm = Communicator::create(
+      rank.world(), {.timeout = milliseconds(20'000), .heartbeat_timeout = milliseconds(1'000)});
+  const auto pids = comm->all_gather_object(static_cast<int>(getpid()), "pids");
+  const int own = rank.world().rank;
+  if (own == 1) {
+    std::thread stopping([] {
+      std::this_thread::sleep_for(milliseconds(50));
+      ::kill(getpid(), SIGSTOP);
+    });
+    EXPECT_THROW(use_until_it_fails(*comm), CommunicationError);
+    stopping.join();
+    EXPECT_THROW(comm->shrink(), CommunicationError);
+    return;
+  }
+  EXPECT_THROW(use_until_it_fails(*comm), CommunicationError);
+  ASSERT_TRUE(comm->shrink());
+  for (int i = 0; i < 400; ++i) {
+    if (i == 20 && own == 0) {
+      ::kill(pids[1].get<int>(), SIGCONT);
+    }
+    const torch::Tensor sum = torch::full({50'000 + 1000 * i}, own + 1.0);
+    comm->all_reduce(sum, ReduceOp::SUM, "bucket");
+    ASSERT_EQ(sum.min().item<float>(), 4); // ranks 0 and 2
+    ASSERT_EQ(sum.max().item<float>(), 4);
+  }
+  comm->close();
+}
+
+TEST(ShrinkFault, ARankThatWakesUpAfterwardsChangesNothing) {
+  for (const auto& report : spawn(3, "WakesWhenTheOthersHaveShrunk")) {
+    EXPECT_EQ(report.error, "");
+    EXPECT_EQ(report.end.code, 0);
+    EXPECT_FALSE(report.timed_out);
   }
 }
 

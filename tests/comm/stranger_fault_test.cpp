@@ -121,7 +121,7 @@ TEST(Stranger, AnothersFloodDoesNotHoldUpTraining) {
 }
 
 HASTEN_RANK_FUNCTION(StartsAGroupBesideAStranger) {
-  const auto comm = Communicator::create(rank.world(), {});
+  const auto comm = Communicator::create(rank.world(), {.backend = "gloo"});
   std::optional<KilledAtTheEnd> guest;
   if (rank.world().rank == 1) {
     const std::set<int> ports = detail::listening_ports();
@@ -141,7 +141,7 @@ HASTEN_RANK_FUNCTION(StartsAGroupBesideAStranger) {
     EXPECT_EQ(detail::stranger_at({}), std::nullopt);
   }
   comm->barrier("the guest is there");
-  const auto other = comm->duplicate({.name = "other"});
+  const auto other = comm->duplicate({.name = "other"}); // over Gloo, too
   other->barrier("not reached");
 }
 

@@ -1,6 +1,6 @@
 // Back ends: what moves the tensors of a group. CommunicatorOptions::backend chooses one by name,
-// like the `backend` of torch.distributed.init_process_group. hasten has "gloo", and "nccl" for
-// CUDA. A program may register others before it creates a Communicator: a whole Communicator, or a
+// like the `backend` of torch.distributed.init_process_group. hasten has "shm" for the ranks of one
+// host, "gloo", and "nccl" for CUDA. A program may register others before it creates a Communicator: a whole Communicator, or a
 // c10d::Backend for the memory of a type of device.
 // Threading: free functions, any thread.
 #pragma once
@@ -67,12 +67,12 @@ using DeviceBackendFactory =
     std::function<c10::intrusive_ptr<c10d::Backend>(const DeviceBackendContext& context)>;
 
 /// Makes `factory` known as `name` for tensors of devices of this type; "auto" then means it there.
-/// Everything else goes through "gloo". Otherwise like register_backend().
+/// Everything else goes through "shm" or "gloo". Otherwise like register_backend().
 void register_device_backend(const std::string& name, at::DeviceType type,
                              DeviceBackendFactory factory);
 
 /// The back end that `name` means on `device`: "auto" is the last one that was registered for its
-/// type, and "gloo" without one. Local. Throws InputError for a name that is not known, and for a
+/// type. Without one it stays "auto", until the ranks have met. Local. Throws InputError for a name that is not known, and for a
 /// back end of another type of device.
 std::string resolved_backend(const std::string& name, const at::Device& device);
 

@@ -34,7 +34,8 @@ enum class ReduceOp { SUM, AVG, MAX, MIN, PRODUCT };
 
 /// When the ranks of a group compare kind, name, shapes and dtype of an operation before they
 /// begin it. A mismatch is then an error that names two ranks. Without the check Gloo would end
-/// the process.
+/// the process. "shm" compares every operation, at no cost that can be measured, and does not read
+/// this.
 enum class ShapeCheck {
   never,
   /// The first time that an operation with this name and shape occurs in the group. Costs one
@@ -69,12 +70,17 @@ struct CommunicatorOptions {
   /// always; 0 turns `first` into never.
   ShapeCheck check_shapes = ShapeCheck::first;
   /// What moves tensors: a name of backend_names() (hasten/comm/backend.h), the same on all ranks.
-  /// "gloo" moves host memory: it copies tensors of other devices there when an operation starts,
-  /// which waits for the device, and back in wait(). "nccl" and other back ends of a device move the
-  /// memory of `device`, and use gloo for the rest: tensors of the CPU, values, barriers.
-  /// "auto" is the back end of the device's type, "gloo" without one: resolved_backend(). A world of
-  /// one rank moves nothing. duplicate() and new_group() do not read it: their groups have the back
-  /// end of the group from which they are made.
+  /// "shm" and "gloo" move host memory. They copy tensors of other devices there when an operation
+  /// starts, which waits for the device, and back in wait(). "shm" needs all ranks of the group on
+  /// one host: they read each other's data in memory that they share, 1 MiB for each rank and
+  /// group. "gloo" sends it over TCP. "nccl" and other back ends of a device move the memory of
+  /// `device`, and use shm or gloo for the rest: tensors of the CPU, values, barriers.
+  /// "auto" is the back end of the device's type, "gloo" without one. With HASTEN_COMM_BACKEND=shm in
+  /// the environment of all ranks it is "shm" instead of "gloo" where the ranks can share memory; if
+  /// they are on one host and cannot, one line of the log says why.
+  /// A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
+  /// choose as the group did from which they are made. options().backend of a group of several
+  /// ranks is the choice.
   std::string backend = "auto";
   /// Back ends of a device add half and bfloat16 in that dtype and round each partial sum. true:
   /// all_reduce and reduce add an fp32 copy, as gloo always does. Costs memory of 2 x the tensor
@@ -143,6 +149,10 @@ class Work {
 /// recompute_counts().seconds instead.
 double seconds_waited();
 
+/// Bytes that this process has sent to other ranks: over the TCP connections that are open now, as
+/// the kernel counts them, and through memory that ranks share.
+int64_t bytes_sent();
+
 /// The ranks that are left of a world; see Communicator::shrink.
 struct Survivors {
   /// [new rank] Its rank before. Ascending; fewer than before.
@@ -174,9 +184,9 @@ class Communicator {
   /// The tensor is contiguous, of any shape, and float, double, half, bfloat16, or for
   /// all but AVG also int64, int32, int8 or uint8. Every rank gets the same bits. The order of SUM
   /// and PRODUCT depends on the world size. AVG is the SUM, divided once by the world size. half
-  /// and bfloat16 are summed, multiplied and divided in an fp32 copy (memory: 2 x the tensor until
-  /// the operation ends) and rounded once; on a device with a back end only if
-  /// options.sum_in_fp32 says so.
+  /// and bfloat16 are summed, multiplied and divided in fp32 and rounded once (with gloo in a copy:
+  /// 2 x the tensor until the operation ends); on a device with a back end only if
+  /// options.sum_in_fp32 says so. With shm the order is that of the ranks.
   /// `name` is for errors: "ddp bucket 3". Shapes must be equal on all ranks (see check_shapes).
   Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
     return start({Collective::Kind::all_reduce, name, std::move(tensor), {}, op});
@@ -223,8 +233,8 @@ class Communicator {
     return start({Collective::Kind::all_to_all, name, std::move(output), std::move(input)});
   }
 
-  /// Sums input[r] of all ranks into rank r's `output`: with gloo, and where the dtypes differ, in
-  /// rank order; with NCCL in an order that depends on the world. `input` is [world_size, …].
+  /// Sums input[r] of all ranks into rank r's `output`: with shm and gloo, and where the dtypes differ,
+  /// in rank order; with NCCL in an order that depends on the world. `input` is [world_size, …].
   /// `output` has as many elements as input[r], in any shape. The sum is computed in output's
   /// dtype, which is floating-point: use fp32 to sum 16-bit inputs in fp32. All are contiguous.
   /// `scratch` receives the other ranks' data. It is a tensor like `input`, and is allocated if

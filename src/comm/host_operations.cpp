@@ -1,29 +1,57 @@
 // A group's operations on tensors. Each is checked on this rank, compared between ranks if it is
-// new to the group, and passed to Gloo.
+// new to the group, and passed to the back end.
 #include <ATen/ATen.h>
 
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
-#include "gloo_group.h"
 #include "hasten/comm/few_sizes.h"
+#include "hasten/core/memory.h"
+#include "host_group.h"
+#include "shared_backend.h"
 
 namespace hasten::detail {
 
-Work GlooGroup::submit(std::string operation, const std::string& tensors, BackendCall call) {
-  const uint64_t sequence = core_->enter_equal(operation, tensors);
-  const std::shared_ptr<Backend> gloo = gloo_.lock();
+static void complete(GroupCore::Started& state, const std::exception_ptr& error) {
+  try {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+    state.complete(std::nullopt);
+  } catch (const RanksDiffer& differ) {
+    state.complete(OperationFailure{differ.what(), ErrorKind::other, true});
+  } catch (...) {
+    state.complete(current_failure());
+  }
+}
+
+/// Lets the threads that wait for `state` move the work on.
+static void follow(const std::shared_ptr<GroupCore::Started>& state,
+                   const c10::intrusive_ptr<c10d::Work>& work) {
+  auto own = c10::static_intrusive_pointer_cast<SharedWork>(work);
+  state->drive = [own](std::chrono::milliseconds limit) { own->drive(limit); };
+  own->on_end([state](const std::exception_ptr& error) { complete(*state, error); });
+}
+
+Work HostGroup::submit(std::string operation, const std::string& tensors, BackendCall call) {
+  const c10::intrusive_ptr<SharedBackend> shared_backend = shared();
+  // Ranks that share memory compare every operation there.
+  const uint64_t sequence =
+      shared_backend ? core_->enter(operation, tensors) : core_->enter_equal(operation, tensors);
+  const std::shared_ptr<Backend> backend = backend_.lock();
+  std::string text = operation + '\n' + tensors;
   auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence);
   try {
-    // c10d's own timed wait throws whenever its time ends.
-    call.start(**gloo)->getFuture()->addCallback([state](c10::ivalue::Future& f) {
-      try {
-        f.hasError() ? std::rethrow_exception(f.exception_ptr()) : state->complete(std::nullopt);
-      } catch (...) {
-        state->complete(current_failure());
-      }
-    });
+    if (shared_backend) {
+      shared_backend->name_next(std::move(text));
+      follow(state, call.start(*shared_backend));
+    } else {
+      // c10d's own timed wait throws whenever its time ends.
+      call.start(**backend)->getFuture()->addCallback([state](c10::ivalue::Future& f) {
+        complete(*state, f.hasError() ? f.exception_ptr() : nullptr);
+      });
+    }
   } catch (...) {
     state->complete(current_failure());
   }
@@ -31,8 +59,8 @@ Work GlooGroup::submit(std::string operation, const std::string& tensors, Backen
   return call.finish ? joined_work({std::move(work)}, std::move(call.finish)) : work;
 }
 
-/// Gloo moves host memory only, so the tensors of another device go through copies there.
-Work GlooGroup::start_staged(const Collective& what) {
+/// The back ends move host memory only, so the tensors of another device go through copies there.
+Work HostGroup::start_staged(const Collective& what) {
   using Kind = Collective::Kind;
   const bool root = what.root == rank();
   const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
@@ -55,32 +83,47 @@ Work GlooGroup::start_staged(const Collective& what) {
                      });
 }
 
-Work GlooGroup::start(const Collective& what) {
+Work HostGroup::start(const Collective& what) {
   using Kind = Collective::Kind;
   check_collective(what, rank(), world_size());
-  if (what.kind == Kind::reduce_scatter) {
+  const bool shared_memory = shared() != nullptr;
+  if (what.kind == Kind::reduce_scatter && !shared_memory) {
     return reduce_scatter_by_all_to_all(what);
   }
   if (!what.shared().is_cpu()) {
     return start_staged(what);
   }
   return submit(operation_label(what.kind_name(), what.name), collective_text(what),
-                {what, rank(), world_size(), true});
+                {what, rank(), world_size(),
+                 BackendAbilities{.sums_narrow = shared_memory, .averages = shared_memory}});
 }
 
-void GlooGroup::barrier(std::string_view name) {
+void HostGroup::barrier(std::string_view name) {
   const Collective token{Collective::Kind::all_reduce, name, at::ones({1}, at::kInt)};
-  submit(operation_label("barrier", name), "", {token, rank(), world_size(), true}).wait();
+  submit(operation_label("barrier", name), "", {token, rank(), world_size(), {}}).wait();
 }
 
-std::vector<nlohmann::json> GlooGroup::exchange(std::string_view operation, std::string_view name,
+std::vector<nlohmann::json> HostGroup::exchange(std::string_view operation, std::string_view name,
                                                 const nlohmann::json& value) {
   const std::string label = operation_label(operation, name);
-  return core_->exchange(label, core_->enter(label), value);
+  const uint64_t sequence = core_->enter(label);
+  const c10::intrusive_ptr<SharedBackend> backend = shared();
+  if (!backend) {
+    return core_->exchange(label, sequence, value);
+  }
+  const WaitTime time;
+  // CBOR, since JSON text has no NaN and no infinity.
+  const auto texts = std::make_shared<std::vector<std::string>>(static_cast<size_t>(world_size()));
+  nlohmann::json::to_cbor(value, (*texts)[static_cast<size_t>(rank())]);
+  auto state = std::make_shared<GroupCore::Started>(core_, label, sequence);
+  backend->name_next(label);
+  follow(state, backend->exchange(texts));
+  state->wait();
+  return mapped(*texts, [](const std::string& text) { return nlohmann::json::from_cbor(text); });
 }
 
 // The numbers of rows go through the host.
-at::Tensor GlooGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {
+at::Tensor HostGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {
   check_rows(rows);
   // The number of rows and a hash of their form in one small tensor, without the store.
   const std::string row_text = "rows of " + tensor_text(rows, 1);

@@ -1,4 +1,5 @@
-// A group over c10d's Gloo back end.
+// A group whose tensors of the host go through a back end of c10d: through the memory that the ranks
+// share (shared_backend.h) if all are on one host, else through Gloo.
 #pragma once
 
 #include <functional>
@@ -11,13 +12,16 @@
 
 namespace hasten::detail {
 
-class GlooGroup : public Communicator {
+class SharedBackend;
+
+class HostGroup : public Communicator {
  public:
-  /// Collective. Empty `members`: all ranks of the world.
-  GlooGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
+  /// Collective. Empty `members`: all ranks of the world. With options.backend "gloo" or "shm" it has
+  /// that back end, else the one that is possible. Throws InputError if "shm" is not.
+  HostGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
             std::vector<int> members = {});
   /// Closes without telling the peers.
-  ~GlooGroup() override;
+  ~HostGroup() override;
 
   int rank() const override { return core_->rank; }
   int world_size() const override { return core_->world_size; }
@@ -31,7 +35,7 @@ class GlooGroup : public Communicator {
   void abort(std::string_view reason, ErrorKind kind) noexcept override {
     core_->abort(reason, kind);
   }
-  void close() noexcept override { core_->close(true); }
+  void close() noexcept override;
   std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override;
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
                                           const CommunicatorOptions& options) override;
@@ -54,9 +58,15 @@ class GlooGroup : public Communicator {
   /// Enters an operation on `tensors` and starts it.
   Work submit(std::string operation, const std::string& tensors, BackendCall call);
   Work start_staged(const Collective& what);
+  /// Null if a rank cannot share its memory.
+  Backend connect_shared();
+  Backend connect_gloo();
+  /// The back end, if it is that one.
+  c10::intrusive_ptr<SharedBackend> shared() const;
 
   std::shared_ptr<GroupCore> core_;
-  std::weak_ptr<Backend> gloo_; // the core keeps it
+  const std::string wanted_; // options.backend
+  std::weak_ptr<Backend> backend_; // the core keeps it
 };
 
 } // namespace hasten::detail

@@ -1,0 +1,132 @@
+#include "rounds.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace hasten::detail {
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4,
+              "processes and the kernel share the counters");
+
+/// Counters may wrap around.
+static bool is_above(uint32_t counter, uint32_t round) {
+  return static_cast<int32_t>(counter - round) > 0;
+}
+
+static std::atomic<int64_t>& all_bytes() {
+  static std::atomic<int64_t> bytes{0};
+  return bytes;
+}
+
+int64_t Rounds::bytes_published() { return all_bytes(); }
+
+Rounds::Rounds(int rank, const std::vector<char*>& memory) : rank_(static_cast<size_t>(rank)) {
+  for (char* const begin : memory) {
+    all_.push_back(reinterpret_cast<RoundMemory*>(begin));
+  }
+}
+
+bool Rounds::is_free(uint32_t round) {
+  for (const RoundMemory* peer : all_) {
+    const uint32_t seen = peer->consumed.load(std::memory_order_acquire);
+    if (!is_above(seen, round)) {
+      blocked_ = {&peer->consumed, seen};
+      return false;
+    }
+  }
+  return true;
+}
+
+char* Rounds::reserve(size_t bytes) {
+  const uint64_t size = (bytes + 63) / 64 * 64;
+  uint64_t begin = head_;
+  if (begin % kRing + size > kRing) { // the bytes of a round lie together
+    begin = (begin / kRing + 1) * kRing;
+  }
+  while (!kept_.empty() && (published_ - kept_.front().round >= RoundMemory::kEntries ||
+                            begin + size - kept_.front().begin > kRing)) {
+    if (!is_free(kept_.front().round)) {
+      return nullptr;
+    }
+    kept_.pop_front();
+  }
+  reserved_ = begin;
+  reserved_bytes_ = bytes;
+  return reinterpret_cast<char*>(all_[rank_] + 1) + begin % kRing;
+}
+
+void Rounds::publish(std::string_view text, uint64_t text_hash) {
+  RoundMemory::Entry& entry = own().entries[published_ % RoundMemory::kEntries];
+  entry.offset = reserved_ % kRing;
+  entry.bytes = reserved_bytes_;
+  entry.text_hash = text_hash;
+  entry.text_bytes = static_cast<uint32_t>(std::min(text.size(), sizeof(entry.text)));
+  std::memcpy(entry.text, text.data(), entry.text_bytes);
+  kept_.push_back({published_, reserved_});
+  all_bytes() += static_cast<int64_t>(reserved_bytes_);
+  head_ = reserved_ + (reserved_bytes_ + 63) / 64 * 64;
+  advance(own().published, ++published_);
+}
+
+bool Rounds::arrived(uint32_t round) {
+  for (const RoundMemory* peer : all_) {
+    const uint32_t seen = peer->published.load(std::memory_order_acquire);
+    if (!is_above(seen, round)) {
+      blocked_ = {&peer->published, seen};
+      return false;
+    }
+  }
+  return true;
+}
+
+const RoundMemory::Entry& Rounds::entry(int rank, uint32_t round) const {
+  return all_[static_cast<size_t>(rank)]->entries[round % RoundMemory::kEntries];
+}
+
+const char* Rounds::bytes(int rank, uint32_t round) const {
+  return reinterpret_cast<const char*>(all_[static_cast<size_t>(rank)] + 1) +
+         entry(rank, round).offset;
+}
+
+void Rounds::consume() { advance(own().consumed, ++consumed_); }
+
+void Rounds::advance(std::atomic<uint32_t>& counter, uint32_t value) {
+  counter.store(value, std::memory_order_seq_cst);
+  for (const RoundMemory* peer : all_) {
+    if (peer->sleepers.load(std::memory_order_seq_cst) > 0) {
+      wake(counter);
+      return;
+    }
+  }
+}
+
+void Rounds::wake(const std::atomic<uint32_t>& counter) {
+  ::syscall(SYS_futex, &counter, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+void Rounds::sleep(const Blocked& until, int spins, std::chrono::milliseconds limit) {
+  if (until.over()) {
+    return;
+  }
+  for (int i = 0; i < spins; ++i) {
+    if (until.over()) {
+      return;
+    }
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
+  const timespec time{seconds.count(), std::chrono::nanoseconds(limit - seconds).count()};
+  own().sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (until.counter->load(std::memory_order_seq_cst) == until.seen) {
+    ::syscall(SYS_futex, until.counter, FUTEX_WAIT, until.seen, &time, nullptr, 0);
+  }
+  own().sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+} // namespace hasten::detail

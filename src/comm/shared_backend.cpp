@@ -1,0 +1,430 @@
+#include "shared_backend.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/comm/shared_memory_backend.h"
+#include "hasten/core/memory.h"
+#include "reduce_rows.h"
+#include "tensor_checks.h"
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+using Kind = Collective::Kind;
+using C10dWork = c10::intrusive_ptr<c10d::Work>;
+
+/// Throws the reason of the first rank that has one.
+static void throw_reason(const std::vector<nlohmann::json>& all, const std::vector<int>& names) {
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].is_string()) {
+      throw Error("comm::share_memory",
+                  "rank " + std::to_string(names[i]) + ": " + all[i].get<std::string>());
+    }
+  }
+}
+
+/// What `make` returns, or the text of its Error.
+template <typename Make>
+nlohmann::json or_reason(const Make& make) {
+  try {
+    return make();
+  } catch (const Error& error) {
+    return std::string(error.text());
+  }
+}
+
+std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& names,
+                                          const ExchangeJson& exchange) {
+  SharedMemory own;
+  const std::vector<nlohmann::json> addresses = exchange(or_reason([&]() -> nlohmann::json {
+    own = SharedMemory(Rounds::kBytes);
+    return own.address();
+  }));
+  throw_reason(addresses, names);
+  std::vector<SharedMemory> all;
+  throw_reason(exchange(or_reason([&]() -> nlohmann::json {
+                 for (const nlohmann::json& address : addresses) {
+                   all.push_back(std::cmp_equal(all.size(), rank)
+                                     ? SharedMemory()
+                                     : SharedMemory(address.get<SharedMemoryAddress>()));
+                 }
+                 return true;
+               })),
+               names);
+  own.hide();
+  all[static_cast<size_t>(rank)] = std::move(own);
+  std::vector<char*> memory = mapped(all, [](const SharedMemory& one) { return one.data(); });
+  // The queue's thread uses the addresses, which moving the vector keeps.
+  return std::shared_ptr<SharedRanks>(
+      new SharedRanks{std::move(all), TransferQueue(rank, memory, names)});
+}
+
+SharedBackend::SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ranks)
+    : Backend(rank, size), ranks_(std::move(ranks)) {}
+
+SharedBackend::~SharedBackend() { ranks_->queue.stop(); }
+
+static ReduceOp reduce_op(const c10d::ReduceOp& op) {
+  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::SUM;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::AVG;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::MAX;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::MIN;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::PRODUCT;
+    default:
+      throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
+  }
+}
+
+static const at::Tensor& only(std::string_view kind, const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1) {
+    throw InputError("comm::" + std::string(kind), "tensors=" + std::to_string(tensors.size()),
+                     "one tensor");
+  }
+  return tensors[0];
+}
+
+/// The beginning of the tensors, which are alike. Null for one that is empty.
+static void check_alike(std::string_view kind, const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.is_cpu() || !tensor.is_contiguous() ||
+        tensor.numel() != tensors[0].numel() || tensor.scalar_type() != tensors[0].scalar_type()) {
+      throw InputError("comm::" + std::string(kind), "tensor is " + tensor_text(tensor),
+                       "contiguous tensors of the CPU, with one number of elements and one dtype",
+                       "call .contiguous()");
+    }
+  }
+}
+
+TransferPlan SharedBackend::plan(Kind kind, int64_t root) const {
+  TransferPlan plan;
+  plan.kind = kind;
+  plan.root = static_cast<int>(root);
+  if (root < 0 || root >= getSize()) {
+    throw InputError("comm::shm", "no such rank: root=" + std::to_string(root),
+                     "0 to " + std::to_string(getSize() - 1));
+  }
+  return plan;
+}
+
+C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
+                              milliseconds timeout) {
+  const Collective named{plan.kind};
+  const std::string_view kind = named.kind_name();
+  check_alike(kind, inputs);
+  check_alike(kind, outputs);
+  const bool reduces = plan.kind == Kind::all_reduce || plan.kind == Kind::reduce ||
+                       plan.kind == Kind::reduce_scatter;
+  const at::Tensor& one = inputs.empty() ? outputs[0] : inputs[0];
+  const at::Tensor& result = outputs.empty() ? inputs[0] : outputs[0];
+  const bool floats = at::isFloatingType(one.scalar_type());
+  if (one.numel() != result.numel() ||
+      (one.scalar_type() != result.scalar_type() && !(plan.kind == Kind::reduce_scatter && floats &&
+                                                      at::isFloatingType(result.scalar_type()))) ||
+      (reduces && (!is_reducible(one.scalar_type()) || !is_reducible(result.scalar_type()) ||
+                   (plan.op == ReduceOp::AVG && !floats)))) {
+    throw InputError("comm::" + std::string(kind),
+                     "output is " + tensor_text(result) + " for an input " + tensor_text(one),
+                     "as many elements of a dtype that can be reduced");
+  }
+  plan.count = static_cast<size_t>(one.numel());
+  if (reduces) {
+    plan.from = one.scalar_type();
+    plan.to = result.scalar_type();
+  } else { // moves bytes
+    plan.count *= one.element_size();
+  }
+  const auto begin = [](const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); };
+  for (const at::Tensor& tensor : inputs) {
+    plan.inputs.push_back(begin(tensor));
+  }
+  for (const at::Tensor& tensor : outputs) {
+    plan.outputs.push_back(begin(tensor));
+  }
+  plan.text = std::exchange(next_text_, {});
+  if (plan.text.empty()) {
+    std::ostringstream text;
+    text << kind << (reduces ? " " : "") << (reduces ? reduce_op_name(plan.op) : "") << " of "
+         << tensor_text(one) << ", root " << plan.root;
+    plan.text = std::move(text).str();
+  }
+  Tensors keep = inputs;
+  keep.insert(keep.end(), outputs.begin(), outputs.end());
+  auto work = c10::make_intrusive<SharedWork>(getRank(), ranks_, std::move(plan), getSize(),
+                                              outputs, std::move(keep), timeout);
+  work->start();
+  return work;
+}
+
+/// The rows of a tensor that has one for each rank.
+SharedBackend::Tensors SharedBackend::rows(const at::Tensor& all) const {
+  if (!all.is_contiguous() || all.numel() % getSize() != 0) {
+    throw InputError(
+        "comm::shm", "tensor is " + tensor_text(all),
+        "a contiguous tensor with one row for each of " + std::to_string(getSize()) + " ranks");
+  }
+  return all.detach().view({getSize(), all.numel() / getSize()}).unbind(0);
+}
+
+C10dWork SharedBackend::allreduce(std::vector<at::Tensor>& tensors,
+                                  const c10d::AllreduceOptions& options) {
+  only("all_reduce", tensors);
+  TransferPlan made = plan(Kind::all_reduce);
+  made.op = reduce_op(options.reduceOp);
+  return start(std::move(made), tensors, tensors, options.timeout);
+}
+
+// Transfers end in their order, so the last one's end is that of all.
+C10dWork SharedBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                            const c10d::AllreduceCoalescedOptions& options) {
+  C10dWork last;
+  for (const at::Tensor& tensor : tensors) {
+    std::vector<at::Tensor> one{tensor};
+    last = allreduce(one, options);
+  }
+  return last;
+}
+
+C10dWork SharedBackend::reduce(std::vector<at::Tensor>& tensors,
+                               const c10d::ReduceOptions& options) {
+  only("reduce", tensors);
+  TransferPlan made = plan(Kind::reduce, options.rootRank);
+  made.op = reduce_op(options.reduceOp);
+  return start(std::move(made), tensors, options.rootRank == getRank() ? tensors : Tensors(),
+               options.timeout);
+}
+
+C10dWork SharedBackend::broadcast(std::vector<at::Tensor>& tensors,
+                                  const c10d::BroadcastOptions& options) {
+  only("broadcast", tensors);
+  const bool root = options.rootRank == getRank();
+  return start(plan(Kind::broadcast, options.rootRank), root ? tensors : Tensors(),
+               root ? Tensors() : tensors, options.timeout);
+}
+
+C10dWork SharedBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                  std::vector<at::Tensor>& inputs,
+                                  const c10d::AllgatherOptions& options) {
+  only("all_gather", inputs);
+  return start(plan(Kind::all_gather), inputs, outputs.at(0), options.timeout);
+}
+
+C10dWork SharedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                        const c10d::AllgatherOptions& options) {
+  return start(plan(Kind::all_gather), {input}, rows(output), options.timeout);
+}
+
+C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                        std::vector<at::Tensor>& inputs,
+                                                        const c10d::AllgatherOptions& options) {
+  C10dWork last;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    last = _allgather_base(outputs.at(i), inputs[i], options);
+  }
+  return last;
+}
+
+C10dWork SharedBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
+                               std::vector<at::Tensor>& inputs,
+                               const c10d::GatherOptions& options) {
+  only("gather", inputs);
+  return start(plan(Kind::gather, options.rootRank), inputs,
+               options.rootRank == getRank() ? outputs.at(0) : Tensors(), options.timeout);
+}
+
+C10dWork SharedBackend::scatter(std::vector<at::Tensor>& outputs,
+                                std::vector<std::vector<at::Tensor>>& inputs,
+                                const c10d::ScatterOptions& options) {
+  only("scatter", outputs);
+  return start(plan(Kind::scatter, options.rootRank),
+               options.rootRank == getRank() ? inputs.at(0) : Tensors(), outputs, options.timeout);
+}
+
+C10dWork SharedBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
+                                       std::vector<std::vector<at::Tensor>>& inputs,
+                                       const c10d::ReduceScatterOptions& options) {
+  only("reduce_scatter", outputs);
+  TransferPlan made = plan(Kind::reduce_scatter);
+  made.op = reduce_op(options.reduceOp);
+  return start(std::move(made), inputs.at(0), outputs, options.timeout);
+}
+
+C10dWork SharedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                             const c10d::ReduceScatterOptions& options) {
+  std::vector<at::Tensor> outputs{output};
+  std::vector<std::vector<at::Tensor>> inputs{rows(input)};
+  return reduce_scatter(outputs, inputs, options);
+}
+
+C10dWork SharedBackend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                        std::vector<at::Tensor>& inputs,
+                                                        const c10d::ReduceScatterOptions& options) {
+  C10dWork last;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    last = _reduce_scatter_base(outputs.at(i), inputs[i], options);
+  }
+  return last;
+}
+
+C10dWork SharedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                      std::vector<int64_t>& output_splits,
+                                      std::vector<int64_t>& input_splits,
+                                      const c10d::AllToAllOptions& options) {
+  const auto uneven = [](const std::vector<int64_t>& splits) {
+    return std::ranges::any_of(splits, [&](int64_t size) { return size != splits[0]; });
+  };
+  if (uneven(output_splits) || uneven(input_splits)) {
+    throw InputError("comm::all_to_all", "the splits are not equal", "equal splits");
+  }
+  return start(plan(Kind::all_to_all), rows(input), rows(output), options.timeout);
+}
+
+C10dWork SharedBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                 const c10d::AllToAllOptions& options) {
+  return start(plan(Kind::all_to_all), inputs, outputs, options.timeout);
+}
+
+C10dWork SharedBackend::barrier(const c10d::BarrierOptions& options) {
+  TransferPlan made = plan(Kind::all_gather);
+  made.text = std::exchange(next_text_, {});
+  made.text = made.text.empty() ? "barrier" : made.text;
+  auto work = c10::make_intrusive<SharedWork>(getRank(), ranks_, std::move(made), getSize(),
+                                              Tensors(), Tensors(), options.timeout);
+  work->start();
+  return work;
+}
+
+C10dWork SharedBackend::exchange(std::shared_ptr<std::vector<std::string>> values) {
+  TransferPlan made = plan(Kind::all_gather);
+  made.text = std::exchange(next_text_, {});
+  made.values = std::move(values);
+  auto work = c10::make_intrusive<SharedWork>(getRank(), ranks_, std::move(made), getSize(),
+                                              Tensors(), Tensors(), kNoTimeout);
+  work->start();
+  return work;
+}
+
+SharedWork::SharedWork(int rank, std::shared_ptr<SharedRanks> ranks, TransferPlan plan, int size,
+                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
+                       milliseconds timeout)
+    : Work(rank),
+      ranks_(std::move(ranks)),
+      outputs_(std::move(outputs)),
+      timeout_(timeout),
+      item_(std::make_shared<TransferQueue::Item>(std::move(plan), rank, size)) {
+  ending_->keep = std::move(keep);
+  item_->on_end = [ending = ending_](const std::exception_ptr& error) {
+    std::vector<std::function<void(std::exception_ptr)>> then;
+    std::vector<at::Tensor> kept; // freed without the mutex
+    {
+      const std::lock_guard<std::mutex> lock(ending->mutex);
+      ending->over = true;
+      ending->error = error;
+      then.swap(ending->then);
+      kept.swap(ending->keep);
+    }
+    for (const auto& f : then) {
+      f(error);
+    }
+  };
+}
+
+void SharedWork::start() { ranks_->queue.start(item_); }
+
+void SharedWork::on_end(std::function<void(std::exception_ptr)> f) {
+  {
+    const std::lock_guard<std::mutex> lock(ending_->mutex);
+    if (!ending_->over) {
+      ending_->then.push_back(std::move(f));
+      return;
+    }
+  }
+  f(ending_->error);
+}
+
+bool SharedWork::isCompleted() {
+  drive(milliseconds(0));
+  return item_->has_ended();
+}
+
+bool SharedWork::isSuccess() const { return item_->has_ended() && !ending_->error; }
+
+std::exception_ptr SharedWork::exception() const {
+  return item_->has_ended() ? ending_->error : nullptr;
+}
+
+bool SharedWork::wait(milliseconds timeout) {
+  const milliseconds limit = timeout != kNoTimeout ? timeout : timeout_;
+  const auto start = std::chrono::steady_clock::now();
+  while (!item_->has_ended()) {
+    drive(milliseconds(50));
+    if (!item_->has_ended() && limit.count() > 0 &&
+        std::chrono::steady_clock::now() - start > limit) {
+      throw CommunicationError(
+          "comm::shm",
+          item_->transfer.text() + ": Timed out after " + std::to_string(limit.count()) + " ms",
+          "every rank to run it", "", ErrorKind::timed_out);
+    }
+  }
+  if (ending_->error) {
+    std::rethrow_exception(ending_->error);
+  }
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> SharedWork::getFuture() {
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  on_end([future, outputs = outputs_](const std::exception_ptr& error) {
+    if (error) {
+      future->setError(error);
+    } else {
+      future->markCompleted(c10::IValue(outputs));
+    }
+  });
+  ranks_->queue.hurry(*item_); // its callbacks come without anybody who waits
+  return future;
+}
+
+} // namespace hasten::detail
+
+namespace hasten {
+
+c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout) {
+  std::vector<int> names;
+  for (int i = 0; i < size; ++i) {
+    names.push_back(i);
+  }
+  int round = 0;
+  auto ranks = detail::share_memory(rank, names, [&](const nlohmann::json& own) {
+    const auto key = [&](int of) {
+      return "shm/" + std::to_string(round) + "/" + std::to_string(of);
+    };
+    const std::string text = own.dump();
+    store->set(key(rank), std::vector<uint8_t>(text.begin(), text.end()));
+    std::vector<nlohmann::json> all;
+    for (const int name : names) {
+      store->wait({key(name)}, timeout);
+      const std::vector<uint8_t> found = store->get(key(name));
+      all.push_back(nlohmann::json::parse(found.begin(), found.end()));
+    }
+    ++round;
+    return all;
+  });
+  return c10::make_intrusive<detail::SharedBackend>(rank, size, std::move(ranks));
+}
+
+} // namespace hasten

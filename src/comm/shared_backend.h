@@ -1,0 +1,132 @@
+// The c10d back end "shm": collectives of the ranks of one host, as transfers (transfer_queue.h).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "shared_memory.h"
+#include "transfer_queue.h"
+
+namespace hasten::detail {
+
+/// The memory of all ranks of a group, and the transfers in it.
+struct SharedRanks {
+  std::vector<SharedMemory> memory; // [rank]
+  TransferQueue queue;
+};
+
+/// Returns what all ranks gave. [rank]
+using ExchangeJson = std::function<std::vector<nlohmann::json>(const nlohmann::json&)>;
+
+/// Collective, by two exchanges. `names`: the ranks in messages. Throws Error with the reason, on all
+/// ranks, if one cannot share its memory.
+std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& names,
+                                          const ExchangeJson& exchange);
+
+class SharedBackend final : public c10d::Backend {
+ public:
+  SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ranks);
+  /// Operations that have not ended fail.
+  ~SharedBackend() override;
+
+  /// What ranks compare and errors name in the next operation; without it a text of its tensors.
+  void name_next(std::string text) { next_text_ = std::move(text); }
+  /// Operations that have started end even if nobody waits.
+  void hurry() { ranks_->queue.hurry(); }
+  /// Replaces [rank] this rank's bytes by those of all.
+  c10::intrusive_ptr<c10d::Work> exchange(std::shared_ptr<std::vector<std::string>> values);
+
+  const std::string getBackendName() const override { return "shm"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
+                                        const c10d::ReduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
+                                        std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
+                                         std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits,
+                                               std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
+                                          std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  void setSequenceNumberForGroup() override {}
+
+ private:
+  using Tensors = std::vector<at::Tensor>;
+  /// `kind`, `op` and `root` of `plan` are set. `rows`: whether each side is one tensor of all rows.
+  c10::intrusive_ptr<c10d::Work> start(TransferPlan plan, const Tensors& inputs,
+                                       const Tensors& outputs, std::chrono::milliseconds timeout);
+  TransferPlan plan(TransferPlan::Kind kind, int64_t root = 0) const;
+  Tensors rows(const at::Tensor& all) const;
+
+  const std::shared_ptr<SharedRanks> ranks_;
+  std::string next_text_{};
+};
+
+/// An operation of SharedBackend.
+class SharedWork final : public c10d::Work {
+ public:
+  SharedWork(int rank, std::shared_ptr<SharedRanks> ranks, TransferPlan plan, int size,
+             std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
+             std::chrono::milliseconds timeout);
+  void start();
+  /// Moves it on in this thread, at most for `limit`, or until it has ended.
+  void drive(std::chrono::milliseconds limit) { ranks_->queue.drive(*item_, limit); }
+  /// Calls `f` once it has ended, in the thread that ends it.
+  void on_end(std::function<void(std::exception_ptr)> f);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  struct Ending {
+    std::mutex mutex; // guards the next two
+    bool over = false;
+    std::vector<std::function<void(std::exception_ptr)>> then{};
+    std::exception_ptr error{}; // once over
+    std::vector<at::Tensor> keep; // until then
+  };
+
+  const std::shared_ptr<SharedRanks> ranks_;
+  const std::vector<at::Tensor> outputs_;
+  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<Ending> ending_ = std::make_shared<Ending>();
+  std::shared_ptr<TransferQueue::Item> item_;
+};
+
+} // namespace hasten::detail

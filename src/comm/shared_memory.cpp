@@ -1,0 +1,136 @@
+#include "shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "hasten/base/error.h"
+#include "hasten/base/host_memory.h"
+#include "hasten/base/store_channel.h"
+#include "hasten/base/text.h"
+
+#ifndef F_SEAL_FUTURE_WRITE
+#define F_SEAL_FUTURE_WRITE 0x0010
+#endif
+
+namespace hasten::detail {
+
+constexpr const char* kWhere = "comm::shared_memory";
+
+[[noreturn]] static void throw_system_error(const std::string& what, int error) {
+  throw Error(kWhere, what + ": " + std::generic_category().message(error));
+}
+
+/// A file in memory that nothing but the descriptor names.
+static int nameless_file() {
+  int descriptor = ::memfd_create("hasten", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (descriptor < 0) { // a sandbox without it
+    const std::string name = "/" + unique_socket_name("hasten-");
+    descriptor = ::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+    if (descriptor < 0) {
+      throw_system_error("cannot make a file in memory", errno);
+    }
+    ::shm_unlink(name.c_str());
+  }
+  return descriptor;
+}
+
+SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
+  const int64_t left = available_memory_bytes();
+  if (left > 0 && std::cmp_less(left, bytes)) { // the kernel would end the process instead
+    throw Error(kWhere, "the memory is too small: " + format_bytes(static_cast<int64_t>(bytes)) +
+                            " wanted, " + format_bytes(static_cast<int64_t>(bytes) - left) +
+                            " of it missing");
+  }
+  descriptor_ = nameless_file();
+  try {
+    const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
+    if (error == ENOSPC) {
+      throw Error(kWhere, "/dev/shm is too small for " + format_bytes(static_cast<int64_t>(bytes)));
+    }
+    if (error != 0) {
+      throw_system_error("cannot allocate " + format_bytes(static_cast<int64_t>(bytes)), error);
+    }
+    map(PROT_READ | PROT_WRITE);
+    // From here on nobody else can write or resize it. Kernels before 5.1 lack the first seal, and
+    // files of shm_open have none: peers map those to read, as they do here.
+    constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+    if (::fcntl(descriptor_, F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
+      ::fcntl(descriptor_, F_ADD_SEALS, kSize);
+    }
+  } catch (...) {
+    hide();
+    throw;
+  }
+}
+
+SharedMemory::SharedMemory(const SharedMemoryAddress& of) : bytes_(of.bytes) {
+  const std::string path =
+      "/proc/" + std::to_string(of.pid) + "/fd/" + std::to_string(of.descriptor);
+  descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor_ < 0) {
+    throw_system_error("cannot open the memory of process " + std::to_string(of.pid), errno);
+  }
+  struct stat found {};
+  const bool same = ::fstat(descriptor_, &found) == 0 && found.st_dev == of.device &&
+                    found.st_ino == of.inode && std::cmp_equal(found.st_size, of.bytes);
+  try {
+    if (!same) { // its number has gone to another process
+      throw Error(kWhere, "process " + std::to_string(of.pid) + " offers other memory");
+    }
+    map(PROT_READ);
+  } catch (...) {
+    hide();
+    throw;
+  }
+  hide();
+}
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(other.bytes_),
+      descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
+}
+
+SharedMemory::~SharedMemory() {
+  hide();
+  if (data_ != nullptr) {
+    ::munmap(data_, bytes_);
+  }
+}
+
+void SharedMemory::map(int protection) {
+  void* const at = ::mmap(nullptr, bytes_, protection, MAP_SHARED | MAP_POPULATE, descriptor_, 0);
+  if (at == MAP_FAILED) {
+    throw_system_error("cannot map " + format_bytes(static_cast<int64_t>(bytes_)), errno);
+  }
+  data_ = static_cast<char*>(at);
+}
+
+SharedMemoryAddress SharedMemory::address() const {
+  struct stat own {};
+  if (::fstat(descriptor_, &own) != 0) {
+    throw_system_error("cannot describe the memory", errno);
+  }
+  return {::getpid(), descriptor_, own.st_dev, own.st_ino, bytes_};
+}
+
+void SharedMemory::hide() {
+  if (descriptor_ >= 0) {
+    ::close(std::exchange(descriptor_, -1));
+  }
+}
+
+} // namespace hasten::detail

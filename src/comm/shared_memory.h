@@ -1,0 +1,48 @@
+// Memory of this process that other processes of the host can read, but neither write nor resize.
+// It has no name: it ends with the processes that map it, however they end.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+
+namespace hasten::detail {
+
+/// Where a process finds a peer's memory while the peer offers it.
+struct SharedMemoryAddress {
+  int pid = 0;
+  int descriptor = -1;
+  uint64_t device = 0;
+  uint64_t inode = 0;
+  uint64_t bytes = 0;
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SharedMemoryAddress, pid, descriptor, device, inode, bytes)
+
+class SharedMemory {
+ public:
+  SharedMemory() = default; // of none
+  /// Allocates zeros, so that later accesses cannot fail. Throws Error if the host, its control group
+  /// or /dev/shm has less memory, with the bytes that are missing.
+  explicit SharedMemory(size_t bytes);
+  /// Maps a peer's memory to read. Throws Error if it cannot: the peer has ended, or it belongs to
+  /// another user or container.
+  explicit SharedMemory(const SharedMemoryAddress& of);
+  SharedMemory(SharedMemory&& other) noexcept;
+  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  ~SharedMemory();
+
+  char* data() const { return data_; }
+  /// Of own memory, until hide().
+  SharedMemoryAddress address() const;
+  /// From now on no other process can map it. Those that have go on.
+  void hide();
+
+ private:
+  void map(int protection);
+
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+  int descriptor_ = -1;
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,91 @@
+// One collective as a sequence of rounds (rounds.h): what this rank publishes in each, and what it
+// does with the others' bytes.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "hasten/comm/communicator.h"
+
+namespace hasten::detail {
+
+struct TransferPlan {
+  using Kind = Collective::Kind;
+  Kind kind = Kind::all_reduce;
+  ReduceOp op = ReduceOp::SUM;
+  int root = 0;
+  /// Elements of a tensor, or of one of its rows.
+  size_t count = 0;
+  c10::ScalarType from = c10::kByte;
+  c10::ScalarType to = c10::kByte;
+  /// What this rank gives: nothing, one tensor, or [rank] one for each rank.
+  std::vector<const char*> inputs{};
+  /// What this rank gets, likewise.
+  std::vector<char*> outputs{};
+  /// "operation\ntensors", or any text. Equal on all ranks.
+  std::string text{};
+  /// Instead of the above: each rank gives bytes, of any length, and gets those of all. [rank]
+  std::shared_ptr<std::vector<std::string>> values = nullptr;
+};
+
+class Transfer {
+ public:
+  /// Payloads that a rank reads. [rank]
+  using Payloads = std::vector<const char*>;
+  static constexpr uint32_t kUnknown = std::numeric_limits<uint32_t>::max();
+
+  Transfer(TransferPlan plan, int rank, int world_size);
+
+  const std::string& text() const { return plan_.text; }
+  uint64_t text_hash() const { return text_hash_; }
+  /// Number of rounds; kUnknown until the first one of `values` has been consumed.
+  uint32_t rounds() const { return rounds_; }
+  /// Whether this rank publishes it in one round, which waits for nobody.
+  bool is_small() const {
+    return plan_.values != nullptr ? value_end(0) == own_value().size() : rounds_ == 1;
+  }
+  size_t bytes(uint32_t round) const;
+  /// Whether the round's bytes are made from what the ranks have published in the one before.
+  bool follows(uint32_t round) const { return two_phases_ && round % 2 == 1; }
+  /// Whether consume() of the round does nothing, because the next round reads its bytes.
+  bool precedes(uint32_t round) const { return two_phases_ && round % 2 == 0; }
+  /// `before`: payloads of the round before, if follows().
+  void publish(uint32_t round, char* to, const Payloads& before);
+  void consume(uint32_t round, const Payloads& payloads);
+
+ private:
+  struct Part { // of the elements: what a round moves
+    size_t first;
+    size_t count;
+  };
+  Part chunk(uint32_t round) const;
+  /// The elements of a chunk that `rank` reduces if there are two phases.
+  Part slice(const Part& chunk, int rank) const;
+  bool gives(int rank) const; // bytes in a round that does not follow another
+  bool to_each() const; // other bytes for each rank
+  void reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const;
+  void publish_values(uint32_t round, char* to) const;
+  void consume_values(uint32_t round, const Payloads& payloads);
+  const std::string& own_value() const { return (*plan_.values)[static_cast<size_t>(rank_)]; }
+  size_t value_begin(uint32_t round) const;
+  size_t value_end(uint32_t round) const;
+
+  TransferPlan plan_;
+  const int rank_;
+  const int world_size_;
+  const size_t from_size_; // of an element, bytes
+  const size_t to_size_;
+  size_t chunk_ = 1; // elements of a round
+  bool two_phases_ = false;
+  uint32_t rounds_ = 1;
+  uint64_t text_hash_ = 0;
+  std::vector<size_t> sizes_{}; // [rank] of values
+};
+
+} // namespace hasten::detail

@@ -1,0 +1,312 @@
+#include "transfer_queue.h"
+
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+#include <utility>
+
+#include "hasten/base/world.h"
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kSleep{50};
+// About 20 microseconds. A peer that is later is worth a futex.
+constexpr int kSpins = 1000;
+
+/// Who spins takes a core, so there is one for each rank.
+static int spins_for(int world_size) { return allowed_cores() >= world_size ? kSpins : 0; }
+
+TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names)
+    : names_(std::move(names)),
+      rank_(rank),
+      rounds_(rank, memory),
+      spins_(spins_for(rounds_.world_size())),
+      thread_([this] { run(); }) {}
+
+TransferQueue::~TransferQueue() { stop(); }
+
+void TransferQueue::stop() noexcept {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (std::exchange(stopping_, true)) {
+    return;
+  }
+  wanted_.notify_all();
+  changed_.wait(lock, [&] { return !turn_; });
+  turn_ = true; // for good: nobody moves anything any more
+  lock.unlock();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  error_ = std::make_exception_ptr(std::runtime_error("the group is closed"));
+  take_new();
+  progress(true);
+}
+
+void TransferQueue::start(std::shared_ptr<Item> item) {
+  const bool small = item->transfer.is_small();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_) {
+      throw std::runtime_error("the group is closed");
+    }
+    new_.push_back(std::move(item));
+    if (turn_) {
+      return; // who has it will find the transfer
+    }
+    turn_ = true;
+  }
+  if (small) {
+    take_new();
+    progress(false);
+  }
+  leave_turn();
+}
+
+void TransferQueue::drive(const Item& item, milliseconds limit) {
+  const auto until = std::chrono::steady_clock::now() + limit;
+  const auto time_left = [&] {
+    return std::chrono::duration_cast<milliseconds>(until - std::chrono::steady_clock::now());
+  };
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++waiters_;
+  while (!item.has_ended()) {
+    if (turn_) {
+      if (limit.count() == 0 ||
+          !changed_.wait_until(lock, until, [&] { return item.has_ended() || !turn_; })) {
+        break;
+      }
+      continue;
+    }
+    turn_ = true;
+    lock.unlock();
+    take_new();
+    progress(limit.count() > 0);
+    const Rounds::Blocked blocked = blocked_;
+    leave_turn();
+    if (item.has_ended() || time_left().count() <= 0) {
+      lock.lock();
+      break;
+    }
+    rounds_.sleep(blocked, spins_, std::min(kSleep, time_left()));
+    lock.lock();
+  }
+  if (--waiters_ == 0 && needs_thread()) {
+    wanted_.notify_one();
+  }
+}
+
+void TransferQueue::hurry(Item& item) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  item.hurried = true;
+  hurried_ = true;
+  wanted_.notify_one();
+}
+
+void TransferQueue::hurry() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  hurried_ = true;
+  wanted_.notify_one();
+}
+
+bool TransferQueue::needs_thread() const { return unfinished_ || hurried_ || !new_.empty(); }
+
+void TransferQueue::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    wanted_.wait(lock, [&] { return stopping_ || (needs_thread() && !turn_ && waiters_ == 0); });
+    if (stopping_) {
+      return;
+    }
+    turn_ = true;
+    lock.unlock();
+    take_new();
+    progress(true);
+    const Rounds::Blocked blocked = blocked_;
+    const bool empty = queue_.empty();
+    lock.lock();
+    if (empty && new_.empty()) {
+      hurried_ = false;
+    }
+    lock.unlock();
+    leave_turn();
+    if (!empty) {
+      rounds_.sleep(blocked, 0, kSleep);
+    }
+    lock.lock();
+  }
+}
+
+void TransferQueue::leave_turn() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  // Small transfers that came meanwhile are published now.
+  while (!new_.empty() && new_.front()->transfer.is_small()) {
+    lock.unlock();
+    take_new();
+    progress(false);
+    lock.lock();
+  }
+  turn_ = false;
+  unfinished_ = std::ranges::any_of(
+      queue_, [](const auto& item) { return !item->transfer.is_small() || item->hurried; });
+  if (waiters_ > 0 || stopping_) {
+    changed_.notify_all();
+  } else if (needs_thread()) {
+    wanted_.notify_one();
+  }
+}
+
+void TransferQueue::take_new() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::ranges::move(new_, std::back_inserter(queue_));
+  new_.clear();
+}
+
+void TransferQueue::progress(bool all) {
+  blocked_ = {};
+  while (!queue_.empty()) {
+    bool moved = false;
+    try {
+      moved = !error_ && advance_all(all);
+    } catch (...) { // the ranks differ
+      error_ = std::current_exception();
+    }
+    const Item& first = *queue_.front();
+    if (error_ || first.consumed == first.transfer.rounds()) {
+      end_first(error_);
+    } else if (!moved) {
+      return;
+    }
+  }
+}
+
+bool TransferQueue::advance_all(bool all) {
+  bool moved = false;
+  Rounds::Blocked first_blocked;
+  for (size_t i = 0; i < queue_.size(); ++i) {
+    Item& item = *queue_[i];
+    if (!all && !item.transfer.is_small()) {
+      break;
+    }
+    while (advance(item, i == 0)) {
+      moved = true;
+    }
+    if (i == 0) { // the others wait for it
+      first_blocked = blocked_;
+    }
+    if (item.published != item.transfer.rounds()) {
+      break; // the next transfer's rounds come after all of its rounds
+    }
+  }
+  blocked_ = first_blocked;
+  return moved;
+}
+
+bool TransferQueue::advance(Item& item, bool first) {
+  const bool published = publish_round(item);
+  return (first && consume_round(item)) || published;
+}
+
+bool TransferQueue::publish_round(Item& item) {
+  const Transfer& transfer = item.transfer;
+  // Values have one round for certain.
+  const uint32_t known = transfer.rounds() == Transfer::kUnknown ? 1 : transfer.rounds();
+  const uint32_t round = item.published;
+  if (round >= known) {
+    return false;
+  }
+  if (round == 0) {
+    item.first = rounds_.published();
+  }
+  const bool follows = transfer.follows(round);
+  if (follows && !rounds_.arrived(item.first + round - 1)) {
+    blocked_ = rounds_.blocked();
+    return false;
+  }
+  if (follows && round == 1) { // its first round's bytes are read here
+    require_equal(item);
+  }
+  char* const to = rounds_.reserve(transfer.bytes(round));
+  if (to == nullptr) {
+    blocked_ = rounds_.blocked();
+    return false;
+  }
+  item.transfer.publish(round, to,
+                        follows ? payloads(item.first + round - 1) : Transfer::Payloads());
+  rounds_.publish(transfer.text(), transfer.text_hash());
+  ++item.published;
+  return true;
+}
+
+bool TransferQueue::consume_round(Item& item) {
+  const uint32_t round = item.consumed;
+  const bool precedes = item.transfer.precedes(round);
+  if (round + (precedes ? 1 : 0) >= item.published) {
+    return false;
+  }
+  if (!rounds_.arrived(item.first + round)) {
+    blocked_ = rounds_.blocked();
+    return false;
+  }
+  if (round == 0) {
+    require_equal(item);
+  }
+  item.transfer.consume(round, payloads(item.first + round));
+  rounds_.consume();
+  ++item.consumed;
+  return true;
+}
+
+Transfer::Payloads TransferQueue::payloads(uint32_t round) const {
+  Transfer::Payloads all;
+  for (int i = 0; i < rounds_.world_size(); ++i) {
+    all.push_back(rounds_.bytes(i, round));
+  }
+  return all;
+}
+
+/// "operation\ntensors": only what differs, or both.
+static std::string difference(std::string_view text, std::string_view other) {
+  const size_t end = text.find('\n');
+  if (end == std::string_view::npos) {
+    return std::string(text);
+  }
+  const std::string_view operation = text.substr(0, end);
+  const std::string_view tensors = text.substr(end + 1);
+  if (operation == other.substr(0, other.find('\n'))) {
+    return std::string(tensors);
+  }
+  return std::string(operation) + (tensors.empty() ? "" : " with ") + std::string(tensors);
+}
+
+void TransferQueue::require_equal(const Item& item) const {
+  const auto text = [&](int rank) {
+    const RoundMemory::Entry& entry = rounds_.entry(rank, item.first);
+    return std::string_view(entry.text, std::min<size_t>(entry.text_bytes, sizeof(entry.text)));
+  };
+  for (int i = 1; i < rounds_.world_size(); ++i) {
+    if (rounds_.entry(i, item.first).text_hash != rounds_.entry(0, item.first).text_hash) {
+      const auto has = [&](int rank, int other) {
+        return "rank " + std::to_string(names_[static_cast<size_t>(rank)]) + " has " +
+               difference(text(rank), text(other));
+      };
+      throw RanksDiffer(has(i, 0) + ", " + has(0, i));
+    }
+  }
+}
+
+void TransferQueue::end_first(const std::exception_ptr& error) {
+  const std::shared_ptr<Item> item = std::move(queue_.front());
+  queue_.pop_front();
+  if (item->on_end) {
+    item->on_end(error);
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  item->ended.store(true, std::memory_order_release);
+  if (waiters_ > 0) {
+    changed_.notify_all();
+  }
+}
+
+} // namespace hasten::detail

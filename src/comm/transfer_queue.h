@@ -1,0 +1,112 @@
+// The transfers of a group, in their order, and who moves them on: the thread that waits for one,
+// else a thread of the queue.
+//
+// A small transfer is published when it starts. From then on no peer depends on this rank, and the
+// transfer ends when somebody looks: wait(), the next start, or the thread, if anything needs it to
+// go on by itself (hurry). So a thread that starts a small transfer and waits for it does everything
+// itself. The queue's thread moves larger ones.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "rounds.h"
+#include "transfer.h"
+
+namespace hasten::detail {
+
+/// The ranks of a group are in different operations: "rank 1 has …, rank 0 has …".
+class RanksDiffer : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class TransferQueue {
+ public:
+  /// A transfer from its start to its end.
+  struct Item {
+    Item(TransferPlan plan, int rank, int world_size)
+        : transfer(std::move(plan), rank, world_size) {}
+    Transfer transfer;
+    /// Called once by the thread that ends it, with an exception if it failed. Must not throw.
+    std::function<void(std::exception_ptr)> on_end{};
+    /// Whether on_end has been called.
+    bool has_ended() const { return ended.load(std::memory_order_acquire); }
+
+    // Used by the queue.
+    bool hurried = false;
+    uint32_t first = 0; // its first round
+    uint32_t published = 0;
+    uint32_t consumed = 0;
+    std::atomic<bool> ended{false};
+  };
+
+  /// `names`: the ranks in messages. `memory`: see Rounds.
+  TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names);
+  /// stop().
+  ~TransferQueue();
+  TransferQueue(const TransferQueue&) = delete;
+  TransferQueue& operator=(const TransferQueue&) = delete;
+
+  void start(std::shared_ptr<Item> item);
+  /// Moves transfers on in this thread until `item` has ended or `limit` has passed.
+  void drive(const Item& item, std::chrono::milliseconds limit);
+  /// From now on the transfer and those before it end without anybody who waits.
+  void hurry(Item& item);
+  /// The same for all that have started.
+  void hurry();
+  /// Ends the thread, and every transfer that has not ended or starts later with an exception.
+  void stop() noexcept;
+
+ private:
+  void run();
+  // The functions of the thread that has the turn.
+  void take_new();
+  /// Moves on what can be without waiting; with `all`, also transfers that are not small.
+  void progress(bool all);
+  bool advance_all(bool all);
+  bool advance(Item& item, bool first);
+  bool publish_round(Item& item);
+  bool consume_round(Item& item);
+  Transfer::Payloads payloads(uint32_t round) const;
+  void require_equal(const Item& item) const;
+  void end_first(const std::exception_ptr& error);
+  void leave_turn();
+  // With the mutex.
+  bool needs_thread() const;
+
+  const std::vector<int> names_;
+  const int rank_;
+  Rounds rounds_;
+  const int spins_;
+
+  std::mutex mutex_; // guards the members up to the next empty line
+  std::condition_variable changed_; // for those who wait
+  std::condition_variable wanted_; // for the thread
+  std::deque<std::shared_ptr<Item>> new_;
+  bool turn_ = false; // whether a thread has it
+  bool unfinished_ = false; // when the turn was left: queue_ needs the thread
+  bool hurried_ = false;
+  int waiters_ = 0;
+  bool stopping_ = false;
+
+  // Of the thread that has the turn.
+  std::deque<std::shared_ptr<Item>> queue_;
+  Rounds::Blocked blocked_{};
+  std::exception_ptr error_; // for all transfers from now on
+
+  std::thread thread_;
+};
+
+} // namespace hasten::detail

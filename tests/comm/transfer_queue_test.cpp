@@ -1,0 +1,272 @@
+// The protocol of shared memory, with threads as ranks over plain memory, so that ThreadSanitizer
+// sees both sides.
+#include "transfer_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+namespace hasten::detail {
+
+using std::chrono::milliseconds;
+
+/// The memory of all ranks of a group.
+class Memory {
+ public:
+  explicit Memory(int world) {
+    for (int i = 0; i < world; ++i) {
+      blocks_.emplace_back(
+          static_cast<char*>(std::aligned_alloc(64, (Rounds::kBytes + 63) / 64 * 64)));
+      std::memset(blocks_.back().get(), 0, Rounds::kBytes);
+    }
+  }
+  std::vector<char*> all() const {
+    std::vector<char*> begins;
+    for (const auto& block : blocks_) {
+      begins.push_back(block.get());
+    }
+    return begins;
+  }
+
+ private:
+  struct Free {
+    void operator()(char* block) const { std::free(block); }
+  };
+  std::vector<std::unique_ptr<char, Free>> blocks_{};
+};
+
+static std::vector<int> ranks_of(int world) {
+  std::vector<int> ranks;
+  for (int i = 0; i < world; ++i) {
+    ranks.push_back(i);
+  }
+  return ranks;
+}
+
+/// Runs `f` as each rank, in a thread each.
+static void as_ranks(int world, const std::function<void(int rank, TransferQueue& queue)>& f) {
+  const Memory memory(world);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      TransferQueue queue(rank, memory.all(), ranks_of(world));
+      f(rank, queue);
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+using Item = TransferQueue::Item;
+using Kind = Collective::Kind;
+
+/// An operation with its own tensors, whose result is known.
+struct Operation {
+  Kind kind = Kind::all_reduce;
+  size_t count = 0;
+  int root = 0;
+  std::vector<std::vector<float>> inputs{};
+  std::vector<std::vector<float>> outputs{};
+  std::shared_ptr<Item> item{};
+  std::exception_ptr error{};
+
+  static float value(int rank, size_t row, size_t i) {
+    return static_cast<float>(rank + 1) + static_cast<float>(row * 7 + i % 1000);
+  }
+  bool moves_rows() const {
+    return kind == Kind::all_to_all || kind == Kind::reduce_scatter || kind == Kind::scatter;
+  }
+
+  Operation(Kind which, size_t n, int from, int rank, int world)
+      : kind(which), count(n), root(from) {
+    const bool gives = (kind != Kind::broadcast && kind != Kind::scatter) || rank == root;
+    const bool gets = kind == Kind::broadcast                        ? rank != root
+                      : kind == Kind::reduce || kind == Kind::gather ? rank == root
+                                                                     : true;
+    inputs.resize(gives ? (moves_rows() ? static_cast<size_t>(world) : 1) : 0);
+    const bool all = kind == Kind::all_gather || kind == Kind::gather || kind == Kind::all_to_all;
+    outputs.resize(gets ? (all ? static_cast<size_t>(world) : 1) : 0,
+                   std::vector<float>(count, -1));
+    for (size_t row = 0; row < inputs.size(); ++row) {
+      for (size_t i = 0; i < count; ++i) {
+        inputs[row].push_back(value(rank, row, i));
+      }
+    }
+    TransferPlan plan;
+    plan.kind = kind;
+    plan.root = root;
+    plan.count = count;
+    plan.from = plan.to = c10::kFloat;
+    for (const auto& input : inputs) {
+      plan.inputs.push_back(reinterpret_cast<const char*>(input.data()));
+    }
+    for (auto& output : outputs) {
+      plan.outputs.push_back(reinterpret_cast<char*>(output.data()));
+    }
+    plan.text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count);
+    item = std::make_shared<Item>(std::move(plan), rank, world);
+    item->on_end = [this](const std::exception_ptr& e) { error = e; };
+  }
+
+  float expected(int rank, int world, size_t output, size_t i) const {
+    const auto sum = [&](size_t row) {
+      float total = 0;
+      for (int r = 0; r < world; ++r) {
+        total += value(r, row, i);
+      }
+      return total;
+    };
+    switch (kind) {
+      case Kind::all_reduce:
+      case Kind::reduce:
+        return sum(0);
+      case Kind::reduce_scatter:
+        return sum(static_cast<size_t>(rank));
+      case Kind::broadcast:
+        return value(root, 0, i);
+      case Kind::scatter:
+        return value(root, static_cast<size_t>(rank), i);
+      case Kind::all_gather:
+      case Kind::gather:
+        return value(static_cast<int>(output), 0, i);
+      case Kind::all_to_all:
+        return value(static_cast<int>(output), static_cast<size_t>(rank), i);
+    }
+    return 0;
+  }
+
+  size_t wrong(int rank, int world) const {
+    size_t found = error != nullptr;
+    for (size_t o = 0; o < outputs.size(); ++o) {
+      for (size_t i = 0; i < count; ++i) {
+        found += outputs[o][i] != expected(rank, world, o, i);
+      }
+    }
+    return found;
+  }
+};
+
+static void drive_to_end(TransferQueue& queue, const Item& item) {
+  for (int i = 0; i < 1200 && !item.has_ended(); ++i) {
+    queue.drive(item, milliseconds(50));
+  }
+  EXPECT_TRUE(item.has_ended());
+}
+
+TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnderWay) {
+  for (const int world : {2, 3, 4}) {
+    as_ranks(world, [&](int rank, TransferQueue& queue) {
+      std::mt19937 random(17); // the same operations on all ranks
+      const std::vector<size_t> sizes{0, 1, 3, 1000, 9000, 65'536, 70'001, 300'000};
+      std::deque<std::unique_ptr<Operation>> under_way;
+      for (int i = 0; i < 60; ++i) {
+        under_way.push_back(std::make_unique<Operation>(
+            static_cast<Kind>(random() % 8), sizes[random() % sizes.size()],
+            static_cast<int>(random() % static_cast<unsigned>(world)), rank, world));
+        queue.start(under_way.back()->item);
+        const size_t most = random() % 6;
+        if (random() % 3 == 0) { // not in their order
+          drive_to_end(queue, *under_way.back()->item);
+        }
+        while (under_way.size() > most) {
+          drive_to_end(queue, *under_way.front()->item);
+          EXPECT_EQ(under_way.front()->wrong(rank, world), 0U)
+              << world << " ranks, kind " << static_cast<int>(under_way.front()->kind) << ", "
+              << under_way.front()->count;
+          under_way.pop_front();
+        }
+      }
+      for (const auto& operation : under_way) {
+        drive_to_end(queue, *operation->item);
+        EXPECT_EQ(operation->wrong(rank, world), 0U);
+      }
+    });
+  }
+}
+
+TEST(TransferQueue, AHurriedTransferEndsWithoutAnybodyWhoWaits) {
+  as_ranks(2, [](int rank, TransferQueue& queue) {
+    Operation operation(Kind::all_reduce, 10, 0, rank, 2);
+    queue.start(operation.item);
+    queue.hurry(*operation.item);
+    for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    EXPECT_TRUE(operation.item->has_ended());
+    EXPECT_EQ(operation.wrong(rank, 2), 0U);
+  });
+}
+
+TEST(TransferQueue, ALargeTransferEndsWithoutAnybodyWhoWaits) {
+  as_ranks(3, [](int rank, TransferQueue& queue) {
+    Operation operation(Kind::all_reduce, 500'000, 0, rank, 3);
+    queue.start(operation.item);
+    for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    EXPECT_EQ(operation.wrong(rank, 3), 0U);
+  });
+}
+
+TEST(TransferQueue, ValuesOfAnyLengthReachAllRanks) {
+  as_ranks(3, [](int rank, TransferQueue& queue) {
+    for (const size_t size :
+         {size_t{0}, size_t{5}, size_t{262'136}, size_t{262'137}, size_t{900'000}}) {
+      const auto values = std::make_shared<std::vector<std::string>>(3);
+      const auto own = static_cast<size_t>(rank);
+      (*values)[own] = std::string(rank == 1 ? size : own, static_cast<char>('a' + rank));
+      TransferPlan plan;
+      plan.values = values;
+      plan.text = "values";
+      const auto item = std::make_shared<Item>(std::move(plan), rank, 3);
+      queue.start(item);
+      Operation after(Kind::broadcast, 3, 1, rank, 3); // its rounds come after all of the values'
+      queue.start(after.item);
+      drive_to_end(queue, *after.item);
+      EXPECT_TRUE(item->has_ended());
+      EXPECT_EQ((*values)[0], "");
+      EXPECT_EQ((*values)[1], std::string(size, 'b'));
+      EXPECT_EQ((*values)[2], "cc");
+      EXPECT_EQ(after.wrong(rank, 3), 0U);
+    }
+  });
+}
+
+TEST(TransferQueue, RanksInDifferentOperationsAllFailAndNameTwo) {
+  for (const size_t other : {size_t{4}, size_t{400'000}}) {
+    as_ranks(3, [&](int rank, TransferQueue& queue) {
+      Operation operation(Kind::all_reduce, rank == 2 ? other : 3, 0, rank, 3);
+      queue.start(operation.item);
+      drive_to_end(queue, *operation.item);
+      std::string text;
+      try {
+        if (operation.error) {
+          std::rethrow_exception(operation.error);
+        }
+      } catch (const RanksDiffer& error) {
+        text = error.what();
+      }
+      EXPECT_EQ(text, "rank 2 has 0 of " + std::to_string(other) + ", rank 0 has 0 of 3");
+    });
+  }
+}
+
+TEST(TransferQueue, AStoppedOneEndsItsTransfersWithAnError) {
+  const Memory memory(2);
+  TransferQueue queue(0, memory.all(), ranks_of(2));
+  Operation small(Kind::all_reduce, 3, 0, 0, 2);
+  Operation large(Kind::all_reduce, 400'000, 0, 0, 2);
+  queue.start(small.item);
+  queue.start(large.item);
+  queue.stop();
+  EXPECT_TRUE(small.error);
+  EXPECT_TRUE(large.error);
+  EXPECT_THROW(queue.start(Operation(Kind::broadcast, 1, 0, 0, 2).item), std::runtime_error);
+}
+
+} // namespace hasten::detail
