@@ -91,7 +91,7 @@ void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
     reduce(before, (own.first - part.first) * from_size_, own, to);
     return;
   }
-  if (!gives(rank_)) {
+  if (!gives(rank_) || part.count == 0) {
     return;
   }
   const size_t size = part.count * from_size_;
@@ -111,6 +111,9 @@ void Transfer::consume(uint32_t round, const Payloads& payloads) {
     return;
   }
   const Part part = chunk(round);
+  if (part.count == 0) { // an empty tensor has no address
+    return;
+  }
   const auto own = static_cast<size_t>(rank_);
   const size_t size = part.count * from_size_;
   const auto output = [&](size_t i) { return plan_.outputs[i] + part.first * to_size_; };
