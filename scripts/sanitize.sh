@@ -18,7 +18,7 @@ parts=$(IFS=';' && echo "${lower[*]}")
 parts+=';tracking;report;flat;metrics;state;optim;models;loader;parallel;amp'
 parts+=';activation_checkpoint;accumulation;accelerator;local_sgd;trainer'
 # The tests that kill ranks hold them to seconds, which ranks do not keep here.
-threads='Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'
+threads='TransferQueue.*:Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'
 
 # LibTorch is not built with sanitizers: what it keeps to its end is no leak of ours, and
 # atomics that order its own threads are not seen. Nor is the call by which this compiler's
