@@ -6,6 +6,8 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/recorded_error.h"
+#include "hasten/base/store_server.h"
 #include "hasten/base/text.h"
 #include "shared_backend.h"
 #include "thread_scopes.h"

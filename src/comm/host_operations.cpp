@@ -6,8 +6,8 @@
 #include <optional>
 #include <utility>
 
+#include "hasten/base/text.h"
 #include "hasten/comm/few_sizes.h"
-#include "hasten/core/memory.h"
 #include "host_group.h"
 #include "shared_backend.h"
 

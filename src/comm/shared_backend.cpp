@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/comm/shared_memory_backend.h"
-#include "hasten/core/memory.h"
 #include "reduce_rows.h"
 #include "tensor_checks.h"
 
