@@ -6,9 +6,9 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
-#include "hasten/base/recorded_error.h"
 #include "hasten/base/store_server.h"
 #include "hasten/base/text.h"
+#include "hasten/core/memory.h"
 #include "shared_backend.h"
 #include "thread_scopes.h"
 
