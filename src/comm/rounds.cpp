@@ -30,11 +30,11 @@ Rounds::Rounds(int rank, const std::vector<char*>& memory) : rank_(static_cast<s
   }
 }
 
-bool Rounds::is_free(uint32_t round) {
+bool Rounds::all_above(std::atomic<uint32_t> RoundMemory::*counter, uint32_t round) {
   for (const RoundMemory* peer : all_) {
-    const uint32_t seen = peer->consumed.load(std::memory_order_acquire);
+    const uint32_t seen = (peer->*counter).load(std::memory_order_acquire);
     if (!is_above(seen, round)) {
-      blocked_ = {&peer->consumed, seen};
+      blocked_ = {&(peer->*counter), seen};
       return false;
     }
   }
@@ -49,7 +49,7 @@ char* Rounds::reserve(size_t bytes) {
   }
   while (!kept_.empty() && (published_ - kept_.front().round >= RoundMemory::kEntries ||
                             begin + size - kept_.front().begin > kRing)) {
-    if (!is_free(kept_.front().round)) {
+    if (!all_above(&RoundMemory::consumed, kept_.front().round)) {
       return nullptr;
     }
     kept_.pop_front();
@@ -72,16 +72,7 @@ void Rounds::publish(std::string_view text, uint64_t text_hash) {
   advance(own().published, ++published_);
 }
 
-bool Rounds::arrived(uint32_t round) {
-  for (const RoundMemory* peer : all_) {
-    const uint32_t seen = peer->published.load(std::memory_order_acquire);
-    if (!is_above(seen, round)) {
-      blocked_ = {&peer->published, seen};
-      return false;
-    }
-  }
-  return true;
-}
+bool Rounds::arrived(uint32_t round) { return all_above(&RoundMemory::published, round); }
 
 const RoundMemory::Entry& Rounds::entry(int rank, uint32_t round) const {
   return all_[static_cast<size_t>(rank)]->entries[round % RoundMemory::kEntries];

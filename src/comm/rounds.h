@@ -89,8 +89,8 @@ class Rounds {
  private:
   RoundMemory& own() const { return *all_[rank_]; }
   void advance(std::atomic<uint32_t>& counter, uint32_t value);
-  /// Whether all ranks have consumed the round.
-  bool is_free(uint32_t round);
+  /// Whether that counter of all ranks is above the round. If not, blocked() is the first that is not.
+  bool all_above(std::atomic<uint32_t> RoundMemory::*counter, uint32_t round);
 
   const size_t rank_;
   std::vector<RoundMemory*> all_; // [rank]

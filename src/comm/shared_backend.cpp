@@ -95,7 +95,7 @@ static const at::Tensor& only(std::string_view kind, const std::vector<at::Tenso
   return tensors[0];
 }
 
-/// The beginning of the tensors, which are alike. Null for one that is empty.
+/// All have one number of elements and one dtype.
 static void check_alike(std::string_view kind, const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined() || !tensor.is_cpu() || !tensor.is_contiguous() ||

@@ -20,7 +20,6 @@ static int spins_for(int world_size) { return allowed_cores() >= world_size ? kS
 
 TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names)
     : names_(std::move(names)),
-      rank_(rank),
       rounds_(rank, memory),
       spins_(spins_for(rounds_.world_size())),
       thread_([this] { run(); }) {}

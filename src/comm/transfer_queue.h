@@ -87,7 +87,6 @@ class TransferQueue {
   bool needs_thread() const;
 
   const std::vector<int> names_;
-  const int rank_;
   Rounds rounds_;
   const int spins_;
 
