@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 
-from decoders import Decoders
+from decoders import Decoders, Tinyshakespeare
 from families import Families
 from fsdp import FsdpMemory, FsdpStep
 from gpu import Gpu
@@ -438,6 +438,7 @@ BENCHMARKS = {
         ResidentMemory,
         Gpu,
         Decoders,
+        Tinyshakespeare,
         Families,
         Tokenizers,
     )
@@ -534,7 +535,7 @@ def main():
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--data", type=pathlib.Path, help=".csv with text,label, or .tsv of two columns")
+    parser.add_argument("--data", type=pathlib.Path, help=".csv with text,label, or .tsv of two columns; a text for tinyshakespeare")
     parser.add_argument("--eval-data", type=pathlib.Path)
     parser.add_argument("--before", type=pathlib.Path, help="a folder with the programs of an earlier commit: the other side")
     for name in ("programs", "peer-python", "pretrained", "reviews", "work"):

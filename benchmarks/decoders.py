@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import pathlib
 import shutil
 import time
@@ -20,7 +21,75 @@ def both(name, time_most, memory_most):
     return Case(name, "s/1000 tokens", time_most, 2), Case(f"{name}_peak", "bytes a rank", memory_most, 0)
 
 
-class Decoders(Bench):
+class TextTraining(Bench):
+    """One run of either side, two ranks of one thread. self.texts has a text in each line."""
+
+    def make_models(self, *kinds):
+        script = ROOT / "benchmarks/peers/decoders.py"
+        make = [self.options.peer_python, script, "make", self.texts, self.work, *kinds]
+        wait_all([(list(map(str, make)), environment())])
+
+    def train_ours(self, kind, size, batch, steps, *flags):
+        """Seconds for 1000 tokens, and the larger rank's memory. The model is in self.work / "out"."""
+        out = self.work / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        command = [self.options.programs / "hasten", "train", "--task", "text-generation", "--model", self.work / kind]
+        command += ["--train-file", self.texts, "--packing-strategy", "wrapped", "--block-size", size]
+        command += ["--per-device-train-batch-size", batch, "--max-steps", steps, "--nproc", RANKS]
+        command += ["--output-dir", out, "--save-strategy", "no", "--eval-strategy", "no", *flags]
+        process = wait_all([(list(map(str, command)), environment())])
+        record = next(r for r in reversed(self.records()) if "train_runtime" in r)
+        return 1000 * record["train_runtime"] / (steps * batch * size * RANKS), process.peak_bytes
+
+    def train_peer(self, kind, size, batch, steps, *flags):
+        """The same, and the loss of --eval-file."""
+        shape = ["--block-size", size, "--batch-size", batch, "--max-steps", steps, "--output", self.work / "peer"]
+        process, report = run_peer(
+            self.options, "decoders.py", "train", self.texts, self.work / kind, *map(str, shape + list(flags)))
+        return 1000 * report["train_runtime"] / report["tokens"], process.peak_bytes, report["eval_loss"]
+
+
+class Tinyshakespeare(TextTraining):
+    """GPT-2 with 10 M parameters from random weights, 500 steps on the text that --data names."""
+
+    name = "tinyshakespeare"
+    rounds = 1
+    peer_name = "Hugging Face Trainer"
+    cases = [
+        Case("training", "s/1000 tokens", 1.00, 2),
+        Case("perplexity", "of a tenth of the text", math.exp(0.02), 2),  # a loss 0.02 higher
+    ]
+    size, batch, steps, rate = 128, 4, 500, "5e-4"
+
+    def __init__(self, options):
+        if not options.peer_python or not str(options.data).endswith(".txt"):
+            self.skipped = "transformers makes the model, and --data names a text (.txt)"
+            return
+        self.options, self.work = options, options.work
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        lines = [line for line in options.data.read_text(encoding="utf-8").splitlines() if line.strip()]
+        self.texts, self.eval = self.work / "train.txt", self.work / "eval.txt"
+        cut = len(lines) * 9 // 10
+        self.texts.write_text("\n".join(lines[:cut]) + "\n", encoding="utf-8")
+        self.eval.write_text("\n".join(lines[cut:]) + "\n", encoding="utf-8")
+        self.make_models("gpt2_10m")
+
+    def round(self):
+        shape = ["gpt2_10m", self.size, self.batch, self.steps, "--learning-rate", self.rate]
+        seconds, _ = self.train_ours(*shape)
+        command = [self.options.programs / "hasten", "eval", "--model", self.work / "out", "--file", self.eval, "--json"]
+        command += ["--packing-strategy", "wrapped", "--block-size", self.size]
+        report = json.loads(wait_all([(list(map(str, command)), environment())]).output)
+        yield "training", seconds, None
+        yield "perplexity", math.exp(report["eval_loss"]), None
+        if self.options.peers:
+            seconds, _, loss = self.train_peer(*shape, "--eval-texts", self.eval)
+            yield "training", None, seconds
+            yield "perplexity", None, math.exp(loss)
+
+
+class Decoders(TextTraining):
     """GPT-2 and Llama: a training step, LoRA, and generation, two ranks of one thread."""
 
     # "…_peak": resident memory of the larger rank. "generate_…": greedy, with the cache, two threads.
@@ -43,29 +112,7 @@ class Decoders(Bench):
         rows = [" ".join(row["text"].split()) for row in csv.DictReader(self.train.open(newline=""))]
         self.texts.write_text("\n".join(rows) + "\n", encoding="utf-8")
         self.prompts.write_text("".join(json.dumps({"prompt": row[:80]}) + "\n" for row in rows[:8]))
-        script = ROOT / "benchmarks/peers/decoders.py"
-        make = [options.peer_python, script, "make", self.texts, self.work, *SHAPES]
-        wait_all([(list(map(str, make)), environment())])
-
-    def train_ours(self, kind, *flags):
-        """Seconds for 1000 tokens, and the larger rank's memory."""
-        size, batch = SHAPES[kind]
-        out = self.work / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        command = [self.options.programs / "hasten", "train", "--task", "text-generation", "--model", self.work / kind]
-        command += ["--train-file", self.texts, "--packing-strategy", "wrapped", "--block-size", size]
-        command += ["--per-device-train-batch-size", batch, "--max-steps", STEPS, "--nproc", RANKS]
-        command += ["--output-dir", out, "--save-strategy", "no", "--eval-strategy", "no", *flags]
-        process = wait_all([(list(map(str, command)), environment())])
-        record = next(r for r in reversed(self.records()) if "train_runtime" in r)
-        return 1000 * record["train_runtime"] / (STEPS * batch * size * RANKS), process.peak_bytes
-
-    def train_peer(self, kind, *flags):
-        size, batch = SHAPES[kind]
-        shape = ["--block-size", size, "--batch-size", batch, "--max-steps", STEPS, "--output", self.work / "peer"]
-        process, report = run_peer(
-            self.options, "decoders.py", "train", self.texts, self.work / kind, *map(str, shape), *flags)
-        return 1000 * report["train_runtime"] / report["tokens"], process.peak_bytes
+        self.make_models(*SHAPES)
 
     def generate_ours(self, kind, batch, tokens):
         command = [self.options.programs / "hasten", "generate", "--model", self.work / kind, "--file", self.prompts]
@@ -87,11 +134,11 @@ class Decoders(Bench):
         lora = ["--lora-r", "8", "--lora-alpha", "16", "--lora-dropout", "0.05", "--lora-target-modules", "all-linear"]
         runs += [(kind, f"{kind}_lora_fp32", lora, ["--lora-r", "8"]) for kind in LORA]
         for kind, case, ours, theirs in runs:
-            seconds, peak = self.train_ours(kind, *ours)
+            seconds, peak = self.train_ours(kind, *SHAPES[kind], STEPS, *ours)
             yield case, seconds, None
             yield f"{case}_peak", peak, None
             if self.options.peers:
-                seconds, peak = self.train_peer(kind, *theirs)
+                seconds, peak, _ = self.train_peer(kind, *SHAPES[kind], STEPS, *theirs)
                 yield case, None, seconds
                 yield f"{case}_peak", None, peak
         for kind, batch in GENERATE:

@@ -75,6 +75,7 @@ def train(texts, folder, *flags):
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--lora-r", type=int, default=0)
+    parser.add_argument("--eval-texts")
     options = parser.parse_args(flags)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     transformers.set_seed(42)
@@ -84,7 +85,8 @@ def train(texts, folder, *flags):
 
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=options.lora_r, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"))
-    data = Blocks(texts, AutoTokenizer.from_pretrained(folder), options.block_size)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = Blocks(texts, tokenizer, options.block_size)
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -97,10 +99,14 @@ def train(texts, folder, *flags):
         callbacks=[Losses()],
     )
     result = trainer.train()
+    eval_loss = None
+    if options.eval_texts:
+        eval_loss = trainer.evaluate(Blocks(options.eval_texts, tokenizer, options.block_size))["eval_loss"]
     tokens = options.max_steps * options.batch_size * options.block_size * int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"train_runtime": result.metrics["train_runtime"], "tokens": tokens,
-                          "loss": Losses.values[-1] if Losses.values else None}), flush=True)
+                          "loss": Losses.values[-1] if Losses.values else None,
+                          "eval_loss": eval_loss}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os._exit(0)  # some of its Gloo programs abort in static destructors

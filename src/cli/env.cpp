@@ -74,7 +74,7 @@ nlohmann::ordered_json environment_json() {
   }
   json["cuda_devices"] = gpus;
   json["collectives"] =
-      gpus > 0 ? std::vector<std::string>{"nccl", "gloo"} : std::vector<std::string>{"gloo"};
+      gpus > 0 ? std::vector<std::string>{"nccl", "shm", "gloo"} : std::vector<std::string>{"shm", "gloo"};
   const World world = world_from_environment();
   json["world"] = {{"source", world.source},
                    {"passed_over", world.passed_over},
@@ -119,7 +119,7 @@ std::string environment_text(const nlohmann::ordered_json& json) {
                       yes("onednn") + "; float products by " + word("float_products")},
       {"speed vs. fp32", speed("bf16") + ", " + speed("fp16")},
       {"CUDA devices", json.at("cuda_devices").dump()},
-      {"collectives", json.at("collectives").at(0).get<std::string>()},
+      {"collectives", joined(json.at("collectives").get<std::vector<std::string>>())},
       {"world", "rank " + world.at("rank").dump() + " of " + world.at("world_size").dump() + " (" +
                     world.at("source").get<std::string>() + ")"}};
   std::ostringstream text;

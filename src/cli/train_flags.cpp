@@ -128,8 +128,8 @@ void declare_backend(FlagTable& flags, TrainingArguments& a) {
               "auto (a GPU for each process, else the CPU), cpu, cuda, or cuda:N");
   flags.flag("--use-cpu", a.use_cpu, "the same as --device cpu");
   flags.value("--ddp-backend,--backend", a.ddp_backend, "NAME",
-              "what moves tensors between processes: auto (nccl on GPUs, else gloo), shm (through "
-              "shared memory on one host), gloo (through sockets), nccl (between GPUs)");
+              "what moves tensors between processes: auto (nccl on GPUs, else shm or gloo), shm "
+              "(through the memory of one host), gloo (through sockets), nccl (between GPUs)");
 }
 
 void check_backend(const FlagTable& flags, const TrainingArguments& a) {

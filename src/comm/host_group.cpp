@@ -24,7 +24,7 @@ static std::string wanted_backend(const std::string& name) {
   if (!text.empty() && text != "gloo" && text != "shm") {
     throw InputError("comm::create", "HASTEN_COMM_BACKEND=" + std::string(text), "gloo or shm");
   }
-  return text == "shm" ? "auto" : "gloo";
+  return text.empty() ? "auto" : std::string(text);
 }
 
 HostGroup::HostGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,

@@ -133,8 +133,8 @@ struct AcceleratorOptions {
   std::chrono::milliseconds timeout = default_ddp_timeout();
   std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
   /// Moves tensors between ranks: a name of backend_names() (hasten/comm/backend.h), the same on
-  /// all ranks, or "auto", nccl on GPUs, gloo on the CPU; shm is faster if all ranks are on one host.
-  /// No effect on a group that is passed to the Accelerator.
+  /// all ranks, or "auto": nccl on GPUs; on the CPU shm if all ranks are on one host, else gloo. No
+  /// effect on a group that is passed to the Accelerator.
   std::string backend = "auto";
   /// Finds ranks that diverge. When a window is complete, the ranks compare their parameters and
   /// the collectives that they called since the last one. They compare each collective's shapes

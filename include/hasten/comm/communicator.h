@@ -75,9 +75,9 @@ struct CommunicatorOptions {
   /// one host: they read each other's data in memory that they share, 1 MiB for each rank and
   /// group. "gloo" sends it over TCP. "nccl" and other back ends of a device move the memory of
   /// `device`, and use shm or gloo for the rest: tensors of the CPU, values, barriers.
-  /// "auto" is the back end of the device's type, "gloo" without one. With HASTEN_COMM_BACKEND=shm in
-  /// the environment of all ranks it is "shm" instead of "gloo" where the ranks can share memory; if
-  /// they are on one host and cannot, one line of the log says why.
+  /// "auto" is the back end of the device's type. Without one it is "shm" if the ranks can share
+  /// memory, else "gloo"; if they are on one host and cannot, one line of the log says why.
+  /// HASTEN_COMM_BACKEND=gloo or =shm in the environment of all ranks chooses between these two.
   /// A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
   /// choose as the group did from which they are made. options().backend of a group of several
   /// ranks is the choice.
