@@ -267,6 +267,10 @@ void Communicator::abort(const std::exception& error) noexcept {
 
 std::optional<Survivors> Communicator::shrink() { return std::nullopt; }
 
+at::Tensor Communicator::allocate_tensor(int64_t numel, const at::TensorOptions& options) {
+  return at::zeros({numel}, options);
+}
+
 Work Communicator::reduce_scatter_by_all_to_all(const Collective& what) {
   const at::Tensor rows = what.scratch.defined() ? what.scratch : at::empty_like(what.input);
   return detail::joined_work({all_to_all_async(rows, what.input, what.name)},

@@ -27,6 +27,7 @@ class HostGroup : public Communicator {
   int world_size() const override { return core_->world_size; }
   const CommunicatorOptions& options() const override { return core_->options; }
   Work start(const Collective& what) override;
+  at::Tensor allocate_tensor(int64_t numel, const at::TensorOptions& options) override;
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override;
   std::vector<nlohmann::json> exchange(std::string_view operation, std::string_view name,
                                        const nlohmann::json& value) override;

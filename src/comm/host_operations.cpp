@@ -98,6 +98,10 @@ Work HostGroup::start(const Collective& what) {
                  BackendAbilities{.sums_narrow = shared_memory, .averages = shared_memory}});
 }
 
+at::Tensor HostGroup::allocate_tensor(int64_t numel, const at::TensorOptions& options) {
+  return shared() ? shared_zeros(numel, options) : at::zeros({numel}, options);
+}
+
 void HostGroup::barrier(std::string_view name) {
   const Collective token{Collective::Kind::all_reduce, name, at::ones({1}, at::kInt)};
   submit(operation_label("barrier", name), "", {token, rank(), world_size(), {}}).wait();

@@ -58,6 +58,8 @@ class Rounds {
   uint32_t published() const { return published_; }
   /// Bytes that this process has published so far, in all groups.
   static int64_t bytes_published();
+  /// Counts bytes that peers read elsewhere.
+  static void count_bytes(size_t bytes);
 
   /// Place for this rank's bytes in its next round. Null while a peer may still read what is there.
   char* reserve(size_t bytes);

@@ -36,6 +36,8 @@ nlohmann::json or_reason(const Make& make) {
     return make();
   } catch (const Error& error) {
     return std::string(error.text());
+  } catch (const c10::OutOfMemoryError& error) { // a MemoryLimit
+    return std::string(error.what_without_backtrace());
   }
 }
 
@@ -62,7 +64,8 @@ std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& name
   std::vector<char*> memory = mapped(all, [](const SharedMemory& one) { return one.data(); });
   // The queue's thread uses the addresses, which moving the vector keeps.
   return std::shared_ptr<SharedRanks>(
-      new SharedRanks{std::move(all), TransferQueue(rank, memory, names)});
+      new SharedRanks{std::move(all), SharedPlaces(rank, static_cast<int>(names.size())),
+                      TransferQueue(rank, memory, names)});
 }
 
 SharedBackend::SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ranks)
@@ -118,6 +121,23 @@ TransferPlan SharedBackend::plan(Kind kind, int64_t root) const {
   return plan;
 }
 
+/// Much data is read where it is, if all ranks have it in shared memory.
+void SharedBackend::look_for_places(TransferPlan& plan) const {
+  const bool scatters = plan.kind == Kind::reduce_scatter;
+  const size_t row = plan.count * c10::elementSize(plan.from);
+  if ((plan.kind != Kind::all_reduce && plan.kind != Kind::all_gather && !scatters) ||
+      row * (scatters ? static_cast<size_t>(getSize()) : 1) < kLeastShared) {
+    return;
+  }
+  plan.places = &ranks_->places;
+  for (size_t i = 1; i < plan.inputs.size(); ++i) {
+    if (plan.inputs[i] != plan.inputs[0] + i * row) { // rows of several tensors
+      return;
+    }
+  }
+  plan.place = find_shared(plan.inputs[0]);
+}
+
 C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
                               milliseconds timeout) {
   const Collective named{plan.kind};
@@ -152,6 +172,7 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
   for (const at::Tensor& tensor : outputs) {
     plan.outputs.push_back(begin(tensor));
   }
+  look_for_places(plan);
   plan.text = std::exchange(next_text_, {});
   if (plan.text.empty()) {
     std::ostringstream text;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "shared_memory.h"
+#include "shared_places.h"
 #include "transfer_queue.h"
 
 namespace hasten::detail {
@@ -16,6 +17,7 @@ namespace hasten::detail {
 /// The memory of all ranks of a group, and the transfers in it.
 struct SharedRanks {
   std::vector<SharedMemory> memory; // [rank]
+  SharedPlaces places;
   TransferQueue queue;
 };
 
@@ -41,6 +43,11 @@ class SharedBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> exchange(std::shared_ptr<std::vector<std::string>> values);
 
   const std::string getBackendName() const override { return "shm"; }
+  /// shared_zeros(), which collectives read in place.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return shared_zeros(size, options);
+  }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
@@ -87,6 +94,7 @@ class SharedBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> start(TransferPlan plan, const Tensors& inputs,
                                        const Tensors& outputs, std::chrono::milliseconds timeout);
   TransferPlan plan(TransferPlan::Kind kind, int64_t root = 0) const;
+  void look_for_places(TransferPlan& plan) const;
   Tensors rows(const at::Tensor& all) const;
 
   const std::shared_ptr<SharedRanks> ranks_;

@@ -14,6 +14,7 @@
 #include "hasten/base/host_memory.h"
 #include "hasten/base/store_channel.h"
 #include "hasten/base/text.h"
+#include "hasten/core/memory.h"
 
 #ifndef F_SEAL_FUTURE_WRITE
 #define F_SEAL_FUTURE_WRITE 0x0010
@@ -64,8 +65,10 @@ SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
     if (::fcntl(descriptor_, F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
       ::fcntl(descriptor_, F_ADD_SEALS, kSize);
     }
+    counted_ = count_memory(static_cast<int64_t>(bytes));
   } catch (...) {
     hide();
+    unmap();
     throw;
   }
 }
@@ -85,6 +88,8 @@ SharedMemory::SharedMemory(const SharedMemoryAddress& of) : bytes_(of.bytes) {
       throw Error(kWhere, "process " + std::to_string(of.pid) + " offers other memory");
     }
     map(PROT_READ);
+    of_peer_ = true;
+    map_memory_of_peers(static_cast<int64_t>(bytes_));
   } catch (...) {
     hide();
     throw;
@@ -95,19 +100,33 @@ SharedMemory::SharedMemory(const SharedMemoryAddress& of) : bytes_(of.bytes) {
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
-      descriptor_(std::exchange(other.descriptor_, -1)) {}
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      counted_(other.counted_),
+      of_peer_(other.of_peer_) {}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   std::swap(descriptor_, other.descriptor_);
+  std::swap(counted_, other.counted_);
+  std::swap(of_peer_, other.of_peer_);
   return *this;
 }
 
 SharedMemory::~SharedMemory() {
   hide();
-  if (data_ != nullptr) {
-    ::munmap(data_, bytes_);
+  unmap();
+}
+
+void SharedMemory::unmap() {
+  if (data_ == nullptr) {
+    return;
+  }
+  ::munmap(std::exchange(data_, nullptr), bytes_);
+  if (of_peer_) {
+    map_memory_of_peers(-static_cast<int64_t>(bytes_));
+  } else if (counted_) {
+    uncount_memory(static_cast<int64_t>(bytes_));
   }
 }
 

@@ -39,10 +39,13 @@ class SharedMemory {
 
  private:
   void map(int protection);
+  void unmap();
 
   char* data_ = nullptr;
   size_t bytes_ = 0;
   int descriptor_ = -1;
+  bool counted_ = false; // by the memory meter
+  bool of_peer_ = false;
 };
 
 } // namespace hasten::detail

@@ -6,12 +6,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "hasten/comm/communicator.h"
+#include "shared_places.h"
 
 namespace hasten::detail {
 
@@ -30,6 +31,10 @@ struct TransferPlan {
   std::vector<char*> outputs{};
   /// "operation\ntensors", or any text. Equal on all ranks.
   std::string text{};
+  /// Where this rank's first input is, and what it knows of the others', for much data that can be
+  /// read in place. Given on all ranks, or on none.
+  std::optional<SharedPlace> place{};
+  SharedPlaces* places = nullptr;
   /// Instead of the above: each rank gives bytes, of any length, and gets those of all. [rank]
   std::shared_ptr<std::vector<std::string>> values = nullptr;
 };
@@ -38,23 +43,30 @@ class Transfer {
  public:
   /// Payloads that a rank reads. [rank]
   using Payloads = std::vector<const char*>;
-  static constexpr uint32_t kUnknown = std::numeric_limits<uint32_t>::max();
 
   Transfer(TransferPlan plan, int rank, int world_size);
 
   const std::string& text() const { return plan_.text; }
   uint64_t text_hash() const { return text_hash_; }
-  /// Number of rounds; kUnknown until the first one of `values` has been consumed.
+  /// Number of rounds that are known: those of values and places tell how many follow.
   uint32_t rounds() const { return rounds_; }
+  /// Whether there is nothing after so many rounds.
+  bool ends_at(uint32_t round) const { return !open_ && round == rounds_; }
   /// Whether this rank publishes it in one round, which waits for nobody.
   bool is_small() const {
-    return plan_.values != nullptr ? value_end(0) == own_value().size() : rounds_ == 1;
+    return plan_.values != nullptr ? value_end(0) == own_value().size() : rounds_ == 1 && !open_;
   }
+  /// Whether it reads the data where it is. Known at its end.
+  bool is_direct() const { return direct_; }
   size_t bytes(uint32_t round) const;
+  /// Whether this rank publishes the round after it has consumed all before it.
+  bool closes(uint32_t round) const { return closes_ && round + 1 == rounds_; }
   /// Whether the round's bytes are made from what the ranks have published in the one before.
-  bool follows(uint32_t round) const { return two_phases_ && round % 2 == 1; }
+  bool follows(uint32_t round) const { return two_phases_ && (round - openings_) % 2 == 1; }
   /// Whether consume() of the round does nothing, because the next round reads its bytes.
-  bool precedes(uint32_t round) const { return two_phases_ && round % 2 == 0; }
+  bool precedes(uint32_t round) const {
+    return two_phases_ && round >= openings_ && (round - openings_) % 2 == 0;
+  }
   /// `before`: payloads of the round before, if follows().
   void publish(uint32_t round, char* to, const Payloads& before);
   void consume(uint32_t round, const Payloads& payloads);
@@ -64,12 +76,16 @@ class Transfer {
     size_t first;
     size_t count;
   };
-  Part chunk(uint32_t round) const;
-  /// The elements of a chunk that `rank` reduces if there are two phases.
+  void count_rounds();
+  Part chunk(uint32_t step) const;
+  /// The elements of a chunk that `rank` reduces if each reduces a slice.
   Part slice(const Part& chunk, int rank) const;
   bool gives(int rank) const; // bytes in a round that does not follow another
   bool to_each() const; // other bytes for each rank
   void reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const;
+  void read_openings(uint32_t round, const Payloads& payloads);
+  void publish_direct(uint32_t step);
+  void consume_direct(uint32_t step);
   void publish_values(uint32_t round, char* to) const;
   void consume_values(uint32_t round, const Payloads& payloads);
   const std::string& own_value() const { return (*plan_.values)[static_cast<size_t>(rank_)]; }
@@ -84,6 +100,12 @@ class Transfer {
   size_t chunk_ = 1; // elements of a round
   bool two_phases_ = false;
   uint32_t rounds_ = 1;
+  bool open_ = false; // whether more rounds may follow
+  uint32_t openings_ = 0; // rounds that settle where the data is
+  bool could_map_ = false;
+  bool direct_ = false; // reads the data where it is
+  bool closes_ = false; // the last round says that this rank has read everything
+  Payloads data_{}; // [rank] there
   uint64_t text_hash_ = 0;
   std::vector<size_t> sizes_{}; // [rank] of values
 };

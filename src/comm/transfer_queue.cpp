@@ -172,7 +172,7 @@ void TransferQueue::progress(bool all) {
       error_ = std::current_exception();
     }
     const Item& first = *queue_.front();
-    if (error_ || first.consumed == first.transfer.rounds()) {
+    if (error_ || first.transfer.ends_at(first.consumed)) {
       end_first(error_);
     } else if (!moved) {
       return;
@@ -194,7 +194,7 @@ bool TransferQueue::advance_all(bool all) {
     if (i == 0) { // the others wait for it
       first_blocked = blocked_;
     }
-    if (item.published != item.transfer.rounds()) {
+    if (!item.transfer.ends_at(item.published)) {
       break; // the next transfer's rounds come after all of its rounds
     }
   }
@@ -209,10 +209,8 @@ bool TransferQueue::advance(Item& item, bool first) {
 
 bool TransferQueue::publish_round(Item& item) {
   const Transfer& transfer = item.transfer;
-  // Values have one round for certain.
-  const uint32_t known = transfer.rounds() == Transfer::kUnknown ? 1 : transfer.rounds();
   const uint32_t round = item.published;
-  if (round >= known) {
+  if (round >= transfer.rounds() || (transfer.closes(round) && item.consumed != round)) {
     return false;
   }
   if (round == 0) {

@@ -104,6 +104,11 @@ void free_counted(void* data) {
   c10::free_cpu(block);
 }
 
+static std::string over_limit(int64_t wanted, int64_t used, int64_t limit, const char* what) {
+  return "out of memory: " + std::to_string(wanted) + " bytes for " + what + ", with " +
+         std::to_string(used) + " bytes in use, exceed the limit of " + std::to_string(limit);
+}
+
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -123,11 +128,8 @@ class CountingAllocator final : public c10::Allocator {
     char* block = nullptr;
     try {
       if (const int64_t limit = counters.limit; live > limit) {
-        throw c10::OutOfMemoryError(
-            {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-            "out of memory: " + std::to_string(wanted) + " bytes for a CPU tensor, with " +
-                std::to_string(live - wanted) + " bytes in use, exceed the limit of " +
-                std::to_string(limit));
+        throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                    over_limit(wanted, live - wanted, limit, "a CPU tensor"));
       }
       block = static_cast<char*>(c10::alloc_cpu(bytes + kMemoryHeader));
     } catch (...) {
@@ -155,6 +157,30 @@ int64_t process_status_bytes(const std::string& key) {
 
 } // namespace detail
 
+static std::atomic<bool> metered{false};
+
+bool detail::count_memory(int64_t bytes) {
+  MemoryCounters& counters = memory_counters();
+  if (!metered) {
+    return false;
+  }
+  const int64_t live = counters.live += bytes;
+  if (live > counters.limit) {
+    counters.live -= bytes;
+    throw c10::OutOfMemoryError(
+        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+        over_limit(bytes, live - bytes, counters.limit, "memory that processes share"));
+  }
+  counters.note(live);
+  return true;
+}
+
+void detail::uncount_memory(int64_t bytes) { memory_counters().live -= bytes; }
+
+static std::atomic<int64_t> peers_bytes{0};
+
+void detail::map_memory_of_peers(int64_t bytes) { peers_bytes += bytes; }
+
 bool in_memory_rehearsal() { return detail::rehearsed_counters != nullptr; }
 
 void install_memory_meter() {
@@ -162,6 +188,7 @@ void install_memory_meter() {
   std::call_once(once, [] {
     // Never freed, because tensors may outlive static destructors.
     c10::SetCPUAllocator(new detail::CountingAllocator, 255);
+    metered = true;
   });
 }
 
@@ -259,8 +286,8 @@ ErrorKind error_kind(const std::exception& error) {
   return is_out_of_memory(error) ? ErrorKind::out_of_memory : kind_of(error);
 }
 
-int64_t peak_resident_bytes() { return detail::process_status_bytes("VmHWM:"); }
+int64_t peak_resident_bytes() { return detail::process_status_bytes("VmHWM:") - peers_bytes; }
 
-int64_t resident_bytes() { return detail::process_status_bytes("VmRSS:"); }
+int64_t resident_bytes() { return detail::process_status_bytes("VmRSS:") - peers_bytes; }
 
 } // namespace hasten

@@ -131,7 +131,7 @@ void Averager::Impl::make_buffers() {
   for (Group& group : groups) {
     const auto tensor_options = at::TensorOptions().dtype(group.dtype);
     group.buffer = options.allocator ? options.allocator(group.numel, tensor_options)
-                                     : at::zeros({group.numel}, tensor_options);
+                                     : communicator->allocate_tensor(group.numel, tensor_options);
   }
 }
 

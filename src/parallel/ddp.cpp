@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
@@ -21,7 +22,8 @@ Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::
       parameters_(detail::unique_tensors(module_->named_parameters())),
       module_buffers_(detail::unique_tensors(module_->named_buffers())),
       gradients_((detail::verify_and_broadcast(*communicator_, parameters_, module_buffers_),
-                  FlatLayout(parameters_))) {
+                  FlatLayout(parameters_)),
+                 std::bind_front(&Communicator::allocate_tensor, communicator_)) {
   if (!(options_.bucket_cap_mb > 0) || !(options_.first_bucket_mb > 0)) {
     throw InputError("parallel::Ddp",
                      "bucket_cap_mb=" + std::to_string(options_.bucket_cap_mb) +

@@ -5,6 +5,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
+#include <functional>
 #include <atomic>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
@@ -247,7 +248,8 @@ FullyShard::FullyShard(std::shared_ptr<Communicator> communicator,
     : communicator_(std::move(communicator)),
       module_(std::move(module)),
       options_(std::move(options)),
-      buffers_(std::make_shared<detail::ShardBuffers>()),
+      buffers_(std::make_shared<detail::ShardBuffers>(
+          std::bind_front(&Communicator::allocate_tensor, communicator_))),
       module_buffers_(detail::unique_tensors(module_->named_buffers())) {
   check_shard_options(options_);
   const detail::ShardBlocks blocks = detail::number_blocks(modules, *module_);

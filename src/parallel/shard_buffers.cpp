@@ -22,7 +22,7 @@ at::Tensor ShardBuffers::find(int64_t bytes, at::Device device) {
     }
     bytes_ += bytes - (small.defined() ? small.numel() : 0);
   }
-  return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+  return allocate_(bytes, at::TensorOptions(at::kByte).device(device));
 }
 
 c10::DataPtr ShardBuffers::take_memory(size_t bytes, at::Device device) {

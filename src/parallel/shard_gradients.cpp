@@ -98,9 +98,9 @@ void ShardUnit::start_reduction(Communicator& communicator) {
         additions_.first.push_back(to);
         to = additions_.second.emplace_back(buffers_->take({piece.numel}, flat.gradient.options()));
       }
-      // Other devices' back ends know whether they need it.
+      // The back ends of other devices know whether they need it.
       const at::Tensor scratch =
-          rows.is_cpu() ? buffers_->take(rows.sizes(), rows.options()) : at::Tensor();
+          rows.is_cpu() && communicator.options().backend == "gloo" ? buffers_->take(rows.sizes(), rows.options()) : at::Tensor();
       operations.push_back(
           {Collective::Kind::reduce_scatter, what, to, rows, ReduceOp::SUM, 0, scratch});
       report_.reduced_bytes += static_cast<int64_t>(rows.nbytes());

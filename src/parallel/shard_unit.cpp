@@ -125,7 +125,7 @@ void ShardUnit::make_shards(ShardFlat& flat) {
   const at::TensorOptions options =
       flat.tensors.front().entry->parameter.options().requires_grad(false);
   if (!flat.in_place) {
-    flat.shard = at::zeros({flat.numel}, options);
+    flat.shard = buffers_->zeros(flat.numel, options);
     flat.zeros = at::zeros({ranks_ * 256}, options.dtype(at::kByte)); // less than 32 elements each
     flat.whole = without_memory(ranks_ * flat.numel, options.dtype(flat.compute));
   }

@@ -2,10 +2,13 @@
 // sees both sides.
 #include "transfer_queue.h"
 
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <random>
 #include <thread>
@@ -47,14 +50,17 @@ static std::vector<int> ranks_of(int world) {
   return ranks;
 }
 
+using AsRank = std::function<void(int rank, TransferQueue& queue, SharedPlaces& places)>;
+
 /// Runs `f` as each rank, in a thread each.
-static void as_ranks(int world, const std::function<void(int rank, TransferQueue& queue)>& f) {
+static void as_ranks(int world, const AsRank& f) {
   const Memory memory(world);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
+      SharedPlaces places(rank, world);
       TransferQueue queue(rank, memory.all(), ranks_of(world));
-      f(rank, queue);
+      f(rank, queue, places);
     });
   }
   for (std::thread& thread : threads) {
@@ -160,7 +166,7 @@ static void drive_to_end(TransferQueue& queue, const Item& item) {
 
 TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnderWay) {
   for (const int world : {2, 3, 4}) {
-    as_ranks(world, [&](int rank, TransferQueue& queue) {
+    as_ranks(world, [&](int rank, TransferQueue& queue, SharedPlaces&) {
       std::mt19937 random(17); // the same operations on all ranks
       const std::vector<size_t> sizes{0, 1, 3, 1000, 9000, 65'536, 70'001, 300'000};
       std::deque<std::unique_ptr<Operation>> under_way;
@@ -189,8 +195,72 @@ TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnder
   }
 }
 
+TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
+  constexpr std::array kKinds{Kind::all_reduce, Kind::all_gather, Kind::reduce_scatter};
+  for (const int world : {2, 3, 4}) {
+    as_ranks(world, [&](int rank, TransferQueue& queue, SharedPlaces& places) {
+      std::mt19937 random(23); // the same on all ranks
+      const auto ranks = static_cast<int64_t>(world);
+      std::deque<at::Tensor> kept;
+      int found_in_place = 0;
+      for (int i = 0; i < 12; ++i) {
+        const Kind kind = kKinds[random() % 3];
+        const auto count = static_cast<int64_t>(70'000 + random() % 500'000);
+        const bool elsewhere = random() % 4 == 0 && rank == 1;
+        const auto skipped = static_cast<int64_t>(random() % 100) * rank; // not at the beginning
+        const int64_t given = kind == Kind::reduce_scatter ? ranks * count : count;
+        const at::Tensor all = elsewhere ? at::zeros({skipped + given})
+                                         : shared_zeros(skipped + given, at::kFloat);
+        const at::Tensor input = all.narrow(0, skipped, given);
+        input.copy_(at::arange(given) % 1000 + rank);
+        const at::Tensor output = kind == Kind::all_reduce ? input
+                                  : kind == Kind::all_gather
+                                      ? at::zeros({ranks * count})
+                                      : at::zeros({count});
+        TransferPlan plan;
+        plan.kind = kind;
+        plan.count = static_cast<size_t>(count);
+        plan.from = plan.to = c10::kFloat;
+        for (const at::Tensor& row : input.view({-1, count}).unbind()) {
+          plan.inputs.push_back(static_cast<const char*>(row.const_data_ptr()));
+        }
+        for (const at::Tensor& row : output.view({-1, count}).unbind()) {
+          plan.outputs.push_back(static_cast<char*>(row.mutable_data_ptr()));
+        }
+        plan.text = std::to_string(i);
+        plan.places = &places;
+        plan.place = find_shared(plan.inputs[0]);
+        EXPECT_EQ(plan.place.has_value(), !elsewhere);
+        const auto item = std::make_shared<Item>(std::move(plan), rank, world);
+        queue.start(item);
+        Operation after(Kind::all_reduce, 3, 0, rank, world);
+        queue.start(after.item);
+        drive_to_end(queue, *item);
+        found_in_place += item->transfer.is_direct() ? 1 : 0;
+        const at::Tensor own = at::arange(given) % 1000;
+        const at::Tensor sum = own * world + world * (world - 1) / 2.0;
+        if (kind == Kind::all_gather) {
+          for (int64_t r = 0; r < ranks; ++r) {
+            EXPECT_TRUE(output.narrow(0, r * count, count).equal(own + r)) << i;
+          }
+        } else {
+          EXPECT_TRUE(output.equal(kind == Kind::all_reduce ? sum : sum.view({ranks, count})[rank])) << i;
+        }
+        drive_to_end(queue, *after.item);
+        EXPECT_EQ(after.wrong(rank, world), 0U);
+        kept.push_back(all); // some memory is used again, some is freed meanwhile
+        while (kept.size() > random() % 3) {
+          kept.pop_front();
+        }
+      }
+      EXPECT_GT(found_in_place, 3);
+      EXPECT_LT(found_in_place, 12);
+    });
+  }
+}
+
 TEST(TransferQueue, AHurriedTransferEndsWithoutAnybodyWhoWaits) {
-  as_ranks(2, [](int rank, TransferQueue& queue) {
+  as_ranks(2, [](int rank, TransferQueue& queue, SharedPlaces&) {
     Operation operation(Kind::all_reduce, 10, 0, rank, 2);
     queue.start(operation.item);
     queue.hurry(*operation.item);
@@ -203,7 +273,7 @@ TEST(TransferQueue, AHurriedTransferEndsWithoutAnybodyWhoWaits) {
 }
 
 TEST(TransferQueue, ALargeTransferEndsWithoutAnybodyWhoWaits) {
-  as_ranks(3, [](int rank, TransferQueue& queue) {
+  as_ranks(3, [](int rank, TransferQueue& queue, SharedPlaces&) {
     Operation operation(Kind::all_reduce, 500'000, 0, rank, 3);
     queue.start(operation.item);
     for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
@@ -214,7 +284,7 @@ TEST(TransferQueue, ALargeTransferEndsWithoutAnybodyWhoWaits) {
 }
 
 TEST(TransferQueue, ValuesOfAnyLengthReachAllRanks) {
-  as_ranks(3, [](int rank, TransferQueue& queue) {
+  as_ranks(3, [](int rank, TransferQueue& queue, SharedPlaces&) {
     for (const size_t size :
          {size_t{0}, size_t{5}, size_t{262'136}, size_t{262'137}, size_t{900'000}}) {
       const auto values = std::make_shared<std::vector<std::string>>(3);
@@ -239,7 +309,7 @@ TEST(TransferQueue, ValuesOfAnyLengthReachAllRanks) {
 
 TEST(TransferQueue, RanksInDifferentOperationsAllFailAndNameTwo) {
   for (const size_t other : {size_t{4}, size_t{400'000}}) {
-    as_ranks(3, [&](int rank, TransferQueue& queue) {
+    as_ranks(3, [&](int rank, TransferQueue& queue, SharedPlaces&) {
       Operation operation(Kind::all_reduce, rank == 2 ? other : 3, 0, rank, 3);
       queue.start(operation.item);
       drive_to_end(queue, *operation.item);

@@ -14,7 +14,8 @@
 namespace hasten {
 
 struct MemoryStats {
-  /// Bytes of tensors alive now. For the CPU 0 if no meter is installed.
+  /// Bytes of tensors alive now, and of the memory of the back end shm. For the CPU 0 if no meter is
+  /// installed.
   int64_t live_bytes = 0;
   /// Maximum of live_bytes since the last reset.
   int64_t peak_bytes = 0;
@@ -66,12 +67,20 @@ bool is_out_of_memory(const std::exception& error);
 /// out_of_memory if is_out_of_memory(), else kind_of() (base/error.h).
 ErrorKind error_kind(const std::exception& error);
 
-/// Maximum resident memory of this process so far, in bytes (VmHWM).
+/// Maximum resident memory of this process so far, in bytes (VmHWM), without the peers' memory that
+/// it maps now (back end shm): the rank that owns it counts it.
 int64_t peak_resident_bytes();
-/// Resident memory now, in bytes.
+/// Resident memory now, in bytes, likewise.
 int64_t resident_bytes();
 
 namespace detail {
+
+/// Counts memory that is no tensor's of the CPU allocator. False if no meter is installed; then do
+/// not uncount it. Throws c10::OutOfMemoryError like an allocation above a MemoryLimit.
+bool count_memory(int64_t bytes);
+void uncount_memory(int64_t bytes);
+/// This process maps so many bytes of others more, or less.
+void map_memory_of_peers(int64_t bytes);
 
 /// What this process's tensors are expected to take at most. Errors name it. Bytes; 0: nothing is
 /// planned.

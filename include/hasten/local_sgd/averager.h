@@ -72,7 +72,7 @@ struct AveragerOptions {
   /// time (start's `fragment`) to send less per synchronisation. ≥ 1. More than the number of
   /// tensors has no further effect.
   int64_t fragments = 1;
-  /// Allocates the buffers; at::zeros by default.
+  /// Allocates the buffers; Communicator::allocate_tensor() by default.
   FlatAllocator allocator{};
 };
 

@@ -1,0 +1,169 @@
+#include "shared_places.h"
+
+#include <ATen/ATen.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <type_traits>
+
+#include "hasten/base/error.h"
+
+namespace hasten::detail {
+
+/// The memory of this process's tensors.
+class SharedTensors {
+ public:
+  uint64_t add(std::shared_ptr<const SharedMemory> memory, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const char* const begin = memory->data();
+    by_begin_[begin] = {++last_, bytes, std::move(memory)};
+    numbers_.emplace(last_, begin);
+    return last_;
+  }
+  void remove(uint64_t number) {
+    std::shared_ptr<const SharedMemory> last; // freed without the mutex
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = numbers_.find(number);
+    last = std::move(by_begin_.at(found->second).memory);
+    by_begin_.erase(found->second);
+    numbers_.erase(found);
+  }
+  std::optional<SharedPlace> find(const char* at) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto after = by_begin_.upper_bound(at);
+    if (after == by_begin_.begin()) {
+      return std::nullopt;
+    }
+    const auto& [begin, block] = *--after;
+    const auto offset = static_cast<uint64_t>(at - begin);
+    if (offset >= block.bytes) {
+      return std::nullopt;
+    }
+    return SharedPlace{block.memory, block.number, offset};
+  }
+  std::shared_ptr<const SharedMemory> memory(uint64_t number) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = numbers_.find(number);
+    return found == numbers_.end() ? nullptr : by_begin_.at(found->second).memory;
+  }
+
+ private:
+  struct Block {
+    uint64_t number = 0;
+    size_t bytes = 0;
+    std::shared_ptr<const SharedMemory> memory{};
+  };
+  mutable std::mutex mutex_;
+  std::map<const char*, Block> by_begin_{};
+  std::map<uint64_t, const char*> numbers_{};
+  uint64_t last_ = 0;
+};
+
+static SharedTensors& shared_tensors() {
+  static auto* const tensors = new SharedTensors; // tensors may outlive static destructors
+  return *tensors;
+}
+
+at::Tensor shared_zeros(int64_t numel, const at::TensorOptions& options) {
+  const size_t bytes =
+      static_cast<size_t>(numel) * c10::elementSize(c10::typeMetaToScalarType(options.dtype()));
+  if (bytes >= kLeastShared && options.device().is_cpu()) {
+    try {
+      auto memory = std::make_shared<const SharedMemory>(bytes);
+      char* const data = memory->data();
+      const uint64_t number = shared_tensors().add(std::move(memory), bytes);
+      return at::from_blob(
+          data, {numel}, [number](void*) { shared_tensors().remove(number); }, options);
+    } catch (const Error&) { // too little memory of this kind
+    }
+  }
+  return at::zeros({numel}, options);
+}
+
+std::optional<SharedPlace> find_shared(const char* begin) { return shared_tensors().find(begin); }
+
+using Opening = SharedPlaces::Opening;
+static_assert(std::is_trivially_copyable_v<Opening>);
+
+void SharedPlaces::write(const std::optional<SharedPlace>& own, char* to) {
+  Opening opening;
+  if (own) {
+    opening.number = own->number;
+    opening.offset = own->offset;
+    opening.address = own->memory->address();
+    named_.insert(own->number);
+  }
+  size_t freed = 0;
+  for (auto it = named_.begin(); it != named_.end() && freed < kFreed;) {
+    if (shared_tensors().memory(*it) == nullptr && *it != opening.number) {
+      opening.freed[freed++] = *it;
+      it = named_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  std::memcpy(to, &opening, sizeof(opening));
+}
+
+SharedPlaces::Way SharedPlaces::read(const std::vector<const char*>& openings) {
+  openings_.resize(openings.size());
+  asked_.clear();
+  bool copied = false;
+  for (size_t i = 0; i < openings.size(); ++i) {
+    Opening& opening = openings_[i];
+    std::memcpy(&opening, openings[i], sizeof(opening));
+    Peer& peer = known_[i];
+    for (const uint64_t number : opening.freed) {
+      peer.mapped.erase(number);
+      peer.refused.erase(number);
+    }
+    copied |= opening.number == 0 || peer.refused.contains(opening.number);
+    if (!peer.mapped.contains(opening.number)) {
+      asked_.push_back(i);
+    }
+  }
+  return copied ? Way::copied : asked_.empty() ? Way::direct : Way::asked;
+}
+
+bool SharedPlaces::map() {
+  try {
+    for (const size_t i : asked_) {
+      const Opening& opening = openings_[i];
+      const bool here = opening.address.pid == ::getpid(); // of this rank, or of another thread
+      auto memory = here ? shared_tensors().memory(opening.number)
+                         : std::make_shared<const SharedMemory>(opening.address);
+      if (memory == nullptr) {
+        return false;
+      }
+      known_[i].mapped[opening.number] = here && std::cmp_equal(i, rank_) ? nullptr : memory;
+    }
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+SharedPlaces::Way SharedPlaces::settle(const std::vector<const char*>& answers) {
+  if (std::ranges::all_of(answers, [](const char* answer) { return *answer != 0; })) {
+    return Way::direct;
+  }
+  for (const size_t i : asked_) {
+    known_[i].mapped.erase(openings_[i].number);
+    known_[i].refused.insert(openings_[i].number);
+  }
+  return Way::copied;
+}
+
+std::vector<const char*> SharedPlaces::data() const {
+  std::vector<const char*> begins(openings_.size(), nullptr);
+  for (size_t i = 0; i < openings_.size(); ++i) {
+    if (!std::cmp_equal(i, rank_)) {
+      begins[i] = known_[i].mapped.at(openings_[i].number)->data() + openings_[i].offset;
+    }
+  }
+  return begins;
+}
+
+} // namespace hasten::detail

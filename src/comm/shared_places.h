@@ -1,0 +1,81 @@
+// Tensors in memory that the other ranks of the host can map, so that a collective reads them where
+// they are, and how the ranks of a group find out where that is.
+//
+// Note [Places]
+// A tensor of shared_zeros() is memory of its own with a number. A transfer of much data begins with
+// an Opening of each rank: where its tensor is, or that it is elsewhere. If it is elsewhere on one
+// rank, the data is copied through the rings. If a rank has not mapped a peer's memory yet, it does so
+// now, and a second round tells whether all ranks could. All ranks read the same, so they choose the
+// same way. An Opening also tells which memory its rank does not have any more; the others unmap it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "shared_memory.h"
+
+namespace hasten::detail {
+
+/// Less data is copied: that is faster than an Opening.
+constexpr size_t kLeastShared = size_t{256} << 10; // bytes
+
+/// Zeros in memory of their own. Ordinary zeros if they have less than kLeastShared bytes, are not for
+/// the CPU, or this host lacks the memory. Local.
+at::Tensor shared_zeros(int64_t numel, const at::TensorOptions& options);
+
+/// Where data of shared_zeros() is.
+struct SharedPlace {
+  std::shared_ptr<const SharedMemory> memory{};
+  uint64_t number = 0;
+  uint64_t offset = 0; // bytes
+};
+/// Of data that begins there; none if it is not of shared_zeros().
+std::optional<SharedPlace> find_shared(const char* begin);
+
+/// What one rank of a group knows of the others' tensors. Used by one thread at a time.
+class SharedPlaces {
+ public:
+  static constexpr size_t kFreed = 8;
+  struct Opening {
+    uint64_t number = 0; // 0: elsewhere
+    uint64_t offset = 0;
+    SharedMemoryAddress address{};
+    uint64_t freed[kFreed]{}; // numbers
+  };
+  enum class Way { copied, asked, direct };
+
+  SharedPlaces(int rank, int world_size) : rank_(rank), known_(static_cast<size_t>(world_size)) {}
+
+  /// This rank's Opening, at `to`.
+  void write(const std::optional<SharedPlace>& own, char* to);
+  /// [rank] The openings of all. `asked`: somebody has to map memory first, in map().
+  Way read(const std::vector<const char*>& openings);
+  /// Maps what read() found. Whether it could.
+  bool map();
+  /// Whether all ranks could: `answers` has a byte of each, not zero if so.
+  Way settle(const std::vector<const char*>& answers);
+  /// [rank] Where the tensors begin, if they are direct. Null for this rank.
+  std::vector<const char*> data() const;
+
+ private:
+  struct Peer {
+    std::map<uint64_t, std::shared_ptr<const SharedMemory>> mapped{}; // on all ranks
+    std::set<uint64_t> refused{}; // a rank could not map it
+  };
+
+  const int rank_;
+  std::vector<Peer> known_; // [rank]
+  std::vector<Opening> openings_{}; // [rank] of the last read()
+  std::vector<size_t> asked_{}; // ranks whose memory it found new
+  std::set<uint64_t> named_{}; // own memory that peers may have mapped
+};
+
+} // namespace hasten::detail
