@@ -1,9 +1,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <iostream>
 #include <nlohmann/json.hpp>
+#include <random>
+#include <set>
+#include <string>
 #include <thread>
 
 #include "hasten/base/error.h"
@@ -121,6 +128,61 @@ TEST(CommFault, KilledRankIsNamedByThoseWhoMakeAGroup) {
 TEST(CommFault, KilledRankIsNamedAtTheNextCallOfThoseThatCompute) {
   expect_named(spawn(2, "CommNoticesAtTheNextCall", {.kind = FaultKind::kill, .rank = 1}), 1,
                "all_reduce \"bucket 3\": rank 1 died", 5);
+}
+
+// Small and large data, copied and in place, in memory that comes and goes.
+HASTEN_RANK_FUNCTION(CommRunsCollectivesUntilARankDies) {
+  const auto comm = comm_of(rank, milliseconds(60'000));
+  if (rank.is_faulty()) {
+    std::thread([&rank] {
+      std::this_thread::sleep_for(
+          std::chrono::microseconds(std::atoi(std::getenv("HASTEN_KILL_AFTER_US"))));
+      rank.fault_here();
+    }).detach();
+  }
+  torch::Tensor shared;
+  const torch::Tensor rows = comm->allocate_tensor(300'000, at::kFloat).view({3, 100'000});
+  const torch::Tensor row = torch::zeros({100'000});
+  while (true) {
+    shared = comm->allocate_tensor(500'000, at::kFloat);
+    for (int i = 0; i < 5; ++i) {
+      comm->all_reduce(torch::ones({100}), ReduceOp::SUM, "small");
+      const Work sum = comm->all_reduce_async(shared, ReduceOp::SUM, "in place");
+      comm->all_gather_object(i, "value");
+      comm->all_reduce(torch::ones({300'000}), ReduceOp::SUM, "copied");
+      comm->reduce_scatter_async(row, rows, "rows").wait();
+      comm->barrier("all");
+    }
+  }
+}
+
+// HASTEN_KILLS: how many.
+TEST(CommFault, ARankKilledAtAnyMomentIsNamedAndLeavesNothing) {
+  const auto files = [] {
+    std::set<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+      names.insert(entry.path().filename());
+    }
+    return names;
+  };
+  const std::set<std::string> before = files();
+  const char* wanted = std::getenv("HASTEN_KILLS");
+  std::mt19937 random(20);
+  double longest = 0;
+  for (int i = 0; i < (wanted == nullptr ? 3 : std::atoi(wanted)); ++i) {
+    const auto killed = static_cast<size_t>(random() % 3);
+    const auto ranks = spawn(3, "CommRunsCollectivesUntilARankDies",
+                             {.kind = FaultKind::kill, .rank = static_cast<int>(killed)},
+                             {.environment = {{"HASTEN_KILL_AFTER_US",
+                                               std::to_string(random() % 50'000)}}});
+    expect_named(ranks, killed, "rank " + std::to_string(killed) + " died", 5);
+    for (const RankReport& rank : ranks) {
+      longest = std::max(longest, rank.seconds_after_fault);
+    }
+  }
+  EXPECT_EQ(files(), before);
+  RecordProperty("longest_seconds", std::to_string(longest));
+  std::cout << "named within " << longest << " s\n";
 }
 
 // Long before the timeout of 60 s; SpawnWorldOptions::deadline is 30 s.

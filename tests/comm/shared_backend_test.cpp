@@ -2,12 +2,15 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <fstream>
+#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "hasten/base/error.h"
 #include "hasten/comm/shared_memory_backend.h"
+#include "hasten/core/memory.h"
 #include "support/communicator.h"
 #include "support/world.h"
 
@@ -166,6 +169,63 @@ TEST(SharedBackend, GroupsOfTheCommunicatorHaveItWhereAllRanksAreOnOneHost) {
   const auto other = comm->duplicate({.name = "over TCP", .backend = "gloo"});
   EXPECT_EQ(other->options().backend, comm->world_size() > 1 ? "shm" : "gloo");
   other->close();
+}
+
+TEST(SharedBackend, AllocatedTensorsAreReducedInPlaceAndCountAsTensors) {
+  if (testing_support::test_world().world_size == 1) {
+    return;
+  }
+  install_memory_meter();
+  const auto backend = fresh_backend();
+  const int size = backend->getSize();
+  const int rank = backend->getRank();
+  ASSERT_TRUE(backend->supportsTensorAlloc(0));
+  const auto memory_files = [] {
+    std::ifstream maps("/proc/self/maps");
+    int found = 0;
+    for (std::string line; std::getline(maps, line);) {
+      found += line.find("/memfd:hasten") != std::string::npos ? 1 : 0;
+    }
+    return found;
+  };
+  const int rings = memory_files();
+  constexpr int64_t kCount = 400'000;
+  const int64_t before = memory_stats().live_bytes;
+  Tensors own{backend->allocateTensor(size * kCount, torch::kFloat)};
+  EXPECT_EQ(memory_stats().live_bytes - before, size * kCount * 4);
+  Tensors part{own[0].narrow(0, 1000, kCount)};
+  for (int i = 1; i < 4; ++i) {
+    part[0].fill_(rank + i);
+    own[0].narrow(0, 0, 1000).fill_(-1);
+    backend->allreduce(part)->wait();
+    EXPECT_TRUE(part[0].eq(size * (size - 1) / 2 + size * i).all().item<bool>());
+    EXPECT_TRUE(own[0].narrow(0, 0, 1000).eq(-1).all().item<bool>());
+  }
+  for (int r = 0; r < size; ++r) {
+    own[0].narrow(0, r * kCount, kCount).fill_(rank + 10 * r);
+  }
+  Tensor row = torch::zeros({kCount});
+  backend->_reduce_scatter_base(row, own[0], {})->wait();
+  EXPECT_TRUE(row.eq(size * (size - 1) / 2 + 10 * rank * size).all().item<bool>());
+  Tensor all = torch::zeros({size * kCount});
+  part[0].fill_(rank);
+  backend->_allgather_base(all, part[0], {})->wait();
+  EXPECT_TRUE(all.equal(torch::arange(size).repeat_interleave(kCount).to(torch::kFloat)));
+  row = all = part[0] = own[0] = Tensor();
+  EXPECT_EQ(memory_stats().live_bytes, before);
+  // Memory that has gone is unmapped everywhere with the next large transfer.
+  EXPECT_EQ(memory_files(), rings + size - 1);
+  part[0] = torch::ones({kCount});
+  backend->allreduce(part)->wait();
+  EXPECT_EQ(memory_files(), rings);
+}
+
+TEST(SharedBackend, AMemoryLimitHoldsForAllocatedTensors) {
+  const auto backend = fresh_backend();
+  install_memory_meter();
+  const MemoryLimit limit(memory_stats().live_bytes + (1 << 20));
+  EXPECT_THROW(backend->allocateTensor(1 << 20, torch::kFloat), c10::OutOfMemoryError);
+  EXPECT_NO_THROW(backend->allocateTensor(1 << 17, torch::kFloat));
 }
 
 } // namespace hasten::shared_backend_test
