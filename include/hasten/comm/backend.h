@@ -1,7 +1,7 @@
 // Back ends: what moves the tensors of a group. CommunicatorOptions::backend chooses one by name,
 // like the `backend` of torch.distributed.init_process_group. hasten has "shm" for the ranks of one
-// host, "gloo", and "nccl" for CUDA. A program may register others before it creates a Communicator: a whole Communicator, or a
-// c10d::Backend for the memory of a type of device.
+// host, "gloo", and "nccl" for CUDA. A program may register others before it creates a Communicator:
+// a whole Communicator, or a c10d::Backend for the memory of a type of device.
 // Threading: free functions, any thread.
 #pragma once
 
