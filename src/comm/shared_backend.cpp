@@ -36,8 +36,6 @@ nlohmann::json or_reason(const Make& make) {
     return make();
   } catch (const Error& error) {
     return std::string(error.text());
-  } catch (const c10::OutOfMemoryError& error) { // a MemoryLimit
-    return std::string(error.what_without_backtrace());
   }
 }
 

@@ -65,7 +65,6 @@ SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
     if (::fcntl(descriptor_, F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
       ::fcntl(descriptor_, F_ADD_SEALS, kSize);
     }
-    counted_ = count_memory(static_cast<int64_t>(bytes));
   } catch (...) {
     hide();
     unmap();
@@ -101,14 +100,12 @@ SharedMemory::SharedMemory(SharedMemory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
       descriptor_(std::exchange(other.descriptor_, -1)),
-      counted_(other.counted_),
       of_peer_(other.of_peer_) {}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   std::swap(descriptor_, other.descriptor_);
-  std::swap(counted_, other.counted_);
   std::swap(of_peer_, other.of_peer_);
   return *this;
 }
@@ -125,8 +122,6 @@ void SharedMemory::unmap() {
   ::munmap(std::exchange(data_, nullptr), bytes_);
   if (of_peer_) {
     map_memory_of_peers(-static_cast<int64_t>(bytes_));
-  } else if (counted_) {
-    uncount_memory(static_cast<int64_t>(bytes_));
   }
 }
 

@@ -44,7 +44,6 @@ class SharedMemory {
   char* data_ = nullptr;
   size_t bytes_ = 0;
   int descriptor_ = -1;
-  bool counted_ = false; // by the memory meter
   bool of_peer_ = false;
 };
 

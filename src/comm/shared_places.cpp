@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "hasten/base/error.h"
+#include "hasten/core/memory.h"
 
 namespace hasten::detail {
 
@@ -72,10 +73,16 @@ at::Tensor shared_zeros(int64_t numel, const at::TensorOptions& options) {
   if (bytes >= kLeastShared && options.device().is_cpu()) {
     try {
       auto memory = std::make_shared<const SharedMemory>(bytes);
+      const bool counted = count_memory(static_cast<int64_t>(bytes));
       char* const data = memory->data();
       const uint64_t number = shared_tensors().add(std::move(memory), bytes);
-      return at::from_blob(
-          data, {numel}, [number](void*) { shared_tensors().remove(number); }, options);
+      const auto free = [number, bytes, counted](void*) {
+        shared_tensors().remove(number);
+        if (counted) {
+          uncount_memory(static_cast<int64_t>(bytes));
+        }
+      };
+      return at::from_blob(data, {numel}, free, options);
     } catch (const Error&) { // too little memory of this kind
     }
   }

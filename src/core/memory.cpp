@@ -169,7 +169,7 @@ bool detail::count_memory(int64_t bytes) {
     counters.live -= bytes;
     throw c10::OutOfMemoryError(
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-        over_limit(bytes, live - bytes, counters.limit, "memory that processes share"));
+        over_limit(bytes, live - bytes, counters.limit, "a tensor in shared memory"));
   }
   counters.note(live);
   return true;

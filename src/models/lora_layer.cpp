@@ -188,6 +188,13 @@ at::Tensor addmm_under_autocast(const at::Tensor& bias, const at::Tensor& x,
       alpha);
 }
 
+template <c10::DeviceType device>
+void implement_under_autocast(torch::Library& library) {
+  library.impl("linear", TORCH_FN(linear_under_autocast<device>))
+      .impl("matmul", TORCH_FN(matmul_under_autocast<device>))
+      .impl("addmm", TORCH_FN(addmm_under_autocast<device>));
+}
+
 class NoWarnings final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -208,20 +215,18 @@ static void register_products() {
     const auto under = [&](Key key) -> torch::Library& {
       return made.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
     };
-    for (const Key key : {Key::AutogradCPU, Key::AutogradCUDA}) {
+    for (const Key key : {Key::AutogradCPU, Key::AutogradCUDA, Key::AutogradXPU, Key::AutogradMPS,
+                          Key::AutogradPrivateUse1}) {
       under(key)
           .impl("linear", TORCH_FN(linear_kernel))
           .impl("matmul", TORCH_FN(matmul_kernel))
           .impl("addmm", TORCH_FN(addmm_kernel));
     }
-    under(Key::AutocastCPU)
-        .impl("linear", TORCH_FN(linear_under_autocast<c10::DeviceType::CPU>))
-        .impl("matmul", TORCH_FN(matmul_under_autocast<c10::DeviceType::CPU>))
-        .impl("addmm", TORCH_FN(addmm_under_autocast<c10::DeviceType::CPU>));
-    under(Key::AutocastCUDA)
-        .impl("linear", TORCH_FN(linear_under_autocast<c10::DeviceType::CUDA>))
-        .impl("matmul", TORCH_FN(matmul_under_autocast<c10::DeviceType::CUDA>))
-        .impl("addmm", TORCH_FN(addmm_under_autocast<c10::DeviceType::CUDA>));
+    implement_under_autocast<c10::DeviceType::CPU>(under(Key::AutocastCPU));
+    implement_under_autocast<c10::DeviceType::CUDA>(under(Key::AutocastCUDA));
+    implement_under_autocast<c10::DeviceType::XPU>(under(Key::AutocastXPU));
+    implement_under_autocast<c10::DeviceType::MPS>(under(Key::AutocastMPS));
+    implement_under_autocast<c10::DeviceType::PrivateUse1>(under(Key::AutocastPrivateUse1));
     under(Key::ADInplaceOrView)
         .impl("linear", TORCH_FN(linear_kernel))
         .impl("matmul", TORCH_FN(matmul_kernel))

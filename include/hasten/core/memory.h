@@ -14,8 +14,8 @@
 namespace hasten {
 
 struct MemoryStats {
-  /// Bytes of tensors alive now, and of the memory of the back end shm. For the CPU 0 if no meter is
-  /// installed.
+  /// Bytes of tensors alive now, those of Communicator::allocate_tensor() included. For the CPU 0 if no
+  /// meter is installed.
   int64_t live_bytes = 0;
   /// Maximum of live_bytes since the last reset.
   int64_t peak_bytes = 0;
@@ -75,7 +75,7 @@ int64_t resident_bytes();
 
 namespace detail {
 
-/// Counts memory that is no tensor's of the CPU allocator. False if no meter is installed; then do
+/// Counts memory of a tensor that is not from the CPU allocator. False if no meter is installed; then do
 /// not uncount it. Throws c10::OutOfMemoryError like an allocation above a MemoryLimit.
 bool count_memory(int64_t bytes);
 void uncount_memory(int64_t bytes);
