@@ -73,8 +73,8 @@ nlohmann::ordered_json environment_json() {
     json["speed_of_fp32"][name] = precision_speedup(dtype);
   }
   json["cuda_devices"] = gpus;
-  json["collectives"] =
-      gpus > 0 ? std::vector<std::string>{"nccl", "shm", "gloo"} : std::vector<std::string>{"shm", "gloo"};
+  json["collectives"] = gpus > 0 ? std::vector<std::string>{"nccl", "shm", "gloo"}
+                                 : std::vector<std::string>{"shm", "gloo"};
   const World world = world_from_environment();
   json["world"] = {{"source", world.source},
                    {"passed_over", world.passed_over},

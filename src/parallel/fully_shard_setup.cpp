@@ -5,8 +5,8 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
-#include <functional>
 #include <atomic>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <unordered_set>

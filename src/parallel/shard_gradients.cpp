@@ -99,8 +99,9 @@ void ShardUnit::start_reduction(Communicator& communicator) {
         to = additions_.second.emplace_back(buffers_->take({piece.numel}, flat.gradient.options()));
       }
       // The back ends of other devices know whether they need it.
-      const at::Tensor scratch =
-          rows.is_cpu() && communicator.options().backend == "gloo" ? buffers_->take(rows.sizes(), rows.options()) : at::Tensor();
+      const at::Tensor scratch = rows.is_cpu() && communicator.options().backend == "gloo"
+                                     ? buffers_->take(rows.sizes(), rows.options())
+                                     : at::Tensor();
       operations.push_back(
           {Collective::Kind::reduce_scatter, what, to, rows, ReduceOp::SUM, 0, scratch});
       report_.reduced_bytes += static_cast<int64_t>(rows.nbytes());

@@ -171,10 +171,10 @@ TEST(CommFault, ARankKilledAtAnyMomentIsNamedAndLeavesNothing) {
   double longest = 0;
   for (int i = 0; i < (wanted == nullptr ? 3 : std::atoi(wanted)); ++i) {
     const auto killed = static_cast<size_t>(random() % 3);
-    const auto ranks = spawn(3, "CommRunsCollectivesUntilARankDies",
-                             {.kind = FaultKind::kill, .rank = static_cast<int>(killed)},
-                             {.environment = {{"HASTEN_KILL_AFTER_US",
-                                               std::to_string(random() % 50'000)}}});
+    const auto ranks =
+        spawn(3, "CommRunsCollectivesUntilARankDies",
+              {.kind = FaultKind::kill, .rank = static_cast<int>(killed)},
+              {.environment = {{"HASTEN_KILL_AFTER_US", std::to_string(random() % 50'000)}}});
     expect_named(ranks, killed, "rank " + std::to_string(killed) + " died", 5);
     for (const RankReport& rank : ranks) {
       longest = std::max(longest, rank.seconds_after_fault);

@@ -209,14 +209,13 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
         const bool elsewhere = random() % 4 == 0 && rank == 1;
         const auto skipped = static_cast<int64_t>(random() % 100) * rank; // not at the beginning
         const int64_t given = kind == Kind::reduce_scatter ? ranks * count : count;
-        const at::Tensor all = elsewhere ? at::zeros({skipped + given})
-                                         : shared_zeros(skipped + given, at::kFloat);
+        const at::Tensor all =
+            elsewhere ? at::zeros({skipped + given}) : shared_zeros(skipped + given, at::kFloat);
         const at::Tensor input = all.narrow(0, skipped, given);
         input.copy_(at::arange(given) % 1000 + rank);
-        const at::Tensor output = kind == Kind::all_reduce ? input
-                                  : kind == Kind::all_gather
-                                      ? at::zeros({ranks * count})
-                                      : at::zeros({count});
+        const at::Tensor output = kind == Kind::all_reduce   ? input
+                                  : kind == Kind::all_gather ? at::zeros({ranks * count})
+                                                             : at::zeros({count});
         TransferPlan plan;
         plan.kind = kind;
         plan.count = static_cast<size_t>(count);
@@ -244,7 +243,8 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
             EXPECT_TRUE(output.narrow(0, r * count, count).equal(own + r)) << i;
           }
         } else {
-          EXPECT_TRUE(output.equal(kind == Kind::all_reduce ? sum : sum.view({ranks, count})[rank])) << i;
+          EXPECT_TRUE(output.equal(kind == Kind::all_reduce ? sum : sum.view({ranks, count})[rank]))
+              << i;
         }
         drive_to_end(queue, *after.item);
         EXPECT_EQ(after.wrong(rank, world), 0U);
