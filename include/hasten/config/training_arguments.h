@@ -183,8 +183,8 @@ struct TrainingArguments {
   std::string device = "auto";
   bool use_cpu = false;
 
-  /// Moves tensors between processes: "auto" (nccl on GPUs; on the CPU shm on one host, else gloo), "shm",
-  /// "gloo", "nccl", or a back end that the program has registered (hasten/comm/backend.h). An
+  /// Moves tensors between processes: "auto" (nccl on GPUs; on the CPU shm on one host, else gloo),
+  /// "shm", "gloo", "nccl", or a back end that the program has registered (hasten/comm/backend.h). An
   /// accelerator that is passed in uses its own.
   std::string ddp_backend = "auto";
 
