@@ -72,6 +72,9 @@ TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
   for (const MemoryCase& c : memory_cases()) {
     for (const bool fresh : {true, false}) {
       for (const bool narrow : {false, true}) {
+        if (narrow && !has_narrow && c.task == ModelTask::causal_lm) {
+          continue; // its products with the vocabulary take minutes there
+        }
         auto model = model_from_config(c.config, c.task);
         model->train();
         for (const at::Tensor& p : model->parameters()) {
