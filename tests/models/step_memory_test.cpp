@@ -62,8 +62,8 @@ std::vector<MemoryCase> memory_cases() {
   return cases;
 }
 
-// CPUs without 16-bit instructions make fp32 copies for 16-bit products. A rehearsal does not
-// include them, so the tolerance is a tenth there.
+// CPUs without 16-bit instructions make fp32 copies for 16-bit products, which a rehearsal does not
+// include, and need minutes for them. They leave bf16 out.
 TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
   install_memory_meter();
   const auto cpu = at::cpu::get_cpu_capabilities();
@@ -72,8 +72,8 @@ TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
   for (const MemoryCase& c : memory_cases()) {
     for (const bool fresh : {true, false}) {
       for (const bool narrow : {false, true}) {
-        if (narrow && !has_narrow && c.task == ModelTask::causal_lm) {
-          continue; // its products with the vocabulary take minutes there
+        if (narrow && !has_narrow) {
+          continue;
         }
         auto model = model_from_config(c.config, c.task);
         model->train();
@@ -115,7 +115,7 @@ TEST(StepMemory, IsWithinThreePercentOfTheMeter) {
         };
         EXPECT_NEAR(share(formula.saved_bytes, saved), 1, 0.01)
             << formula.saved_bytes << " " << saved;
-        EXPECT_NEAR(share(formula.peak_bytes, peak), 1, narrow && !has_narrow ? 0.1 : 0.03)
+        EXPECT_NEAR(share(formula.peak_bytes, peak), 1, 0.03)
             << formula.peak_bytes << " " << peak << (fresh ? " fresh" : "")
             << (narrow ? " bf16" : "");
         EXPECT_LE(formula.activation_bytes, formula.peak_bytes);
