@@ -3,7 +3,8 @@
 // Rank 0 prints one JSON line: for each operation and size the best and the median seconds of a
 // call, of the slowest rank. "copy": every rank copies as many bytes in its own memory at the same
 // time, the limit of what goes through memory. For all_reduce and copy the size is that of the
-// tensor, for reduce_scatter and all_gather that of all rows.
+// tensor, for reduce_scatter and all_gather that of all rows. The tensors are the group's
+// (allocate_tensor), as those of DDP and FSDP are; those of all_reduce_elsewhere are torch's.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -46,14 +47,19 @@ static int run(const std::string& backend, int rounds) {
   for (const int64_t bytes : {4 << 10, 256 << 10, 4 << 20, 64 << 20}) {
     const auto calls = static_cast<int>(std::clamp<int64_t>((256 << 20) / bytes, 10, 400)) * rounds;
     const std::string size = std::to_string(bytes >> 10) + "k";
-    const at::Tensor tensor = torch::ones({bytes / 4});
-    const at::Tensor other = torch::zeros({bytes / 4});
-    const at::Tensor rows = torch::ones({world, bytes / 4 / world});
-    const at::Tensor row = torch::ones({bytes / 4 / world});
+    const auto allocate = [&](int64_t numel) {
+      return group->allocate_tensor(numel, torch::kFloat).fill_(1);
+    };
+    const at::Tensor tensor = allocate(bytes / 4);
+    const at::Tensor other = torch::ones({bytes / 4});
+    const at::Tensor rows = allocate(bytes / 4).view({world, -1});
+    const at::Tensor row = allocate(bytes / 4 / world);
     const auto note = [&](const char* name, const std::function<void()>& call) {
       result[name + ("_" + size)] = measure(*group, calls, call);
     };
     note("all_reduce", [&] { group->all_reduce(tensor, ReduceOp::AVG, "all_reduce"); });
+    note("all_reduce_elsewhere",
+         [&] { group->all_reduce(other, ReduceOp::AVG, "all_reduce elsewhere"); });
     note("reduce_scatter",
          [&] { group->reduce_scatter_async(row, rows, "reduce_scatter").wait(); });
     note("all_gather", [&] { group->all_gather_async(rows, row, "all_gather").wait(); });

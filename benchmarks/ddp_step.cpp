@@ -5,8 +5,8 @@
 // --keep: gradients are set to zero after a step, not freed. --batch: samples a rank, of
 // bert-mini, 8 unless given.
 // Rank 0 prints one JSON line: median seconds of a step, most bytes of tensors
-// alive on any rank while stepping, bytes of the gradients, seconds of
-// communication and the exposed part of it in the last step.
+// alive on any rank while stepping, bytes of the gradients, median seconds of
+// communication and of the exposed part of it.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -49,21 +49,14 @@ struct Request {
   int64_t batch = 8;
 };
 
-struct Measured {
-  double seconds = 0;
-  int64_t peak_bytes = 0;
-  int64_t gradient_bytes = 0;
-  WindowReport window{};
-};
-
 // `loss`: a sum over `weight` samples.
 template <typename Model>
-Measured measure_steps(Model model, const Request& request, double weight,
-                       const std::function<at::Tensor()>& loss) {
+void measure_steps(Model model, const Request& request, double weight,
+                   const std::function<at::Tensor()>& loss) {
   Accelerator accelerator({.device = "cpu"});
   accelerator.prepare(model);
   constexpr int kWarmUp = 5;
-  std::vector<double> seconds;
+  std::vector<double> seconds, communication, exposed;
   for (int step = -kWarmUp; step < request.steps; ++step) {
     if (step == 0) {
       accelerator.wait_for_everyone();
@@ -78,27 +71,28 @@ Measured measure_steps(Model model, const Request& request, double weight,
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     if (step >= 0) {
       seconds.push_back(time.count());
+      communication.push_back(accelerator.last_window().communication_seconds);
+      exposed.push_back(accelerator.last_window().exposed_seconds);
     }
   }
-  Measured result;
-  std::sort(seconds.begin(), seconds.end());
-  result.seconds = seconds[seconds.size() / 2];
-  result.peak_bytes =
+  const auto median = [](std::vector<double>& values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+  };
+  const auto peak_bytes =
       accelerator.reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::MAX).item<int64_t>();
+  int64_t gradient_bytes = 0;
   for (const at::Tensor& parameter : model->parameters()) {
-    result.gradient_bytes += static_cast<int64_t>(parameter.nbytes());
+    gradient_bytes += static_cast<int64_t>(parameter.nbytes());
   }
-  result.window = accelerator.last_window();
   if (accelerator.is_main_process()) {
     std::printf(
         "{\"seconds\": %.6f, \"peak_bytes\": %lld, \"gradient_bytes\": %lld, "
         "\"communication_seconds\": %.6f, \"exposed_seconds\": %.6f}\n",
-        result.seconds, static_cast<long long>(result.peak_bytes),
-        static_cast<long long>(result.gradient_bytes), result.window.communication_seconds,
-        result.window.exposed_seconds);
+        median(seconds), static_cast<long long>(peak_bytes), static_cast<long long>(gradient_bytes),
+        median(communication), median(exposed));
   }
   accelerator.end_training();
-  return result;
 }
 
 static void run_bert_mini(const Request& request) {

@@ -7,11 +7,10 @@ import pathlib
 import shutil
 import time
 
-from sides import RANKS, ROOT, Bench, Case, environment, run_peer, wait_all
+from sides import PRECISIONS, RANKS, ROOT, Bench, Case, environment, run_peer, wait_all
 
 # Tokens of a row, rows of a batch of one rank.
 SHAPES = {"gpt2_10m": (256, 8), "gpt2": (512, 1), "llama": (512, 1)}
-PRECISIONS = ("fp32", "bf16")
 STEPS, NEW = 4, 96
 LORA = ("gpt2", "llama")
 GENERATE = [(kind, batch) for kind in SHAPES for batch in (1, 8)]
@@ -37,9 +36,9 @@ class TextTraining(Bench):
         command += ["--train-file", self.texts, "--packing-strategy", "wrapped", "--block-size", size]
         command += ["--per-device-train-batch-size", batch, "--max-steps", steps, "--nproc", RANKS]
         command += ["--output-dir", out, "--save-strategy", "no", "--eval-strategy", "no", *flags]
-        process = wait_all([(list(map(str, command)), environment())])
+        wait_all([(list(map(str, command)), environment())])
         record = next(r for r in reversed(self.records()) if "train_runtime" in r)
-        return 1000 * record["train_runtime"] / (steps * batch * size * RANKS), process.peak_bytes
+        return 1000 * record["train_runtime"] / (steps * batch * size * RANKS), self.peak()
 
     def train_peer(self, kind, size, batch, steps, *flags):
         """The same, and the loss of --eval-file."""

@@ -2,10 +2,9 @@
 
 import csv
 
-from sides import ROOT, Bench, Case, environment, wait_all
+from sides import PRECISIONS, ROOT, Bench, Case, environment, wait_all
 
 FAMILIES = ("distilbert", "roberta", "modernbert")
-PRECISIONS = ("fp32", "bf16")
 
 
 class Families(Bench):
@@ -45,11 +44,11 @@ class Families(Bench):
             for precision in PRECISIONS:
                 steps, batch = "8", "8"
                 flags = ["--max-steps", steps, "--eval-strategy", "no", "--per-device-train-batch-size", batch]
-                process = self.ours(family, *flags, "--precision", precision)
+                self.ours(family, *flags, "--precision", precision)
                 record = next(r for r in reversed(self.records()) if "train_runtime" in r)
                 case = f"{family}_{precision}"
                 yield case, 1000 / record["train_samples_per_second"], None
-                yield f"{case}_peak", process.peak_bytes, None
+                yield f"{case}_peak", self.peak(), None
                 if not self.options.peers:
                     continue
                 flags = ["--max-steps", steps, "--batch-size", batch, "--padding", "grouped"]

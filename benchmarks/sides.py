@@ -14,6 +14,9 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RANKS = 2
+_CPU = pathlib.Path("/proc/cpuinfo").read_text().split()
+# Without instructions for 16-bit numbers a step of a language model takes minutes on either side.
+PRECISIONS = ("fp32", "bf16") if {"avx512_bf16", "amx_bf16", "bf16"} & set(_CPU) else ("fp32",)
 PICTURES = "docs/pictures"
 
 
@@ -168,3 +171,7 @@ class Bench:
     def records(self):
         with open(self.work / "out/metrics.jsonl", encoding="utf-8") as file:
             return [json.loads(line) for line in file]
+
+    def peak(self):
+        """Resident bytes of our largest rank, without what it maps of its peers' memory."""
+        return max(record["peak_resident_bytes"] for record in self.records() if record["type"] == "epoch")

@@ -33,7 +33,11 @@ run_ctest() {
   # World sizes above the cores are the rule here: two at a time, whatever nproc says.
   ctest --test-dir "$tree" -j2 --output-on-failure --no-tests=error \
     --test-output-size-passed 4194304 --output-junit "$report" "$@" 2>&1 |
-    tee "$tree/ctest.log"
+    tee "$tree/ctest.log" && return
+  say "--- what failed" # again, because a log that is cut in the middle keeps its end
+  awk '/: Failure$|error: / { lines = 8 } lines-- > 0 || /^\[  FAILED  \]|\*\*\*/' "$tree/ctest.log" |
+    cut -c1-300 | tail -n 120
+  return 1
 }
 
 closing_lines() {

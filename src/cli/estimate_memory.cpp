@@ -29,6 +29,7 @@ struct MemoryEstimate {
   int64_t averaging = 0;
   int64_t activations = 0;
   int64_t peak = 0;
+  int64_t sent = 0; // to other processes in an optimizer step, with Local SGD in an average
 };
 
 /// Matrix products in 16 bits; parameters stay fp32.
@@ -111,6 +112,28 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
       optimizer_state_bytes(spelling(command.arguments.optim), settings, trained_shards);
 }
 
+/// Bytes that a process sends: `gathered` are those of all parameters, `reduced` those of all
+/// gradients. An all-reduce sends as much as a reduce-scatter and an all-gather.
+int64_t sent_bytes(const EstimateMemoryCommand& command, int64_t gathered, int64_t reduced) {
+  const int64_t batches = command.arguments.gradient_accumulation_steps;
+  const auto part = [](int64_t bytes, int64_t ranks) { return bytes / ranks * (ranks - 1); };
+  const int64_t all = command.nproc;
+  if (command.strategy == "ddp" || command.strategy == "local_sgd") {
+    return 2 * part(reduced, all);
+  }
+  if (command.strategy == "zero1") {
+    return part(reduced, all) + part(gathered, all);
+  }
+  if (command.strategy == "zero2") {
+    return batches * part(reduced, all) + part(gathered, all);
+  }
+  const int64_t shards = command.strategy == "hsdp" && command.arguments.shard_size > 0
+                             ? command.arguments.shard_size
+                             : all;
+  return batches * (2 * part(gathered, shards) + part(reduced, shards)) +
+         2 * part(reduced / shards, all / shards);
+}
+
 /// Estimates the peak. It is in backward, from the second step on, when the optimizer's state
 /// exists. A rank that reduces nothing and does not accumulate has no gradients in forward.
 /// Gradients that are reduced have buffers. Local SGD has these buffers and a rank's own gradients.
@@ -155,6 +178,8 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   if (several && !local && command.strategy != "ddp") {
     add_shards(estimate, command, config, shapes, trained, settings);
   }
+  estimate.sent =
+      sent_bytes(command, (has_16_bits(command) ? 2 : 4) * estimate.parameter_count, 4 * padded);
   const int64_t kept = estimate.parameters + estimate.optimizer_state + estimate.averaging;
   if (command.rows == 0) {
     estimate.peak = kept + estimate.gradients;
@@ -190,7 +215,8 @@ nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryE
             {"averaging", e.averaging},
             {"activations", e.activations}}},
           {"peak_bytes", e.peak},
-          {"host_peak_bytes", e.peak * command.nproc}};
+          {"host_peak_bytes", e.peak * command.nproc},
+          {"sent_bytes", e.sent}};
 }
 
 void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& e) {
@@ -218,6 +244,7 @@ void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& 
   line("peak per process", e.peak);
   if (command.nproc > 1) {
     line("of " + std::to_string(command.nproc) + " processes", e.peak * command.nproc);
+    line(command.strategy == "local_sgd" ? "sent in an average" : "sent in a step", e.sent);
   }
   std::cout << std::flush;
 }

@@ -367,7 +367,7 @@ void GroupCore::close(bool orderly) noexcept {
     lock.lock();
     auto connections = std::exchange(connections_, {});
     lock.unlock();
-    link->remove_group(std::move(connections), orderly);
+    link->remove_group({progress_, world_size, std::move(connections)}, orderly);
   } catch (...) { // out of memory or threads: the process is about to end
   }
 }

@@ -127,7 +127,9 @@ HostGroup::Backend HostGroup::connect_gloo() {
 
 c10::intrusive_ptr<SharedBackend> HostGroup::shared() const {
   const auto backend = backend_.lock();
-  return backend ? c10::dynamic_intrusive_pointer_cast<SharedBackend>(*backend) : nullptr;
+  // c10::dynamic_intrusive_pointer_cast leaks what is of another class.
+  auto* const found = backend ? dynamic_cast<SharedBackend*>(backend->get()) : nullptr;
+  return c10::intrusive_ptr<SharedBackend>::reclaim_copy(found);
 }
 
 void HostGroup::close() noexcept {

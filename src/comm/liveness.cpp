@@ -289,6 +289,11 @@ std::shared_ptr<GroupProgress> Liveness::add_group(const std::string& name) {
   return progress;
 }
 
+void Liveness::remove_group(const std::shared_ptr<GroupProgress>& group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase(groups_, group);
+}
+
 FailureCause Liveness::cause() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return cause_;

@@ -77,6 +77,8 @@ class Liveness {
   Liveness& operator=(const Liveness&) = delete;
 
   std::shared_ptr<GroupProgress> add_group(const std::string& name);
+  /// Once all its ranks have closed it: heartbeats do not tell of it any more.
+  void remove_group(const std::shared_ptr<GroupProgress>& group);
 
   /// True from the first failure on. Cheap.
   bool failed() const { return failed_; }

@@ -29,13 +29,15 @@ static void throw_reason(const std::vector<nlohmann::json>& all, const std::vect
   }
 }
 
-/// What `make` returns, or the text of its Error.
+/// What `make` returns, or the text of its exception.
 template <typename Make>
 nlohmann::json or_reason(const Make& make) {
   try {
     return make();
   } catch (const Error& error) {
     return std::string(error.text());
+  } catch (const c10::Error& error) { // over a MemoryLimit
+    return std::string(error.what_without_backtrace());
   }
 }
 

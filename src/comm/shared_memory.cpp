@@ -49,8 +49,9 @@ SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
                             " wanted, " + format_bytes(static_cast<int64_t>(bytes) - left) +
                             " of it missing");
   }
-  descriptor_ = nameless_file();
+  counted_ = count_memory(static_cast<int64_t>(bytes));
   try {
+    descriptor_ = nameless_file();
     const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
     if (error == ENOSPC) {
       throw Error(kWhere, "/dev/shm is too small for " + format_bytes(static_cast<int64_t>(bytes)));
@@ -100,13 +101,15 @@ SharedMemory::SharedMemory(SharedMemory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
       descriptor_(std::exchange(other.descriptor_, -1)),
-      of_peer_(other.of_peer_) {}
+      of_peer_(other.of_peer_),
+      counted_(std::exchange(other.counted_, false)) {}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   std::swap(descriptor_, other.descriptor_);
   std::swap(of_peer_, other.of_peer_);
+  std::swap(counted_, other.counted_);
   return *this;
 }
 
@@ -116,12 +119,16 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::unmap() {
+  const auto bytes = static_cast<int64_t>(bytes_);
+  if (std::exchange(counted_, false)) {
+    uncount_memory(bytes);
+  }
   if (data_ == nullptr) {
     return;
   }
   ::munmap(std::exchange(data_, nullptr), bytes_);
   if (of_peer_) {
-    map_memory_of_peers(-static_cast<int64_t>(bytes_));
+    map_memory_of_peers(-bytes);
   }
 }
 

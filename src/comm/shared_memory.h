@@ -21,8 +21,9 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SharedMemoryAddress, pid, descriptor, device,
 class SharedMemory {
  public:
   SharedMemory() = default; // of none
-  /// Allocates zeros, so that later accesses cannot fail. Throws Error if the host, its control group
-  /// or /dev/shm has less memory, with the bytes that are missing.
+  /// Allocates zeros, so that later accesses cannot fail. Counts in the memory meter. Throws Error if
+  /// the host, its control group or /dev/shm has less memory, with the bytes that are missing, and
+  /// c10::OutOfMemoryError if a MemoryLimit permits less.
   explicit SharedMemory(size_t bytes);
   /// Maps a peer's memory to read. Throws Error if it cannot: the peer has ended, or it belongs to
   /// another user or container.
@@ -45,6 +46,7 @@ class SharedMemory {
   size_t bytes_ = 0;
   int descriptor_ = -1;
   bool of_peer_ = false;
+  bool counted_ = false; // in the memory meter
 };
 
 } // namespace hasten::detail

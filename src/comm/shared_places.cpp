@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "hasten/base/error.h"
-#include "hasten/core/memory.h"
 
 namespace hasten::detail {
 
@@ -18,47 +17,39 @@ class SharedTensors {
  public:
   uint64_t add(std::shared_ptr<const SharedMemory> memory, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const char* const begin = memory->data();
-    by_begin_[begin] = {++last_, bytes, std::move(memory)};
-    numbers_.emplace(last_, begin);
+    blocks_[++last_] = {memory->data(), bytes, std::move(memory)};
     return last_;
   }
   void remove(uint64_t number) {
-    std::shared_ptr<const SharedMemory> last; // freed without the mutex
+    Block last; // freed without the mutex
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = numbers_.find(number);
-    last = std::move(by_begin_.at(found->second).memory);
-    by_begin_.erase(found->second);
-    numbers_.erase(found);
+    const auto found = blocks_.find(number);
+    last = std::move(found->second);
+    blocks_.erase(found);
   }
   std::optional<SharedPlace> find(const char* at) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto after = by_begin_.upper_bound(at);
-    if (after == by_begin_.begin()) {
-      return std::nullopt;
+    for (const auto& [number, block] : blocks_) {
+      if (at >= block.begin && at < block.begin + block.bytes) {
+        return SharedPlace{block.memory, number, static_cast<uint64_t>(at - block.begin)};
+      }
     }
-    const auto& [begin, block] = *--after;
-    const auto offset = static_cast<uint64_t>(at - begin);
-    if (offset >= block.bytes) {
-      return std::nullopt;
-    }
-    return SharedPlace{block.memory, block.number, offset};
+    return std::nullopt;
   }
   std::shared_ptr<const SharedMemory> memory(uint64_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = numbers_.find(number);
-    return found == numbers_.end() ? nullptr : by_begin_.at(found->second).memory;
+    const auto found = blocks_.find(number);
+    return found == blocks_.end() ? nullptr : found->second.memory;
   }
 
  private:
   struct Block {
-    uint64_t number = 0;
+    const char* begin = nullptr;
     size_t bytes = 0;
     std::shared_ptr<const SharedMemory> memory{};
   };
   mutable std::mutex mutex_;
-  std::map<const char*, Block> by_begin_{};
-  std::map<uint64_t, const char*> numbers_{};
+  std::map<uint64_t, Block> blocks_{}; // few and large
   uint64_t last_ = 0;
 };
 
@@ -73,15 +64,9 @@ at::Tensor shared_zeros(int64_t numel, const at::TensorOptions& options) {
   if (bytes >= kLeastShared && options.device().is_cpu()) {
     try {
       auto memory = std::make_shared<const SharedMemory>(bytes);
-      const bool counted = count_memory(static_cast<int64_t>(bytes));
       char* const data = memory->data();
       const uint64_t number = shared_tensors().add(std::move(memory), bytes);
-      const auto free = [number, bytes, counted](void*) {
-        shared_tensors().remove(number);
-        if (counted) {
-          uncount_memory(static_cast<int64_t>(bytes));
-        }
-      };
+      const auto free = [number](void*) { shared_tensors().remove(number); };
       return at::from_blob(data, {numel}, free, options);
     } catch (const Error&) { // too little memory of this kind
     }

@@ -264,11 +264,63 @@ uint64_t WorldLink::count_operation(const std::vector<int>& members) {
   return ++operations_[members];
 }
 
-void WorldLink::remove_group(std::vector<std::shared_ptr<void>> connections, bool orderly) {
+/// What owns connections ends in a thread of its own: a Gloo group's destructor waits for running
+/// operations, which may be stuck until their timeout, and a device's may be slow to end its.
+static std::future<void> end_connections(std::vector<ClosedGroup> groups) {
+  auto ended = std::make_shared<std::promise<void>>();
+  std::future<void> future = ended->get_future();
+  std::thread([ended, groups = std::move(groups)]() mutable {
+    const NoBrokenPipeSignal none;
+    groups.clear();
+    ended->set_value();
+  }).detach();
+  return future;
+}
+
+/// Ends the groups that all their ranks have closed. Those that a slower rank closes later end here
+/// the next time.
+void WorldLink::end_closed_groups(const std::string& latest) {
+  store_->post<bool>([latest, groups = closed_groups_, watch = std::weak_ptr(liveness_)](
+                         c10d::Store& store, const std::atomic<bool>&) {
+    const auto closings = [&](const std::string& group, int more) {
+      return store.add("closed/" + group, more);
+    };
+    closings(latest, 1);
+    std::set<std::string> over;
+    for (const auto& [name, ranks] : groups->withLock([](const auto& all) {
+           return mapped(all, [](const ClosedGroup& closed) {
+             return std::pair(closed.progress->group, closed.world_size);
+           });
+         })) {
+      if (closings(name, 0) == ranks) {
+        over.insert(name);
+      }
+    }
+    std::vector<ClosedGroup> ended;
+    groups->withLock([&](auto& all) {
+      const auto is_over = [&](const auto& closed) {
+        return over.contains(closed.progress->group);
+      };
+      std::ranges::copy_if(all, std::back_inserter(ended), is_over);
+      std::erase_if(all, is_over);
+    });
+    if (const auto liveness = watch.lock()) {
+      for (const ClosedGroup& closed : ended) {
+        liveness->remove_group(closed.progress);
+      }
+    }
+    end_connections(std::move(ended));
+    return true;
+  });
+}
+
+void WorldLink::remove_group(ClosedGroup closed, bool orderly) {
+  const std::string name = closed.progress->group;
+  closed_groups_->withLock([&](auto& all) { all.push_back(std::move(closed)); });
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::ranges::move(connections, std::back_inserter(closed_groups_));
     if (--open_groups_ > 0) {
+      end_closed_groups(name);
       return;
     }
     device_.reset();
@@ -329,22 +381,9 @@ bool WorldLink::meet() {
 }
 
 void WorldLink::disconnect(milliseconds limit) {
-  std::vector<std::shared_ptr<void>> groups;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    groups.swap(closed_groups_);
-  }
-  // A Gloo group's destructor waits for running operations, which may be stuck until their timeout,
-  // and a device's may be slow to end its.
-  // That must not delay this thread.
-  auto destroyed = std::make_shared<std::promise<void>>();
-  std::future<void> future = destroyed->get_future();
-  std::thread([destroyed, groups = std::move(groups)]() mutable {
-    const NoBrokenPipeSignal none;
-    groups.clear();
-    destroyed->set_value();
-  }).detach();
-  future.wait_for(limit);
+  end_connections(closed_groups_->withLock([](auto& groups) {
+    return std::exchange(groups, {});
+  })).wait_for(limit);
 }
 
 /// All ranks have agreed to leave.

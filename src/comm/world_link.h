@@ -2,6 +2,8 @@
 // order in which ranks leave.
 #pragma once
 
+#include <c10/util/Synchronized.h>
+
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -61,6 +63,13 @@ struct StoreConnections {
   std::shared_ptr<StoreThread> thread;
 };
 
+/// A group that this rank has closed, and what owns its connections.
+struct ClosedGroup {
+  std::shared_ptr<GroupProgress> progress{};
+  int world_size = 0;
+  std::vector<std::shared_ptr<void>> connections{};
+};
+
 class WorldLink {
  public:
   /// Joins the world: meets the peers and checks that all match.
@@ -98,12 +107,12 @@ class WorldLink {
 
   /// Counts a new group. Throws InputError if the name was used before.
   void add_group(const std::string& name);
-  /// Counts a closed group. Keeps its connections until the last group is closed, because ranks may
-  /// close groups in different orders. After the last one, if `orderly`, all ranks meet and then
-  /// leave, rank 0 last. Rank 0 waits for live peers up to the timeout, the others up to the
+  /// Counts a closed group. Keeps its connections until all its ranks have closed it, because they
+  /// may close groups in different orders. After the last group, if `orderly`, all ranks meet and
+  /// then leave, rank 0 last. Rank 0 waits for live peers up to the timeout, the others up to the
   /// heartbeat limit. Otherwise disconnects immediately; after a failure rank 0 stays up to a
   /// second so that all read the reason.
-  void remove_group(std::vector<std::shared_ptr<void>> connections, bool orderly);
+  void remove_group(ClosedGroup closed, bool orderly);
   /// How many operations groups of these ranks have started on a device, with the one that asks.
   uint64_t count_operation(const std::vector<int>& members);
 
@@ -112,12 +121,15 @@ class WorldLink {
   /// True if all ranks are ready to leave.
   bool meet();
   void part();
+  void end_closed_groups(const std::string& latest);
   /// Blocks at most `limit`.
   void disconnect(std::chrono::milliseconds limit);
 
   WorldRanks ranks_; // set at construction, but for the server
   const std::shared_ptr<StoreThread> store_;
   const std::shared_ptr<Liveness> liveness_;
+  using ClosedGroups = c10::Synchronized<std::vector<ClosedGroup>>;
+  const std::shared_ptr<ClosedGroups> closed_groups_ = std::make_shared<ClosedGroups>();
   std::atomic<bool> shrunk_{false};
   std::mutex mutex_; // guards the members below
   std::set<std::string> names_;
@@ -126,7 +138,6 @@ class WorldLink {
   std::string device_address_;
   std::shared_ptr<gloo::transport::Device> device_;
   std::set<int> gloo_ports_; // at which the device listens
-  std::vector<std::shared_ptr<void>> closed_groups_; // their connections
   std::map<std::vector<int>, uint64_t> operations_; // by members
 };
 

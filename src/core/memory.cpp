@@ -167,9 +167,8 @@ bool detail::count_memory(int64_t bytes) {
   const int64_t live = counters.live += bytes;
   if (live > counters.limit) {
     counters.live -= bytes;
-    throw c10::OutOfMemoryError(
-        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-        over_limit(bytes, live - bytes, counters.limit, "a tensor in shared memory"));
+    throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                over_limit(bytes, live - bytes, counters.limit, "shared memory"));
   }
   counters.note(live);
   return true;

@@ -1,6 +1,7 @@
 // Two network namespaces act as two hosts with a cable between them. Rank 0 is on one host, rank 1
-// on the other. Both also have a docker0, which is listed first. Skipped if the machine does not
-// permit namespaces.
+// on the other. Both also have a docker0, which is listed first. The processes can share memory as
+// those of two hosts cannot, so the back end is named. Skipped if the machine does not permit
+// namespaces.
 #include <gtest/gtest.h>
 
 #include "cli/small_reviews.h"
@@ -43,7 +44,7 @@ rank() {
   on $1 "$PROGRAM" train --model bert-tiny --train-file $DIR/train.csv \
     --output-dir $DIR/out --batch-size 4 --save-strategy no $FLAGS 2>> $DIR/err$2
 }
-export MASTER_ADDR=master MASTER_PORT=29511
+export MASTER_ADDR=master MASTER_PORT=29511 HASTEN_COMM_BACKEND=gloo
 )";
 
 /// Runs `script` after kTwoHosts. If that is not possible, `skipped` has the reason.

@@ -207,6 +207,28 @@ TEST(Group, ClosedGroupsRefuseOperationsAndCloseAgain) {
               "barrier \"after\": the group is closed");
 }
 
+TEST(Group, ThoseThatAllRanksHaveClosedLeaveNoThread) {
+  const auto comm = fresh_communicator();
+  const auto threads = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
+  };
+  const auto before = threads();
+  for (int i = 0; i < 20; ++i) {
+    auto group = comm->duplicate({.name = "group " + std::to_string(i)});
+    group->barrier("meet");
+    if (i % 2 == 0) {
+      group->close();
+    }
+  }
+  comm->barrier("all have closed them");
+  comm->duplicate({.name = "last"})->close(); // looks for those that others closed later
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (threads() > before + 4 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_LE(threads(), before + 4);
+}
+
 TEST(Group, CloseWaitsForOperationsUnderWay) {
   const auto comm = fresh_communicator();
   torch::Tensor tensor = on_device::full({2'000'000}, comm->rank() + 1.0);

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <fstream>
+#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -169,6 +170,21 @@ TEST(SharedBackend, GroupsOfTheCommunicatorHaveItWhereAllRanksAreOnOneHost) {
   const auto other = comm->duplicate({.name = "over TCP", .backend = "gloo"});
   EXPECT_EQ(other->options().backend, comm->world_size() > 1 ? "shm" : "gloo");
   other->close();
+}
+
+TEST(SharedBackend, WhereOneRankLacksTheMemoryTheGroupTalksOverGloo) {
+  const auto comm = Communicator::create(testing_support::fresh_world(), {});
+  std::optional<MemoryLimit> limit;
+  if (comm->rank() == 0) {
+    limit.emplace(memory_stats().live_bytes + (512 << 10));
+  }
+  const auto other = comm->duplicate({.name = "with little memory"});
+  EXPECT_EQ(other->options().backend, "gloo");
+  Tensor sum = torch::ones({3});
+  other->all_reduce(sum, ReduceOp::SUM, "sum");
+  EXPECT_EQ(sum[0].item<int>(), comm->world_size());
+  other->close();
+  comm->close();
 }
 
 TEST(SharedBackend, AllocatedTensorsAreReducedInPlaceAndCountAsTensors) {

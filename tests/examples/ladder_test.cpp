@@ -264,6 +264,15 @@ TEST(Ladder, AnAdapterIsTrainedOnAShardedModel) {
   }
 }
 
+TEST(Ladder, AProgramOfC10dAloneSumsThroughSharedMemory) {
+  const std::string out = run_example(2, {"16_shared_memory"}).out;
+  for (const char* rank : {"0", "1"}) {
+    EXPECT_NE(out.find(std::string("rank ") + rank + ": the sum of the ranks' gradients is 3\n"),
+              std::string::npos)
+        << out;
+  }
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;

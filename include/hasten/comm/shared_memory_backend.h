@@ -17,6 +17,8 @@ namespace hasten {
 ///   auto shm = hasten::make_shared_memory_backend(store, rank, size);
 ///   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, shm);
 ///
+/// examples/16_shared_memory.cpp is a whole program.
+///
 /// It has all collectives of c10d, for contiguous tensors of the CPU, but alltoall with splits and
 /// send and recv. Sums, AVG, MIN, MAX and PRODUCT are taken in rank order, so every rank and every run
 /// has the same bits; half and bfloat16 in fp32, rounded once. _reduce_scatter_base may have an output
