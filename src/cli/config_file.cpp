@@ -105,9 +105,9 @@ void FlagTable::read_config(const std::vector<std::string>& arguments) {
 
 // Each variable of hasten's own has its own reader. Those of timeouts are the flags' defaults, too.
 constexpr std::array kOwnVariables{
-    "HASTEN_CACHE",       "HASTEN_COMM_CHECK",        "HASTEN_COMPARE_STATE", "HASTEN_DDP_TIMEOUT",
-    "HASTEN_DEBUG",       "HASTEN_HEARTBEAT_TIMEOUT", "HASTEN_LAUNCHER",      "HASTEN_SECRET",
-    "HASTEN_SECRET_FILE", "HASTEN_STORE_FILE",        "HASTEN_STORE_SOCKET"};
+    "HASTEN_CACHE",       "HASTEN_COMM_BACKEND", "HASTEN_COMM_CHECK",        "HASTEN_COMPARE_STATE",
+    "HASTEN_DDP_TIMEOUT", "HASTEN_DEBUG",        "HASTEN_HEARTBEAT_TIMEOUT", "HASTEN_LAUNCHER",
+    "HASTEN_SECRET",      "HASTEN_SECRET_FILE",  "HASTEN_STORE_FILE",        "HASTEN_STORE_SOCKET"};
 // A file of a secret has a variable of its own, and a print is for one command line.
 constexpr std::array kNotInEnvironment{"--secret-file", "--print-config"};
 constexpr std::string_view kVariableStart = "HASTEN_";

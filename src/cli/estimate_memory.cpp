@@ -4,9 +4,11 @@
 #include <iomanip>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <utility>
 #include <vector>
 
 #include "classifier.h"
+#include "comm/rounds.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"
@@ -27,9 +29,10 @@ struct MemoryEstimate {
   int64_t gradients = 0;
   int64_t optimizer_state = 0;
   int64_t averaging = 0;
+  int64_t communication = 0;
   int64_t activations = 0;
   int64_t peak = 0;
-  int64_t sent = 0; // to other processes in an optimizer step, with Local SGD in an average
+  int64_t sent = 0; // not memory: see sent_bytes()
 };
 
 /// Matrix products in 16 bits; parameters stay fp32.
@@ -112,26 +115,44 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
       optimizer_state_bytes(spelling(command.arguments.optim), settings, trained_shards);
 }
 
-/// Bytes that a process sends: `gathered` are those of all parameters, `reduced` those of all
-/// gradients. An all-reduce sends as much as a reduce-scatter and an all-gather.
-int64_t sent_bytes(const EstimateMemoryCommand& command, int64_t gathered, int64_t reduced) {
+/// Bytes of all parameters as they are gathered, and of those that backward gathers again: of all
+/// blocks but the last.
+std::pair<int64_t, int64_t> gathered_bytes(const EstimateMemoryCommand& command,
+                                           const PreTrainedConfig& config, int64_t parameters) {
+  const int64_t block = padded_numel(block_shapes(config));
+  const int64_t blocks = config.num_hidden_layers * block;
+  const int64_t of_block = has_16_bits(command) ? 2 : 4;
+  return {4 * (parameters - blocks) + of_block * blocks, of_block * (blocks - block)};
+}
+
+/// Bytes that a process sends in an optimizer step, with Local SGD in an average. An all-reduce sends
+/// as much as a reduce-scatter and an all-gather.
+int64_t sent_bytes(const EstimateMemoryCommand& command, const PreTrainedConfig& config,
+                   int64_t parameters, int64_t gradient_bytes) {
   const int64_t batches = command.arguments.gradient_accumulation_steps;
-  const auto part = [](int64_t bytes, int64_t ranks) { return bytes / ranks * (ranks - 1); };
   const int64_t all = command.nproc;
-  if (command.strategy == "ddp" || command.strategy == "local_sgd") {
-    return 2 * part(reduced, all);
+  const auto part = [](int64_t bytes, int64_t ranks) { return bytes / ranks * (ranks - 1); };
+  const std::string& strategy = command.strategy;
+  if (strategy == "ddp" || strategy == "local_sgd") {
+    return 2 * part(gradient_bytes, all);
   }
-  if (command.strategy == "zero1") {
-    return part(reduced, all) + part(gathered, all);
+  const auto [gathered, again] = gathered_bytes(command, config, parameters);
+  if (strategy == "zero1" || strategy == "zero2") {
+    return (strategy == "zero2" ? batches : 1) * part(gradient_bytes, all) + part(gathered, all);
   }
-  if (command.strategy == "zero2") {
-    return batches * part(reduced, all) + part(gathered, all);
-  }
-  const int64_t shards = command.strategy == "hsdp" && command.arguments.shard_size > 0
-                             ? command.arguments.shard_size
-                             : all;
-  return batches * (2 * part(gathered, shards) + part(reduced, shards)) +
-         2 * part(reduced / shards, all / shards);
+  const int64_t shards =
+      strategy == "hsdp" && command.arguments.shard_size > 0 ? command.arguments.shard_size : all;
+  return batches * part(gathered + again + gradient_bytes, shards) +
+         2 * part(gradient_bytes / shards, all / shards);
+}
+
+/// The memory through which a process sends, for each group of ranks.
+int64_t ring_bytes(const EstimateMemoryCommand& command) {
+  const int64_t groups = command.nproc == 1                                             ? 0
+                         : command.strategy == "ddp" || command.strategy == "local_sgd" ? 1
+                         : command.strategy == "hsdp"                                   ? 4
+                                                                                        : 2;
+  return groups * static_cast<int64_t>(Rounds::kBytes);
 }
 
 /// Estimates the peak. It is in backward, from the second step on, when the optimizer's state
@@ -178,9 +199,10 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   if (several && !local && command.strategy != "ddp") {
     add_shards(estimate, command, config, shapes, trained, settings);
   }
-  estimate.sent =
-      sent_bytes(command, (has_16_bits(command) ? 2 : 4) * estimate.parameter_count, 4 * padded);
-  const int64_t kept = estimate.parameters + estimate.optimizer_state + estimate.averaging;
+  estimate.communication = ring_bytes(command);
+  estimate.sent = sent_bytes(command, config, estimate.parameter_count, 4 * padded);
+  const int64_t kept =
+      estimate.parameters + estimate.optimizer_state + estimate.averaging + estimate.communication;
   if (command.rows == 0) {
     estimate.peak = kept + estimate.gradients;
     return estimate;
@@ -213,6 +235,7 @@ nlohmann::json estimate_json(const EstimateMemoryCommand& command, const MemoryE
             {"gradients", e.gradients},
             {"optimizer_state", e.optimizer_state},
             {"averaging", e.averaging},
+            {"communication", e.communication},
             {"activations", e.activations}}},
           {"peak_bytes", e.peak},
           {"host_peak_bytes", e.peak * command.nproc},
@@ -236,6 +259,9 @@ void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& 
   line("optimizer state", e.optimizer_state);
   if (e.averaging > 0) {
     line("averaging", e.averaging);
+  }
+  if (e.communication > 0) {
+    line("communication", e.communication);
   }
   if (command.rows > 0) {
     line("activations, " + std::to_string(command.rows) + " x " + std::to_string(command.tokens),

@@ -285,7 +285,7 @@ TEST(FlagsOfTheEnvironment, VariablesOfHastenAndOfOtherCommandsAreNotMisspelt) {
                            "HASTEN_CCACHE",      "HASTEN_SANITIZE",          "HASTEN_COMBINATIONS",
                            "HASTEN_KILL_TRIAL",  "HASTEN_EXACTNESS_TABLE",   "HASTEN_TEST_FAULT",
                            "HASTEN_TEST_FOLDER", "HASTEN_TEST_CASE_SECONDS", "HASTEN_MAX_ROWS",
-                           "HASTEN_MAX_STEPS"}) {
+                           "HASTEN_MAX_STEPS",   "HASTEN_COMM_BACKEND"}) {
     values.emplace_back(name, "3");
   }
   values.emplace_back("HASTEN_HEARTBEAT_TIMEOUT", "2");

@@ -50,6 +50,7 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
       {"--bf16", "--nproc", "2"},
       {"--task", "fill-mask"},
       {"--nproc", "2", "--strategy", "fsdp"},
+      {"--bf16", "--nproc", "2", "--strategy", "fsdp"},
       {"--nproc", "2", "--strategy", "zero2", "--optim", "sgd"},
       {"--nproc", "2", "--local-sgd-steps", "2"},
       {"--nproc", "2", "--local-sgd-steps", "2", "--gradient-accumulation-steps", "2"}};
@@ -80,6 +81,14 @@ TEST(EstimateMemory, IsWithinThreePercentOfWhatTrainingTakes) {
     const double ratio =
         answer.at("peak_bytes").get<double>() / record.at("peak_tensor_bytes").get<double>();
     EXPECT_NEAR(ratio, 1, 0.03) << run.out << record.dump();
+    if (answer.at("nproc").get<int>() > 1) {
+      const int steps = record.at("step").get<int>();
+      const int every = answer.at("strategy") == "local_sgd" ? 2 : 1;
+      EXPECT_NEAR(answer.at("sent_bytes").get<double>() * (steps / every) /
+                      record.at("bytes_sent").get<double>(),
+                  1, 0.03)
+          << run.out << record.dump();
+    }
     EXPECT_EQ(answer.at("host_peak_bytes").get<int64_t>(),
               answer.at("nproc").get<int64_t>() * answer.at("peak_bytes").get<int64_t>());
   }
@@ -89,8 +98,9 @@ TEST(EstimateMemory, PrintsATableOfWhatTakesTheMemory) {
   const ProgramRun run = run_program({"hasten", "estimate-memory", "--model", "bert-base",
                                       "--optim", "adamw", "--bf16", "--nproc", "4"});
   EXPECT_EQ(run.code, 0) << run.error;
-  for (const char* part : {"bert-base, 109,483,778 parameters, adamw, bf16, ddp on 4 processes",
-                           "optimizer state", "peak per process", "of 4 processes"}) {
+  for (const char* part :
+       {"bert-base, 109,483,778 parameters, adamw, bf16, ddp on 4 processes", "optimizer state",
+        "communication", "peak per process", "of 4 processes", "sent in a step"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << "\n" << run.out;
   }
   EXPECT_EQ(run.out.find("activations"), std::string::npos);
