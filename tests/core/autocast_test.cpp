@@ -243,7 +243,8 @@ TEST(Autocast, FastLinearIsTheProductOfTheRoundedNumbers) {
     expect_near(x.grad(), g.mm(rounded(weight.detach())), 2.02);
     // The rows are split into at most five pieces, and each piece's sum is rounded once.
     expect_near(weight.grad(), g.t().mm(rounded(x.detach())), 5);
-    expect_near(bias.grad(), g.sum(0), 1e-3);
+    // Elsewhere it is torch's own product, whose gradients are bf16.
+    expect_near(bias.grad(), g.sum(0), linear_uses_bf16() ? 1e-3 : 2.02);
   }
 }
 
