@@ -282,7 +282,9 @@ void Ddp::wait() {
   for (Operation& operation : operations_) {
     if (operation.handle) {
       operation.handle.wait();
-      operation.ended = operation.handle.ended();
+      const Clock::time_point ended = operation.handle.ended();
+      // On a device it may still run.
+      operation.ended = ended == Clock::time_point{} ? Clock::now() : ended;
     }
   }
   report_operations(from);
