@@ -427,7 +427,13 @@ Command parse_synth(const CommandEntry& entry, std::vector<std::string> argument
 
 Command parse_env(const CommandEntry& entry, std::vector<std::string> arguments) {
   EnvCommand command;
-  FlagTable flags(entry, {.usage = "[--json]", .examples = {"hasten env --json"}});
+  FlagTable flags(entry, {.usage = "[flags]",
+                          .examples = {"hasten env --json", "hasten env --nproc 2"},
+                          .notes = "With --nproc it also measures, in a second, the latency alpha "
+                                   "and the time per byte beta of each collective between the "
+                                   "processes, for each back end."});
+  flags.group("Processes");
+  declare_processes(flags, command.nproc, command.oversubscribe);
   flags.group("Output");
   flags.flag("--json", command.json, "print one JSON object");
   flags.parse(std::move(arguments));

@@ -279,6 +279,9 @@ struct LaunchCommand : ProcessFlags {};
 
 /// hasten env: versions, cores, threads and back ends.
 struct EnvCommand {
+  /// Processes between which communication is measured; 1: none.
+  int nproc = 1;
+  bool oversubscribe = false;
   bool json = false;
 };
 

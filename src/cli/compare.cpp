@@ -14,6 +14,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
+#include "hasten/comm/step_prediction.h"
 #include "hasten/core/device.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/make_optimizer.h"
@@ -51,11 +52,13 @@ int64_t least_share(const CompareCommand& command, Accelerator& accelerator) {
 class CompareRun {
  public:
   /// `trying`: the batch size at which memory runs out, if it does. Collective.
-  CompareRun(const CompareCommand& command, Accelerator& accelerator, CompareState& state,
-             int64_t& trying)
+  CompareRun(const CompareCommand& command, Accelerator& accelerator, StepRecorder& recorder,
+             const CostModel& costs, CompareState& state, int64_t& trying)
       : arguments_(command.arguments),
         command_(command),
         accelerator_(accelerator),
+        recorder_(recorder),
+        costs_(costs),
         state_(state),
         trying_(trying) {
     agree_on(*accelerator_.communicator(), "compare: make the model", [this] { make_model(); });
@@ -117,23 +120,35 @@ class CompareRun {
     const int64_t accumulation = arguments_.gradient_accumulation_steps;
     const Batch batch = begin(rows, accumulation);
     update(batch);
-    std::vector<double> seconds, shares;
+    std::vector<double> seconds, shares, predicted, predicted_shares;
     for (int64_t step = 0; step < command_.steps; ++step) {
       accelerator_.wait_for_everyone();
+      const double waited = seconds_waited();
       const auto start = std::chrono::steady_clock::now();
-      update(batch);
-      synchronize(device_);
+      update_and_synchronize(batch);
       const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
       seconds.push_back(time.count());
-      shares.push_back(accelerator_.last_window().exposed_seconds / time.count());
+      shares.push_back((seconds_waited() - waited) / time.count());
     }
     const at::Tensor numbers = meet(median_of(seconds), median_of(shares));
+    for (int64_t step = 0; step < command_.steps; ++step) {
+      accelerator_.wait_for_everyone();
+      const StepPrediction of_step =
+          predict_step(recorder_.record([&] { update_and_synchronize(batch); }), costs_)
+              .at(static_cast<size_t>(accelerator_.process_index()));
+      predicted.push_back(of_step.seconds);
+      predicted_shares.push_back(of_step.exposed_seconds / of_step.seconds);
+    }
+    const at::Tensor foretold = meet(median_of(predicted), median_of(predicted_shares));
     const double* slowest = numbers.const_data_ptr<double>();
+    const double* slowest_foretold = foretold.const_data_ptr<double>();
     state_.timing = {.rows = rows,
                      .samples_per_second =
                          static_cast<double>(rows * accumulation * command_.nproc) / slowest[1],
                      .step_seconds = slowest[1],
                      .exposed_share = slowest[2],
+                     .predicted_seconds = slowest_foretold[1],
+                     .predicted_exposed_share = slowest_foretold[2],
                      .peak_bytes = peak_bytes_};
   }
 
@@ -141,6 +156,11 @@ class CompareRun {
     trying_ = rows;
     accelerator_.set_gradient_accumulation_steps(accumulation);
     return made_up_batch(*model_, rows, arguments_.max_length).to(device_);
+  }
+
+  void update_and_synchronize(const Batch& batch) {
+    update(batch);
+    synchronize(device_);
   }
 
   /// The maximum over ranks of each: peak since its reset, seconds, share.
@@ -172,6 +192,8 @@ class CompareRun {
   const TrainingArguments& arguments_;
   const CompareCommand& command_;
   Accelerator& accelerator_;
+  StepRecorder& recorder_;
+  const CostModel& costs_;
   const at::Device device_ = accelerator_.device();
   CompareState& state_;
   int64_t& trying_;
@@ -202,7 +224,10 @@ int run_command(const CompareCommand& command) {
       {.device = detail::choose_device(command.arguments.device, world, backend == "gloo").device,
        .backend = backend});
   try {
-    Accelerator accelerator(detail::compared_options(command, state.strategy), communicator);
+    const CostModel costs = measure_cost_model(*communicator); // before the limit of memory
+    reset_peak_memory(communicator->options().device);
+    const auto recorder = std::make_shared<StepRecorder>(communicator);
+    Accelerator accelerator(detail::compared_options(command, state.strategy), recorder);
     int64_t& limit_bytes = state.search.limit_bytes;
     if (limit_bytes == 0) {
       limit_bytes = detail::least_share(command, accelerator);
@@ -211,7 +236,7 @@ int run_command(const CompareCommand& command) {
     if (accelerator.device().is_cpu()) {
       limit.emplace(limit_bytes);
     }
-    detail::CompareRun(command, accelerator, state, trying).run();
+    detail::CompareRun(command, accelerator, *recorder, costs, state, trying).run();
     if (accelerator.is_main_process()) {
       write_compare_state(file, state);
     }

@@ -59,10 +59,17 @@ struct BatchTiming {
   double samples_per_second = 0;
   /// Median time of a step on the slowest rank.
   double step_seconds = 0;
-  /// Fraction of it that the slowest rank's backward waited for communication.
+  /// Fraction of it that the slowest rank waited for communication.
   double exposed_share = 0;
+  /// The same two as predict_step() has them, from a step without communication.
+  double predicted_seconds = 0;
+  double predicted_exposed_share = 0;
   /// Peak of a rank since its start, including the building of the model.
   int64_t peak_bytes = 0;
+
+  double predicted_samples_per_second() const {
+    return samples_per_second * step_seconds / predicted_seconds;
+  }
 };
 
 /// The results for a strategy, in a file that is passed from world to world. A rank that runs out

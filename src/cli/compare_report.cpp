@@ -37,8 +37,9 @@ Recommendation recommend_none(const std::vector<StrategyReport>& reports) {
 
 std::string table_row(const std::vector<std::string>& cells) {
   char text[128];
-  std::snprintf(text, sizeof text, "  %-8s  %13s  %14s  %9s  %17s\n", cells[0].c_str(),
-                cells[1].c_str(), cells[2].c_str(), cells[3].c_str(), cells[4].c_str());
+  std::snprintf(text, sizeof text, "  %-8s  %13s  %14s  %9s  %9s  %5s  %9s\n", cells[0].c_str(),
+                cells[1].c_str(), cells[2].c_str(), cells[3].c_str(), cells[4].c_str(),
+                cells[5].c_str(), cells[6].c_str());
   return text;
 }
 
@@ -47,7 +48,8 @@ std::string table_row(const std::vector<std::string>& cells) {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchTrial, rows, peak_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchSearch, limit_bytes, most_rows, too_many, trials)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchTiming, rows, samples_per_second, step_seconds,
-                                   exposed_share, peak_bytes)
+                                   exposed_share, predicted_seconds, predicted_exposed_share,
+                                   peak_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompareState, strategy, search, timing)
 
 CompareState read_compare_state(const std::filesystem::path& file) {
@@ -146,20 +148,23 @@ std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
   std::string text = command.model + " on " + std::to_string(command.nproc) +
                      " processes, samples of " + std::to_string(command.arguments.max_length) +
                      " tokens, at most " + format_bytes(limit_bytes) + " per process\n";
-  text += detail::table_row(
-      {"strategy", "largest batch", "peak/process", "samples/s", "waits in backward"});
+  text += detail::table_row({"strategy", "largest batch", "peak/process", "samples/s", "predicted",
+                             "waits", "predicted"});
   for (const StrategyReport& report : reports) {
     const std::string name = strategy_name(report.strategy);
     const std::string least =
         report.least_bytes > 0 ? ">= " + format_bytes(report.least_bytes) : "-";
-    const auto& [rows, speed, step_seconds, exposed, peak_bytes] = report.timing;
-    text +=
-        report.fits()
-            ? detail::table_row(
-                  {name, format_count(rows) + (rows == command.max_batch_size ? " or more" : ""),
-                   format_bytes(peak_bytes), format_fixed(speed, 1),
-                   format_fixed(100 * exposed, 0) + " %"})
-            : detail::table_row({name, "none", least, "-", "-"});
+    const BatchTiming& timing = report.timing;
+    const auto percent = [](double share) { return format_fixed(100 * share, 0) + " %"; };
+    text += report.fits()
+                ? detail::table_row(
+                      {name,
+                       format_count(timing.rows) +
+                           (timing.rows == command.max_batch_size ? " or more" : ""),
+                       format_bytes(timing.peak_bytes), format_fixed(timing.samples_per_second, 1),
+                       format_fixed(timing.predicted_samples_per_second(), 1),
+                       percent(timing.exposed_share), percent(timing.predicted_exposed_share)})
+                : detail::table_row({name, "none", least, "-", "-", "-", "-"});
   }
   return text + recommendation.text + "\n";
 }
@@ -209,7 +214,9 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
                    {"peak_bytes", timing.peak_bytes},
                    {"samples_per_second", timing.samples_per_second},
                    {"step_seconds", timing.step_seconds},
-                   {"exposed_share", timing.exposed_share}});
+                   {"exposed_share", timing.exposed_share},
+                   {"predicted_step_seconds", timing.predicted_seconds},
+                   {"predicted_exposed_share", timing.predicted_exposed_share}});
     } else {
       json["least_bytes"] =
           report.least_bytes > 0 ? nlohmann::json(report.least_bytes) : nlohmann::json();

@@ -18,6 +18,8 @@
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/comm/cost_model.h"
+#include "hasten/core/device.h"
 #include "hasten/core/linear.h"
 #include "hasten/core/precision_probe.h"
 #include "run.h"
@@ -87,6 +89,62 @@ nlohmann::ordered_json environment_json() {
   return json;
 }
 
+nlohmann::ordered_json cost_json(const CostModel& model) {
+  nlohmann::ordered_json json{{"backend", model.backend},
+                              {"world_size", model.world_size},
+                              {"barrier_seconds", model.barrier_seconds},
+                              {"stretch", model.stretch},
+                              {"stolen", model.stolen}};
+  for (const OperationCost& operation : model.operations) {
+    auto& of = json["operations"][std::string(Collective{operation.kind}.kind_name())];
+    of = {{"alpha_seconds", operation.alpha}, {"beta_seconds_per_byte", operation.beta}};
+    for (const OperationCost::Point& point : operation.points) {
+      of["points"].push_back({{"bytes", point.bytes}, {"seconds", point.seconds}});
+    }
+  }
+  return json;
+}
+
+/// For the back end that a run would use, and for Gloo, which also works between hosts. Collective.
+nlohmann::ordered_json communication_json(const World& world) {
+  nlohmann::ordered_json models = nlohmann::ordered_json::array();
+  for (const char* backend : {"auto", "gloo"}) {
+    if (!models.empty() && models[0].at("backend") == backend) {
+      break;
+    }
+    CommunicatorOptions options{.backend = backend};
+    if (models.empty()) {
+      options.device = choose_device("auto", world, false).device;
+    }
+    const auto group = Communicator::create(world, options);
+    models.push_back(cost_json(measure_cost_model(*group)));
+    group->close();
+  }
+  return models;
+}
+
+/// A line for each operation: its name, alpha, beta, and bandwidth 1 / beta.
+std::string communication_text(const nlohmann::ordered_json& models) {
+  std::ostringstream text;
+  for (const auto& model : models) {
+    const std::string backend = model.at("backend");
+    text << "\n"
+         << backend << " between " << model.at("world_size") << " processes: barrier "
+         << format_fixed(1e6 * model.at("barrier_seconds").get<double>(), 1)
+         << " us; a transfer during computation takes "
+         << format_fixed(model.at("stretch").get<double>(), 1) << " times as long and delays it by "
+         << format_fixed(model.at("stolen").get<double>(), 1) << " times its time\n";
+    for (const auto& [name, operation] : model.at("operations").items()) {
+      const double beta = operation.at("beta_seconds_per_byte").get<double>();
+      text << "  " << std::left << std::setw(16) << name << "alpha (latency) " << std::right
+           << std::setw(7) << format_fixed(1e6 * operation.at("alpha_seconds").get<double>(), 1)
+           << " us, beta " << std::setw(6) << format_fixed(1e9 * beta, 3) << " ns/byte"
+           << (beta > 0 ? " (bandwidth " + format_fixed(1e-9 / beta, 1) + " GB/s)" : "") << "\n";
+    }
+  }
+  return text.str();
+}
+
 std::string environment_text(const nlohmann::ordered_json& json) {
   const auto word = [&](const char* key) { return json.at(key).get<std::string>(); };
   const auto bytes = [&](const char* key) { return format_bytes(json.at(key).get<int64_t>()); };
@@ -126,13 +184,27 @@ std::string environment_text(const nlohmann::ordered_json& json) {
   for (const auto& [name, value] : lines) {
     text << std::left << std::setw(18) << name << value << "\n";
   }
+  if (json.contains("communication")) {
+    text << communication_text(json.at("communication"));
+  }
   return text.str();
 }
 
 } // namespace detail
 
 int run_command(const EnvCommand& command) {
-  const auto json = detail::environment_json();
+  nlohmann::ordered_json measured;
+  if (command.nproc > 1) {
+    const World world = world_from_environment();
+    measured = detail::communication_json(world); // before anything else uses the cores
+    if (world.rank != 0) {
+      return kExitOk;
+    }
+  }
+  auto json = detail::environment_json();
+  if (!measured.empty()) {
+    json["communication"] = std::move(measured);
+  }
   std::cout << (command.json ? json.dump() + "\n" : detail::environment_text(json)) << std::flush;
   return kExitOk;
 }

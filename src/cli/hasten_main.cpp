@@ -157,6 +157,13 @@ class Hasten {
     });
     return kExitOk;
   }
+  int operator()(const EnvCommand& command) {
+    if (command.nproc == 1) {
+      become_worker(arguments_);
+    }
+    check_nproc("env", command.nproc, command.oversubscribe, world_from_environment());
+    return report(launch_workers({.nproc = command.nproc}), true);
+  }
   int operator()(const ReportCommand& command) {
     make_report(command);
     return kExitOk;

@@ -40,6 +40,7 @@ int run_command(const StateCommand& command);
 int run_command(const MergeCommand& command);
 int run_command(const TokenizerCommand& command);
 int run_command(const SynthCommand& command);
+/// Local without --nproc; otherwise collective, and rank 0 prints.
 int run_command(const EnvCommand& command);
 
 } // namespace hasten

@@ -241,6 +241,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {"launch program", "[cli::launch] --nproc is missing."},
       {"launch --nprocs 2 program", "[cli::launch] unknown flag: --nprocs. Fix: write --nproc."},
       {"env --jsn", "[cli::env] unknown flag: --jsn. Fix: write --json."},
+      {"env --nproc 0", "[cli::env] --nproc=0. Expected 1 to 65536"},
   };
   detail::expect_mistakes({std::begin(cases), std::end(cases)});
 }

@@ -214,6 +214,38 @@ done
       << run->error;
 }
 
+TEST(Programs, EnvMeasuresWhatMovesTensorsBetweenProcesses) {
+  const ProgramRun text = run_program({"hasten", "env", "--nproc", "2"});
+  ASSERT_EQ(text.code, 0) << text.error;
+  EXPECT_EQ(text.error, "");
+  for (const char* line :
+       {"\ngloo between 2 processes: barrier ", "\n  all_reduce      alpha (latency)",
+        "\n  reduce_scatter ", "\n  all_gather ", "\n  broadcast "}) {
+    EXPECT_NE(text.out.find(line), std::string::npos) << text.out;
+  }
+  EXPECT_EQ(text.out.rfind("hasten ", 0), 0u) << text.out;
+  EXPECT_EQ(text.out.find("\nhasten "), std::string::npos) << text.out; // rank 0 alone prints
+  const ProgramRun run = run_program({"hasten", "env", "--nproc", "2", "--json"});
+  ASSERT_EQ(run.code, 0) << run.error;
+  const auto models = nlohmann::json::parse(run.out).at("communication");
+  ASSERT_GE(models.size(), 1u);
+  EXPECT_EQ(models.back().at("backend"), "gloo");
+  for (const auto& model : models) {
+    EXPECT_EQ(model.at("world_size"), 2);
+    EXPECT_GT(model.at("barrier_seconds").get<double>(), 0);
+    EXPECT_EQ(model.at("operations").size(), 4u);
+    for (const auto& operation : model.at("operations")) {
+      EXPECT_GE(operation.at("alpha_seconds").get<double>(), 0);
+      EXPECT_LT(operation.at("alpha_seconds").get<double>(), 1);
+      EXPECT_GE(operation.at("beta_seconds_per_byte").get<double>(), 0);
+      EXPECT_LT(operation.at("beta_seconds_per_byte").get<double>(), 1e-6);
+      EXPECT_GE(operation.at("points").size(), 1u);
+    }
+  }
+  EXPECT_FALSE(nlohmann::json::parse(run_program({"hasten", "env", "--json"}).out)
+                   .contains("communication"));
+}
+
 TEST(Programs, WaitingThreadsSleepUnlessTheUserSaysOtherwise) {
   const std::vector<std::string> show = {
       "hasten", "launch", "--nproc", "1", "/bin/sh", "-c", "echo $OMP_WAIT_POLICY"};

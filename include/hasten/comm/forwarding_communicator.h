@@ -29,6 +29,9 @@ class ForwardingCommunicator : public Communicator {
     return started(what.empty() ? std::string_view() : what.front().name,
                    inner_->start_together(what));
   }
+  at::Tensor allocate_tensor(int64_t numel, const at::TensorOptions& options) override {
+    return inner_->allocate_tensor(numel, options);
+  }
   at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) override {
     entered("all_gather_rows", name, {}); // dim 0 may differ
     return inner_->all_gather_rows(rows, name);

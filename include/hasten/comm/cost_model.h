@@ -1,0 +1,67 @@
+// What collectives cost between the ranks of a group: the alpha-beta model, in which an operation on
+// b bytes takes alpha + beta * b seconds, with the measured sizes between the two.
+//
+//   const hasten::CostModel model = hasten::measure_cost_model(*communicator);
+//   model.seconds(hasten::Collective::Kind::all_reduce, 25 << 20);
+//
+// Threading: none needed. Design: docs/design/communication.md
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "hasten/comm/communicator.h"
+
+namespace hasten {
+
+/// Bytes of an operation in the model: those of all ranks' rows, or of the whole tensor.
+int64_t bytes_of(const Collective& what);
+
+struct OperationCost {
+  struct Point {
+    int64_t bytes = 0;
+    /// Of a blocking call, on the slowest rank.
+    double seconds = 0;
+  };
+
+  Collective::Kind kind = Collective::Kind::all_reduce;
+  /// Ascending in bytes; at least one.
+  std::vector<Point> points{};
+  /// Latency in seconds, and seconds per byte (1 / bandwidth): of the line through the first and the
+  /// last point.
+  double alpha = 0;
+  double beta = 0;
+
+  /// Sets alpha and beta, both >= 0, from the points.
+  void fit();
+  /// Linear between points. Below the first: its time. Above the last: on with beta.
+  double seconds(int64_t bytes) const;
+};
+
+struct CostModel {
+  std::string backend{};
+  int world_size = 1;
+  double barrier_seconds = 0;
+  /// all_reduce, reduce_scatter, all_gather, broadcast. A broadcast's time is that of one of
+  /// world_size operations, one from each rank, as FullyShard gathers parameters.
+  std::vector<OperationCost> operations{};
+  /// A transfer that runs while the rank computes takes `stretch` times as long as alone, and delays
+  /// the computation by `stolen` times the seconds that it takes alone. With a free core for each
+  /// rank: about 1 and 0; without: about 2 and 1.
+  double stretch = 1;
+  double stolen = 0;
+
+  /// Seconds of a blocking call. Kinds that are not measured cost as much as a broadcast. 0 without
+  /// any measurement.
+  double seconds(Collective::Kind kind, int64_t bytes) const;
+};
+
+/// Measures the group's back end with tensors of allocate_tensor() on the device of its options,
+/// 4 KiB to 16 MiB, while every rank does the same. Leaves out sizes that would take too long. The
+/// numbers are equal on all ranks. In a world of one rank it measures nothing.
+/// Collective, blocking, less than a second. Memory: 40 MiB meanwhile.
+/// Throws CommunicationError if a peer fails.
+CostModel measure_cost_model(Communicator& group);
+
+} // namespace hasten

@@ -1,0 +1,202 @@
+#include "hasten/comm/cost_model.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+
+#include "hasten/core/device.h"
+
+namespace hasten {
+
+namespace detail {
+
+/// Every decision follows from numbers that the ranks have agreed on, so all make the same calls.
+class CostMeasurement {
+ public:
+  explicit CostMeasurement(Communicator& group)
+      : group_(group), world_(group.world_size()), device_(group.options().device) {
+    const int64_t row = (16 << 20) / kElement / world_;
+    rows_ = group.allocate_tensor(row * world_, at::TensorOptions(device_)).fill_(1);
+    row_ = group.allocate_tensor(row, at::TensorOptions(device_)).fill_(1);
+    model_.backend = group.options().backend;
+    model_.world_size = group.world_size();
+  }
+
+  CostModel measure() {
+    using Kind = Collective::Kind;
+    model_.barrier_seconds = agreed(15, [this] { group_.barrier(kName); });
+    for (const auto kind :
+         {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
+      model_.operations.push_back({.kind = kind});
+    }
+    constexpr std::pair<int64_t, int> sizes[] = {
+        {4 << 10, 21}, {64 << 10, 15}, {1 << 20, 11}, {4 << 20, 7}, {16 << 20, 5}};
+    for (const auto& [bytes, calls] : sizes) {
+      for (OperationCost& operation : model_.operations) {
+        const double expected = operation.points.empty() ? 0 : operation.seconds(bytes);
+        if (spent_ + expected * (calls + 1) < kPointsBudget) {
+          add_point(operation, std::max<int64_t>(1, bytes / kElement / world_), calls);
+        }
+      }
+    }
+    if (device_.is_cpu()) {
+      measure_overlap();
+    }
+    return std::move(model_);
+  }
+
+ private:
+  static constexpr const char* kName = "cost model";
+  static constexpr int64_t kElement = sizeof(float);
+  static constexpr double kPointsBudget = 0.45; // seconds of their calls
+  static constexpr double kOverlapBudget = 0.2;
+
+  static double since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  /// The lower quartile: other programs make some calls slower, and none faster.
+  static double usual(std::vector<double> values) {
+    std::ranges::sort(values);
+    return values[values.size() / 4];
+  }
+
+  /// Every call has other data, as far as there is, which the caches do not have.
+  void add_point(OperationCost& operation, int64_t count, int calls) {
+    using Kind = Collective::Kind;
+    const int64_t places = row_.numel() / count;
+    const at::Tensor scratch =
+        at::empty_like(rows_.narrow(0, 0, count * world_)).view({world_, count});
+    int64_t place = 0, parts = 1, bytes = 0;
+    const double seconds = agreed(calls, [&] {
+      const at::Tensor rows = rows_.narrow(0, place * count * world_, count * world_);
+      const at::Tensor all = rows.view({world_, count});
+      const at::Tensor own = row_.narrow(0, place * count, count);
+      std::vector<Collective> what{{operation.kind, kName, all, own}};
+      if (operation.kind == Kind::reduce_scatter) {
+        std::swap(what[0].output, what[0].input);
+        what[0].scratch = scratch;
+      } else if (operation.kind == Kind::broadcast) {
+        what.clear();
+        for (int rank = 0; rank < world_; ++rank) {
+          what.push_back({operation.kind, kName, all[rank], {}, {}, rank});
+        }
+      }
+      group_.start_together(what).wait();
+      synchronize(device_);
+      place = (place + 1) % places;
+      parts = std::ssize(what);
+      bytes = bytes_of(what[0]);
+    });
+    operation.points.push_back({bytes, seconds / static_cast<double>(parts)});
+    operation.fit();
+  }
+
+  /// The usual seconds of a call on the rank that is the slowest in it. Collective.
+  double agreed(int calls, const std::function<void()>& call) {
+    std::vector<double> seconds;
+    for (int i = -1; i < calls; ++i) { // the first warms up
+      group_.barrier(kName);
+      const auto start = std::chrono::steady_clock::now();
+      call();
+      if (i >= 0) {
+        seconds.push_back(since(start));
+      }
+    }
+    const double result = usual(most(seconds));
+    spent_ += result * (calls + 1);
+    return result;
+  }
+
+  /// The maximum over ranks, element by element. Collective.
+  std::vector<double> most(const std::vector<double>& values) {
+    const at::Tensor all = at::tensor(values, at::kDouble);
+    group_.all_reduce(all, ReduceOp::MAX, kName);
+    return {all.const_data_ptr<double>(), all.const_data_ptr<double>() + all.numel()};
+  }
+
+  /// Compares computation alone with computation during a transfer, which takes less time.
+  void measure_overlap() {
+    const OperationCost::Point& largest = model_.operations.front().points.back();
+    const double alone = largest.seconds;
+    const at::Tensor tensor = rows_.narrow(0, 0, largest.bytes / kElement);
+    const at::Tensor factor = at::full({192, 192}, 1e-3);
+    at::Tensor product = at::empty_like(factor);
+    const auto compute = [&](int64_t times) {
+      for (int64_t i = 0; i < times; ++i) {
+        at::mm_out(product, factor, factor);
+      }
+    };
+    const double one = agreed(5, [&] { compute(8); }) / 8;
+    const auto times = static_cast<int64_t>(std::clamp(3 * alone / one, 1.0, 1e5));
+    const double expected = 2 * static_cast<double>(times) * one + alone;
+    std::vector<double> durations, without, with;
+    for (int i = static_cast<int>(std::clamp(kOverlapBudget / expected, 3.0, 11.0)); i > 0; --i) {
+      group_.barrier(kName);
+      auto start = std::chrono::steady_clock::now();
+      compute(times);
+      without.push_back(since(start));
+      group_.barrier(kName);
+      start = std::chrono::steady_clock::now();
+      Work work = group_.all_reduce_async(tensor, ReduceOp::SUM, kName);
+      compute(times);
+      work.wait();
+      with.push_back(since(start));
+      durations.push_back(std::chrono::duration<double>(work.ended() - start).count());
+    }
+    model_.stretch = std::clamp(usual(most(durations)) / alone, 1.0, 8.0);
+    model_.stolen =
+        std::clamp((usual(most(with)) - usual(most(without))) / alone, 0.0, model_.stretch);
+  }
+
+  Communicator& group_;
+  const int64_t world_;
+  const at::Device device_;
+  at::Tensor rows_{}, row_{};
+  double spent_ = 0;
+  CostModel model_{};
+};
+
+} // namespace detail
+
+int64_t bytes_of(const Collective& what) {
+  using Kind = Collective::Kind;
+  const bool sends_rows = what.kind == Kind::reduce_scatter || what.kind == Kind::scatter;
+  const at::Tensor& all = sends_rows && what.input.defined() ? what.input : what.output;
+  return all.defined() ? static_cast<int64_t>(all.nbytes()) : 0;
+}
+
+void OperationCost::fit() {
+  const Point& first = points.front();
+  const Point& last = points.back();
+  beta = points.size() == 1 ? 0
+                            : std::max(0.0, (last.seconds - first.seconds) /
+                                                static_cast<double>(last.bytes - first.bytes));
+  alpha = std::max(0.0, first.seconds - beta * static_cast<double>(first.bytes));
+}
+
+double OperationCost::seconds(int64_t bytes) const {
+  const auto above = std::ranges::lower_bound(points, bytes, {}, &Point::bytes);
+  if (above == points.begin()) {
+    return above->seconds;
+  }
+  const Point& below = *(above - 1);
+  const double slope = above == points.end() ? beta
+                                             : (above->seconds - below.seconds) /
+                                                   static_cast<double>(above->bytes - below.bytes);
+  return below.seconds + slope * static_cast<double>(bytes - below.bytes);
+}
+
+double CostModel::seconds(Collective::Kind kind, int64_t bytes) const {
+  const auto found = std::ranges::find(operations, kind, &OperationCost::kind);
+  return found != operations.end() ? found->seconds(bytes)
+         : operations.empty()      ? 0
+                                   : operations.back().seconds(bytes);
+}
+
+CostModel measure_cost_model(Communicator& group) {
+  return group.world_size() > 1 ? detail::CostMeasurement(group).measure() : CostModel();
+}
+
+} // namespace hasten
