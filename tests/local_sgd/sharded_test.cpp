@@ -164,7 +164,7 @@ TEST(Sharded, TrainsUnderALimitThatWholeCopiesExceed) {
   const auto fits = [](Strategy strategy) {
     const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
     Accelerator accelerator({.device = testing_support::run_device().str(), .strategy = strategy},
-                            testing_support::fresh_communicator());
+                            testing_support::fresh_communicator_without_memory());
     torch::nn::Sequential model;
     for (int i = 0; i < 8; ++i) {
       model->push_back(torch::nn::Linear(192, 192));

@@ -42,7 +42,7 @@ TEST(FullyShard, TenStepsOfADeferredModelEqualThoseOfOneThatWasWhole) {
 // and the log's memory for each operator that draws random values.
 TEST(FullyShard, ADeferredModelIsNeverWholeOnARank) {
   install_memory_meter();
-  auto communicator = fresh_communicator();
+  auto communicator = testing_support::fresh_communicator_without_memory();
   const int world = communicator->world_size();
   const int64_t block = 256 << 10;
   const int64_t before = memory_stats(testing_support::run_device()).live_bytes;

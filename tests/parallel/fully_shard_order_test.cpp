@@ -328,7 +328,7 @@ TEST(FullyShardOrder, EvaluationGathersAndLetsGo) {
 // The blocks have equal size. With more blocks, only the memory of the shards grows.
 TEST(FullyShardOrder, WholeParametersTakeAFewUnitsWhateverTheDepth) {
   install_memory_meter();
-  auto communicator = fresh_communicator();
+  auto communicator = testing_support::fresh_communicator_without_memory();
   const int world = communicator->world_size();
   if (world == 1) {
     return; // one rank shards nothing

@@ -19,10 +19,18 @@ class DeviceBackend : public testing::Environment {
 [[maybe_unused]] static testing::Environment* const device_backend =
     testing::AddGlobalTestEnvironment(new DeviceBackend); // owned by gtest
 
-std::shared_ptr<Communicator> fresh_communicator() {
+static CommunicatorOptions case_options() {
   CommunicatorOptions options;
   options.timeout = std::chrono::seconds(60);
   options.name = case_name();
+  return options;
+}
+
+std::shared_ptr<Communicator> fresh_communicator() { return fresh_communicator(case_options()); }
+
+std::shared_ptr<Communicator> fresh_communicator_without_memory() {
+  CommunicatorOptions options = case_options();
+  options.backend = run_device().is_cpu() ? "gloo" : "auto";
   return fresh_communicator(options);
 }
 

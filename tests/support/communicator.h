@@ -15,4 +15,7 @@ std::shared_ptr<Communicator> fresh_communicator();
 /// The same with the caller's options.
 std::shared_ptr<Communicator> fresh_communicator(const CommunicatorOptions& options);
 
+/// For cases that count bytes: on the CPU over Gloo, so that no memory of its groups counts.
+std::shared_ptr<Communicator> fresh_communicator_without_memory();
+
 } // namespace hasten::testing_support
