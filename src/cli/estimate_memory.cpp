@@ -69,6 +69,12 @@ int64_t padded_numel(const Shapes& shapes) {
   return numel;
 }
 
+/// The ranks that share one copy of a sharded model.
+int64_t sharding_ranks(const EstimateMemoryCommand& command) {
+  const int64_t size = command.arguments.shard_size;
+  return command.strategy == "hsdp" && size > 0 ? size : command.nproc;
+}
+
 /// Bytes of the small parameters, unsharded: they are copied to be sent in one message.
 int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
   constexpr int64_t kAloneBytes = 256 << 10; // larger shards are sent without a copy
@@ -89,9 +95,7 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
                 const OptimizerSettings& settings) {
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
-  const int64_t ranks = copies_beside && command.arguments.shard_size > 0
-                            ? command.arguments.shard_size
-                            : command.nproc;
+  const int64_t ranks = sharding_ranks(command);
   const Shapes shards = shards_of(shapes, ranks);
   const int64_t rows = 4 * padded_numel(shards);
   const int64_t all = ranks * rows;
@@ -140,8 +144,7 @@ int64_t sent_bytes(const EstimateMemoryCommand& command, const PreTrainedConfig&
   if (strategy == "zero1" || strategy == "zero2") {
     return (strategy == "zero2" ? batches : 1) * part(gradient_bytes, all) + part(gathered, all);
   }
-  const int64_t shards =
-      strategy == "hsdp" && command.arguments.shard_size > 0 ? command.arguments.shard_size : all;
+  const int64_t shards = sharding_ranks(command);
   return batches * part(gathered + again + gradient_bytes, shards) +
          2 * part(gradient_bytes / shards, all / shards);
 }
