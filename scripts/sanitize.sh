@@ -4,11 +4,12 @@
 # data. Ends with 0 if nothing was found.
 #
 #   scripts/sanitize.sh                      both, if these parts changed since the commit
-#                                            that .sanitized names; nothing otherwise
+#                                            that .sanitized names; nothing otherwise. Then
+#                                            it writes .sanitized
 #   scripts/sanitize.sh --changed            says which files did; ends with 1 if none did
 #   scripts/sanitize.sh asan|tsan            one of them, whatever changed
 #   scripts/sanitize.sh --all [asan|tsan]    all parts but the command line; not in CI, it
-#                                            takes long. With both it writes .sanitized.
+#                                            takes long
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -111,6 +112,6 @@ for kind in $kinds; do
     die "usage: scripts/sanitize.sh [--changed] [--all] [asan|tsan]"
   sanitize "$kind" "$all"
 done
-if [[ -n $all && $kinds == 'asan tsan' ]]; then
+if [[ $kinds == 'asan tsan' ]]; then
   remember
 fi
