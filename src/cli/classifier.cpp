@@ -71,11 +71,19 @@ void check_vocabulary(const std::string& folder, const PreTrainedConfig& config,
   }
 }
 
+Tokenizer tokenizer_of(const std::string& name) {
+  const std::filesystem::path folder = pretrained_folder(name);
+  std::error_code ignored;
+  const bool has_none = !std::filesystem::exists(folder / "tokenizer_config.json", ignored);
+  return AutoTokenizer::from_pretrained(
+      has_none && LoraConfig::is_adapter(folder) ? LoraConfig::base_of(folder) : name);
+}
+
 TextModel load_text_model(const ModelFlags& flags) {
   const std::string& name = flags.model;
   const Task& task =
       flags.task.empty() ? task_of(AutoConfig::from_pretrained(name)) : find_task(flags.task);
-  Tokenizer tokenizer = AutoTokenizer::from_pretrained(name);
+  Tokenizer tokenizer = tokenizer_of(name);
   PreTrainedModel model = model_from_pretrained(name, task.head);
   check_vocabulary(name, model->config(), tokenizer);
   if (model->loading_info().new_output) {

@@ -40,8 +40,12 @@ struct TextModel {
   ProblemType problem_type() const { return detail::problem_type(*task, model->config()); }
 };
 
-/// Loads a model from a folder or from Hugging Face's cache, for --task, or for the task of its head. A max_length of 0 uses the value in the
-/// folder's training_args.json, at most the limit of model and tokenizer. Throws InputError for a bad
+/// The tokenizer in a model's folder. An adapter without one, as PEFT saves it, has its base's.
+Tokenizer tokenizer_of(const std::string& name);
+
+/// Loads a model from a folder or from Hugging Face's cache, for --task, or for the task of its head.
+/// A max_length of 0 uses the value in the folder's training_args.json, at most the limit of model and
+/// tokenizer. Throws InputError for a bad
 /// folder, a model without a trained head, or a vocabulary larger than the model's.
 TextModel load_text_model(const ModelFlags& flags);
 

@@ -92,7 +92,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
   const nlohmann::json arguments = a;
   const nlohmann::json defaults = TrainingArguments{};
 
-  BannerLines lines = banner_facts(command, in);
+  BannerLines lines = banner_facts(command, in, world_size);
   RunDescription description = describe_run(a, plan, *in.model, world_size);
   description.threads = threads_per_rank(world_size);
   description.device = "cpu or a GPU";
@@ -111,17 +111,10 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
     for (int64_t row = 0; row < in.train->size(); ++row) {
       longest = std::max(longest, in.train->length(row));
     }
-    const int64_t bytes = estimated_peak_bytes(
-        {.model = command.model,
-         .task = in.task->name,
-         .vocab_size = in.model->config().vocab_size,
-         .num_labels = in.model->config().num_labels(),
-         .rows = a.per_device_train_batch_size,
-         .tokens = longest,
-         .strategy = a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy),
-         .nproc = world_size,
-         .arguments = a});
-    lines.emplace_back("memory", "about " + format_bytes(bytes) +
+    EstimateMemoryCommand estimate = estimate_command(command, in, world_size);
+    estimate.rows = a.per_device_train_batch_size;
+    estimate.tokens = longest;
+    lines.emplace_back("memory", "about " + format_bytes(estimate_memory(estimate).peak) +
                                      " of tensors per process on the longest samples (" +
                                      format_count(longest) + " tokens)");
   }

@@ -21,20 +21,6 @@ namespace hasten {
 
 namespace detail {
 
-/// Bytes of one process, by purpose.
-struct MemoryEstimate {
-  int64_t parameter_count = 0;
-  int64_t trainable_count = 0;
-  int64_t parameters = 0;
-  int64_t gradients = 0;
-  int64_t optimizer_state = 0;
-  int64_t averaging = 0;
-  int64_t communication = 0;
-  int64_t activations = 0;
-  int64_t peak = 0;
-  int64_t sent = 0; // not memory: see sent_bytes()
-};
-
 /// Matrix products in 16 bits; parameters stay fp32.
 bool has_16_bits(const EstimateMemoryCommand& command) {
   const Precision precision = command.arguments.effective_precision();
@@ -280,12 +266,12 @@ void print_estimate(const EstimateMemoryCommand& command, const MemoryEstimate& 
 
 } // namespace detail
 
-int64_t estimated_peak_bytes(const EstimateMemoryCommand& command) {
-  return detail::estimate_of(command).peak;
+MemoryEstimate estimate_memory(const EstimateMemoryCommand& command) {
+  return detail::estimate_of(command);
 }
 
 int run_command(const EstimateMemoryCommand& command) {
-  const detail::MemoryEstimate estimate = detail::estimate_of(command);
+  const MemoryEstimate estimate = estimate_memory(command);
   if (command.json) {
     std::cout << detail::estimate_json(command, estimate).dump(2) << std::endl;
   } else {

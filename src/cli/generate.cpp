@@ -5,6 +5,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/models/auto_model.h"
 #include "hasten/tasks/pipelines.h"
+#include "hasten/text/pretrained_folder.h"
 #include "predictions.h"
 #include "run.h"
 
@@ -46,6 +47,9 @@ PreTrainedModel load_generator(const GenerateCommand& command, const Tokenizer& 
   }
   PreTrainedModel model = model_from_pretrained(command.model, ModelTask::causal_lm);
   check_vocabulary(command.model, model->config(), tokenizer);
+  if (LoraConfig::is_adapter(pretrained_folder(command.model))) {
+    merge_and_unload(*model); // each token then costs what it costs the base
+  }
   return model;
 }
 
@@ -54,7 +58,7 @@ PreTrainedModel load_generator(const GenerateCommand& command, const Tokenizer& 
 int run_command(const GenerateCommand& command) {
   using namespace detail;
   const GenerationConfig config = generation_config(command);
-  const Tokenizer tokenizer = AutoTokenizer::from_pretrained(command.model);
+  const Tokenizer tokenizer = tokenizer_of(command.model);
   const PreTrainedModel model = load_generator(command, tokenizer);
   std::vector<std::string> pairs; // none
   const auto prompts = given_texts("cli::generate", command, task_of(model->config()), pairs);

@@ -9,7 +9,7 @@ namespace hasten {
 int run_command(const MergeCommand& command) {
   const Task& task = task_of(AutoConfig::from_pretrained(command.model));
   PreTrainedModel model = model_from_pretrained(command.model, task.head);
-  Tokenizer tokenizer = AutoTokenizer::from_pretrained(command.model);
+  Tokenizer tokenizer = detail::tokenizer_of(command.model);
   merge_and_unload(*model);
   FolderCommit commit(command.output_dir);
   detail::classifier_files(model, tokenizer).save(commit.folder());

@@ -34,8 +34,23 @@ int run_command(const PredictCommand& command);
 int run_command(const GenerateCommand& command);
 int run_command(const PlanCommand& command);
 int run_command(const EstimateMemoryCommand& command);
-/// Peak bytes of one process.
-int64_t estimated_peak_bytes(const EstimateMemoryCommand& command);
+
+/// Bytes of one process, by purpose.
+struct MemoryEstimate {
+  int64_t parameter_count = 0;
+  int64_t trainable_count = 0;
+  int64_t parameters = 0;
+  int64_t gradients = 0;
+  int64_t optimizer_state = 0;
+  int64_t averaging = 0;
+  int64_t communication = 0;
+  int64_t activations = 0;
+  int64_t peak = 0;
+  /// No memory: what it sends in an optimizer step, with Local SGD in an average.
+  int64_t sent = 0;
+};
+MemoryEstimate estimate_memory(const EstimateMemoryCommand& command);
+
 int run_command(const StateCommand& command);
 int run_command(const MergeCommand& command);
 int run_command(const TokenizerCommand& command);

@@ -190,8 +190,9 @@ std::optional<LoraConfig> adapt_model(const TrainCommand& command, PreTrainedMod
   return config;
 }
 
-void add_lora_facts(BannerLines& lines, const TrainCommand& command,
-                    const PreTrainedModelImpl& model) {
+void add_lora_facts(BannerLines& lines, const TrainCommand& command, const TrainInputs& in,
+                    int world_size) {
+  const PreTrainedModelImpl& model = *in.model;
   int64_t trained = 0, frozen = 0;
   for (const at::Tensor& parameter : model.parameters()) {
     (parameter.requires_grad() ? trained : frozen) += static_cast<int64_t>(parameter.nbytes());
@@ -204,9 +205,13 @@ void add_lora_facts(BannerLines& lines, const TrainCommand& command,
           " parameters are trained (" +
           format_digits(100.0 * static_cast<double>(trainable) / static_cast<double>(all), 3) +
           " %)");
-  lines.emplace_back("LoRA", format_bytes(trained) + " trained, " + format_bytes(frozen) +
-                                 " frozen, " + format_bytes(4 * trainable) +
-                                 " of gradients in each step");
+  std::string bytes = format_bytes(trained) + " trained, " + format_bytes(frozen) + " frozen";
+  if (world_size > 1) {
+    const auto sent = estimate_memory(estimate_command(command, in, world_size)).sent;
+    bytes += ", " + format_bytes(sent) + " sent by each rank in " +
+             (command.arguments.local_sgd_steps > 0 ? "an average" : "a step");
+  }
+  lines.emplace_back("LoRA", bytes);
 }
 
 void add_model_facts(BannerLines& lines, const TrainCommand& command,
@@ -294,7 +299,20 @@ std::string cache_line(const TokenCacheReport& cache) {
                                                              : "kept in " + cache.path.string();
 }
 
-BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
+EstimateMemoryCommand estimate_command(const TrainCommand& command, const TrainInputs& in,
+                                       int world_size) {
+  const TrainingArguments& a = command.arguments;
+  return {.model = command.model,
+          .task = in.task->name,
+          .vocab_size = in.model->config().vocab_size,
+          .num_labels = in.model->config().num_labels(),
+          .strategy = a.local_sgd_steps > 0 ? "local_sgd" : strategy_name(a.strategy),
+          .nproc = world_size,
+          .lora = command.lora,
+          .arguments = a};
+}
+
+BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in, int world_size) {
   BannerLines lines;
   if (in.task->problem_types.size() == 1) {
     lines.emplace_back("task", in.task->name);
@@ -321,7 +339,7 @@ BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in) {
   }
   add_model_facts(lines, command, *in.model);
   if (in.lora) {
-    add_lora_facts(lines, command, *in.model);
+    add_lora_facts(lines, command, in, world_size);
   }
   return lines;
 }
@@ -377,7 +395,7 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
           command.train_file.empty() ? "synthetic reviews" : command.train_file;
       trainer.add_callback(std::make_shared<ProgressCallback>(
           "hasten " HASTEN_VERSION ": " + command.model + " learns " + data,
-          banner_facts(command, in)));
+          banner_facts(command, in, accelerator->num_processes())));
     }
   }
   const TrainOutput output = trainer.train();

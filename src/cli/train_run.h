@@ -31,7 +31,11 @@ struct TrainInputs {
 };
 
 /// Lines of the banner on data and model.
-BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in);
+BannerLines banner_facts(const TrainCommand& command, const TrainInputs& in, int world_size);
+
+/// Of the run, without activations.
+EstimateMemoryCommand estimate_command(const TrainCommand& command, const TrainInputs& in,
+                                       int world_size);
 
 /// Maximum size of the output folder for this model, in bytes.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model);

@@ -8,6 +8,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/core/autocast.h"
+#include "hasten/core/gradient_place.h"
 #include "hasten/core/linear.h"
 #include "hasten/core/memory_rehearsal.h"
 
@@ -27,6 +28,17 @@ static int64_t slice_tokens(int64_t vocab_size, int64_t slice_bytes) {
   return tokens;
 }
 
+static at::Tensor weight_gradient(const at::Tensor& of_logits, const at::Tensor& hidden,
+                                  const at::Tensor& weight) {
+  const bool wide = weight.scalar_type() == at::kFloat;
+  at::Tensor sum = wide ? gradient_place(weight) : at::Tensor();
+  sum = sum.defined() ? sum.zero_() : at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+  add_product_over_rows(of_logits, hidden.to(of_logits.scalar_type()), sum);
+  return sum.to(weight.scalar_type());
+}
+
+/// The weight's gradient is a product of the logits' gradient and x. Of the two gradients, the smaller
+/// one waits for backward: the logits' one is only whole where one slice has all tokens.
 class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
@@ -41,7 +53,8 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
     if (of_hidden) {
       x_gradient = at::empty_like(hidden);
     }
-    if (of_weight) {
+    const bool later = of_weight && x.size(0) <= std::min(step, weight.size(1));
+    if (of_weight && !later) {
       w_gradient = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
     }
     for (int64_t begin = 0; begin < x.size(0); begin += step) {
@@ -65,14 +78,17 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
       if (of_hidden) {
         x_gradient.narrow(0, begin, tokens).copy_(fast_linear(gradient, w.t()));
       }
-      if (of_weight) {
+      if (later) {
+        context->save_for_backward({hidden, weight});
+        context->saved_data["logits"] = gradient;
+      } else if (of_weight) {
         add_product_over_rows(gradient, part, w_gradient);
       }
     }
     if (of_hidden) {
       context->saved_data["hidden"] = x_gradient;
     }
-    if (of_weight) {
+    if (w_gradient.defined()) {
       context->saved_data["weight"] = w_gradient.to(weight.scalar_type());
     }
     context->mark_non_differentiable({losses});
@@ -95,6 +111,11 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
       return again ? kept * gradients[0] : kept.mul_(gradients[0]);
     };
     at::Tensor of_hidden = scaled("hidden"), of_weight = scaled("weight");
+    const auto logits = context->saved_data.find("logits");
+    if (logits != context->saved_data.end() && gradients[0].defined()) {
+      const auto saved = context->get_saved_variables();
+      of_weight = weight_gradient(logits->second.toTensor(), saved[0], saved[1]).mul_(gradients[0]);
+    }
     if (!again) {
       context->saved_data.clear();
     }

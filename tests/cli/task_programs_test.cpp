@@ -9,6 +9,7 @@
 #include "cli/run_program.h"
 #include "cli/small_reviews.h"
 #include "hasten/base/files.h"
+#include "hasten/base/text.h"
 #include "text/tokenizer_folder.h"
 
 namespace hasten::task_programs_test {
@@ -194,6 +195,49 @@ TEST(TaskPrograms, TextGenerationLearnsTextsAndItsPerplexityIsThatOfAnySplit) {
   EXPECT_TRUE(labels.said("hasten generate")) << labels.error;
 }
 
+// Documents have different lengths, so every batch and every rank has another number of tokens.
+TEST(TaskPrograms, TextGenerationIsThatOfAnySplitIntoRanksAndAccumulationAndResumes) {
+  const TemporaryFolder folder;
+  std::string text;
+  for (int i = 0; i < 40; ++i) {
+    text += "day " + std::to_string(i);
+    for (int word = 0; word < i % 7; ++word) {
+      text += " the cat drinks milk";
+    }
+    text += "\n";
+  }
+  write_file_atomically(folder / "train.txt", text);
+  const std::string tokenizer = text_tokenizer(folder);
+  const auto learn = [&](const std::string& out, std::vector<std::string> more) {
+    more.insert(more.begin(), {"hasten",          "train",
+                               "--task",          "text-generation",
+                               "--model",         "llama-mini",
+                               "--tokenizer",     tokenizer,
+                               "--train-file",    folder / "train.txt",
+                               "--output-dir",    folder / out,
+                               "--block-size",    "48",
+                               "--max-steps",     "4",
+                               "--learning-rate", "1e-3",
+                               "--eval-split",    "0.2",
+                               "--logging-steps", "1"});
+    const ProgramRun run = run_program(more);
+    EXPECT_EQ(run.code, 0) << run.error;
+    return nlohmann::json::parse(read_file(folder / out / "all_results.json"));
+  };
+  const auto one = learn("one", {"--per-device-train-batch-size", "4", "--save-strategy", "steps",
+                                 "--save-steps", "2"});
+  const auto split = learn("split", {"--nproc", "2", "--per-device-train-batch-size", "1",
+                                     "--gradient-accumulation-steps", "2"});
+  for (const char* name : {"train_loss", "eval_loss", "eval_perplexity"}) {
+    const double value = one.at(name);
+    EXPECT_NEAR(split.at(name), value, 1e-5 * value) << name;
+  }
+  learn("resumed", {"--per-device-train-batch-size", "4", "--resume-from-checkpoint",
+                    folder / "one/checkpoint-2"});
+  EXPECT_EQ(read_file(folder / "resumed/model.safetensors"),
+            read_file(folder / "one/model.safetensors"));
+}
+
 TEST(TaskPrograms, TextGenerationRefusesWhatItCannotTrainOn) {
   const TemporaryFolder folder;
   const std::string tokenizer = text_tokenizer(folder);
@@ -300,7 +344,14 @@ TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
                  "steps", "--save-steps", "2", "--learning-rate", "1e-2"});
     return train(more);
   };
-  EXPECT_TRUE(adapt("out", {}).said(" parameters are trained"));
+  const ProgramRun adapted = adapt("out", {});
+  EXPECT_TRUE(adapted.said(" parameters are trained"));
+  const auto estimate = nlohmann::json::parse(run({"estimate-memory", "--model", folder / "base",
+                                                   "--lora-r", "2", "--nproc", "2", "--json"})
+                                                  .out);
+  const auto sent = estimate.at("sent_bytes").get<int64_t>();
+  EXPECT_LT(sent, estimate.at("parameter_count").get<int64_t>());
+  EXPECT_TRUE(adapted.said(format_bytes(sent) + " sent by each rank in a step")) << adapted.error;
   EXPECT_TRUE(std::filesystem::exists(folder / "out/adapter_config.json"));
   EXPECT_FALSE(std::filesystem::exists(folder / "out/model.safetensors"));
   const std::string adapter = read_file(folder / "out/adapter_model.safetensors");
@@ -323,6 +374,13 @@ TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
   for (size_t i = 0; i < apart.size(); ++i) {
     EXPECT_NEAR(apart[i], merged[i], 1e-6);
   }
+
+  for (const auto& file : std::filesystem::directory_iterator(folder / "out")) {
+    if (!file.path().filename().string().starts_with("adapter_")) { // PEFT writes no more
+      std::filesystem::remove_all(file);
+    }
+  }
+  EXPECT_EQ(logits("out"), apart);
 
   std::filesystem::rename(folder / "base", folder / "moved");
   const ProgramRun missing = run_program({"hasten", "predict", "--model", folder / "out", "text"});

@@ -24,9 +24,9 @@ struct LossCase {
 };
 
 /// 150 tokens are five slices of the smallest size, the last of them not full.
-LossCase loss_case(bool learns_weight = true) {
+LossCase loss_case(bool learns_weight = true, int64_t hidden_size = 24) {
   torch::manual_seed(5);
-  LossCase made{torch::randn({3, 50, 24}), torch::randn({211, 24}) * 0.3,
+  LossCase made{torch::randn({3, 50, hidden_size}), torch::randn({211, hidden_size}) * 0.3,
                 torch::randint(211, {3, 50})};
   made.labels.index_put_({0, torch::indexing::Slice(4, 20)}, -100);
   made.labels[2].fill_(-100);
@@ -45,15 +45,17 @@ double difference(const at::Tensor& a, const at::Tensor& b) {
 }
 
 TEST_F(CausalLoss, SlicesHaveTheLossAndTheGradientsOfTheWholeLogits) {
-  for (const bool narrow : {false, true}) {
-    SCOPED_TRACE(narrow);
-    const LossCase sliced = loss_case(), plain = loss_case();
+  // A slice of 32 tokens, or of all with more hidden units than tokens.
+  for (const auto& [narrow, bytes, hidden] :
+       {std::tuple(false, 1, 24), {true, 1, 24}, {false, 1 << 20, 160}, {true, 1 << 20, 160}}) {
+    SCOPED_TRACE(c10::str(narrow, " ", bytes));
+    const LossCase sliced = loss_case(true, hidden), plain = loss_case(true, hidden);
     const auto run = [&](const auto& loss_of) {
       const Autocast autocast({.enabled = narrow});
       return loss_of();
     };
-    const auto made =
-        run([&] { return linear_cross_entropy(sliced.hidden, sliced.weight, sliced.labels, 1); });
+    const auto made = run(
+        [&] { return linear_cross_entropy(sliced.hidden, sliced.weight, sliced.labels, bytes); });
     const at::Tensor expected = run([&] { return plain_loss(plain); });
     // A product's pieces are summed in another order.
     const double tolerance = narrow ? 1e-2 : 1e-6;
@@ -61,7 +63,10 @@ TEST_F(CausalLoss, SlicesHaveTheLossAndTheGradientsOfTheWholeLogits) {
     EXPECT_LE(difference(made.token_losses.sum(), expected.detach()), narrow ? 1e-4 : 1e-6);
     EXPECT_EQ(made.token_losses.ne(0).sum().item<int64_t>(),
               plain.labels.ne(-100).sum().item<int64_t>());
+    const at::Tensor first =
+        torch::autograd::grad({made.loss_sum / 7}, {sliced.weight}, {}, true)[0].clone();
     (made.loss_sum / 7).backward();
+    EXPECT_TRUE(torch::equal(sliced.weight.grad(), first));
     (expected / 7).backward();
     EXPECT_LE(difference(sliced.hidden.grad(), plain.hidden.grad()), tolerance);
     EXPECT_LE(difference(sliced.weight.grad(), plain.weight.grad()), tolerance);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "golden_family.h"
@@ -75,7 +76,10 @@ TEST_F(Lora, LogitsAndLossesEqualPeft) {
         logits = logits.index({inputs.attention_mask.to(at::kBool)});
         expected = expected.index({inputs.attention_mask.to(at::kBool)});
       }
-      EXPECT_LE((logits - expected).abs().max().item<double>(), 1e-5);
+      // Products of another CPU have other roundings: of the largest logit.
+      EXPECT_LE((logits - expected).abs().max().item<double>(),
+                1e-5 * std::max(1.0, expected.abs().max().item<double>()))
+          << expected.abs().max();
     }
     model->train();
     std::vector<at::Tensor> trained;

@@ -56,6 +56,9 @@ std::vector<MemoryCase> memory_cases() {
     config.num_hidden_layers = 1;
     cases.push_back({"a language model", config, 6, 128, ModelTask::causal_lm});
   }
+  PreTrainedConfig several = AutoConfig::from_shape("gpt2-mini", 17'000); // slices of logits
+  several.num_hidden_layers = 1;
+  cases.push_back({"slices of logits", several, 20, 128, ModelTask::causal_lm});
   for (const ModelTask task : {ModelTask::token_classification, ModelTask::masked_lm}) {
     cases.push_back({"a head for tokens", AutoConfig::from_shape("bert-mini", 2000), 8, 64, task});
   }
