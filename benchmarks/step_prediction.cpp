@@ -2,7 +2,7 @@
 // `hasten launch`.
 //   step_prediction [shm|gloo] [--rows N] [--tokens N] [--rounds N]
 // Measures the cost model, then for ddp, fsdp and local_sgd (an average after every 4th step) steps
-// with and without communication, in turns. Rank 0 prints a JSON line for each: median seconds of a
+// and recorded steps, in turns. Rank 0 prints a JSON line for each: median seconds of a
 // step, measured and predicted, and of the part that it waits, of the slowest rank.
 #include <torch/torch.h>
 

@@ -1,4 +1,4 @@
-// Records a step without communication, and replays it with the times of a cost model.
+// Records when a step communicates, and replays it with the times of a cost model.
 #include "hasten/comm/step_prediction.h"
 
 #include <ATen/core/Tensor.h>
@@ -31,30 +31,27 @@ struct StepRecording {
   std::atomic<bool> on = false;
   int64_t steps = 0; // begun so far
   int queues = 0;
-  CommClock::time_point began{}; // later by each wait
+  CommClock::time_point began{}; // later by each operation
   StepTrace trace{};
 
   double seconds() const { return std::chrono::duration<double>(CommClock::now() - began).count(); }
 };
 
+/// Of an operation that has ended.
 struct RecordedWork final : Work::State {
   void wait() override {
-    const auto start = CommClock::now();
-    inner.wait();
     const std::lock_guard<std::mutex> lock(recording->mutex);
     if (recording->on && recording->steps == step) {
-      recording->began += CommClock::now() - start;
       recording->trace.events.push_back({recording->seconds(), operation, false});
     }
   }
-  bool done() const noexcept override { return inner.done(); }
-  CommClock::time_point ended() const noexcept override { return inner ? inner.ended() : made; }
+  bool done() const noexcept override { return true; }
+  CommClock::time_point ended() const noexcept override { return end; }
 
   std::shared_ptr<StepRecording> recording{};
   int64_t step = 0;
   size_t operation = 0;
-  Work inner{}; // empty: the operation moves nothing
-  CommClock::time_point made = CommClock::now();
+  CommClock::time_point end{};
 };
 
 /// All ranks of a step that is replayed. An operation runs when all ranks have started it.
@@ -205,26 +202,27 @@ std::vector<StepTrace> StepRecorder::record(const std::function<void()>& step) {
 }
 
 Work StepRecorder::start(const Collective& what) {
-  const int64_t bytes = bytes_of(what);
-  std::shared_ptr<detail::RecordedWork> work;
+  auto work = std::make_shared<detail::RecordedWork>();
   {
     const std::lock_guard<std::mutex> lock(recording_->mutex);
     if (recording_->on) {
       StepTrace& trace = recording_->trace;
-      work = std::make_shared<detail::RecordedWork>();
       work->recording = recording_;
       work->step = recording_->steps;
       work->operation = trace.operations.size();
       trace.events.push_back({recording_->seconds(), work->operation, true});
-      trace.operations.push_back({what.kind, bytes, queue_});
+      trace.operations.push_back({what.kind, bytes_of(what), queue_});
     }
   }
-  if (!work) {
-    return inner_->start(what);
+  const auto start = detail::CommClock::now();
+  Work inner = inner_->start(what);
+  if (!work->recording) {
+    return inner;
   }
-  if (bytes < kRecordedBytes) {
-    work->inner = inner_->start(what);
-  }
+  inner.wait();
+  work->end = detail::CommClock::now();
+  const std::lock_guard<std::mutex> lock(recording_->mutex);
+  recording_->began += work->end - start;
   return Work(std::move(work));
 }
 

@@ -18,6 +18,7 @@ namespace step_trace_test {
 
 using Kind = Collective::Kind;
 constexpr int64_t kWidth = 128;
+constexpr int64_t kSmallBytes = 16 << 10; // what ranks agree on is smaller
 constexpr int64_t kParameterBytes = 4 * 2 * (kWidth * kWidth + kWidth);
 
 /// Bytes of each kind in the second of two recorded steps.
@@ -59,7 +60,7 @@ std::map<Kind, int64_t> recorded_bytes(Strategy strategy, int64_t local_steps = 
   accelerator.end_training();
   std::map<Kind, int64_t> bytes;
   for (const StepTrace::Operation& operation : trace.operations) {
-    if (operation.bytes >= StepRecorder::kRecordedBytes) {
+    if (operation.bytes >= kSmallBytes) {
       bytes[operation.kind] += operation.bytes;
     }
   }

@@ -1,4 +1,4 @@
-// Predicts the time of a training step from a step without communication and a cost model.
+// Predicts the time of a training step from its computation and a cost model.
 //
 //   auto recorder = std::make_shared<hasten::StepRecorder>(communicator);
 //   hasten::Accelerator accelerator(options, recorder);  // any strategy
@@ -23,8 +23,8 @@ namespace detail {
 struct StepRecording;
 }
 
-/// When a rank's step without communication started operations, and when it waited for them.
-/// Seconds are those since the step began, without those in which the rank waited.
+/// When a rank's step started operations, and when it waited for them. Seconds are those since the
+/// step began, without those of the operations.
 struct StepTrace {
   struct Operation {
     Collective::Kind kind = Collective::Kind::all_reduce;
@@ -59,17 +59,15 @@ struct StepPrediction {
 std::vector<StepPrediction> predict_step(const std::vector<StepTrace>& ranks,
                                          const CostModel& model);
 
-/// Passes operations on, except in a recorded step: then those of kRecordedBytes or more move
-/// nothing and have ended when they start. Smaller ones run, because ranks agree by them on what to
-/// do. Groups that are made from a recorder record into the same trace.
+/// Passes operations on. In a recorded step each one ends before its start returns, and that time is
+/// left out, so the record has the computation alone. Groups that are made from a recorder record into
+/// the same trace.
 class StepRecorder final : public ForwardingCommunicator {
  public:
-  static constexpr int64_t kRecordedBytes = 16 << 10;
-
   explicit StepRecorder(std::shared_ptr<Communicator> inner);
 
-  /// Calls `step`, and returns the traces of all ranks. Afterwards parameters and gradients are not
-  /// those of a training: use a model that is thrown away. Collective, one exchange through the store.
+  /// Calls `step`, which computes what it computes without a recorder, and returns the traces of all
+  /// ranks. Collective, one more exchange.
   std::vector<StepTrace> record(const std::function<void()>& step);
 
   Work start(const Collective& what) override;
