@@ -2,11 +2,11 @@
 // `hasten launch`.
 //   step_prediction [shm|gloo] [--rows N] [--tokens N] [--rounds N]
 // Measures the cost model, then for ddp, fsdp and local_sgd (an average after every 4th step) steps
-// and recorded steps, in turns. Rank 0 prints a JSON line for each: median seconds of a
-// step, measured and predicted, and of the part that it waits, of the slowest rank.
+// and recorded steps, in turns. Rank 0 prints a JSON line for each, with the median of the rounds:
+// seconds of a step, measured and predicted, and those that every rank waits. What a rank waits more than
+// the one that waits least, it waits for that one's computation.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -70,23 +70,23 @@ static PredictionRow measure_prediction(StepRecorder& recorder, const CostModel&
 
 static void print_prediction(Communicator& group, const std::string& name,
                              const PredictionRow& row) {
-  at::Tensor numbers = torch::empty({4}, torch::kDouble);
-  int64_t i = 0;
-  for (std::vector<double> values :
-       {row.seconds, row.predicted, row.exposed, row.predicted_exposed}) {
-    std::ranges::sort(values);
-    numbers[i++] = values[values.size() / 2];
-  }
-  group.all_reduce(numbers, ReduceOp::MAX, "numbers");
-  const double* all = numbers.const_data_ptr<double>();
+  const auto usual = [&](const std::vector<double>& values, ReduceOp op) {
+    const at::Tensor rounds = torch::tensor(values, torch::kDouble);
+    group.all_reduce(rounds, op, "rounds");
+    return rounds.median().item<double>();
+  };
+  const double seconds = usual(row.seconds, ReduceOp::MAX);
+  const double predicted = usual(row.predicted, ReduceOp::MAX);
+  const double exposed = usual(row.exposed, ReduceOp::MIN);
+  const double predicted_exposed = usual(row.predicted_exposed, ReduceOp::MIN);
   if (group.is_main()) {
     const nlohmann::ordered_json json{{"strategy", name},
                                       {"backend", group.options().backend},
                                       {"ranks", group.world_size()},
-                                      {"seconds", all[0]},
-                                      {"predicted_seconds", all[1]},
-                                      {"exposed_seconds", all[2]},
-                                      {"predicted_exposed_seconds", all[3]}};
+                                      {"seconds", seconds},
+                                      {"predicted_seconds", predicted},
+                                      {"exposed_seconds", exposed},
+                                      {"predicted_exposed_seconds", predicted_exposed}};
     std::printf("%s\n", json.dump().c_str());
     std::fflush(stdout);
   }

@@ -8,7 +8,7 @@ from sides import Case, environment, wait_all
 class StepPrediction:
     """predict_step() of three strategies: how far it is from the step, compared with what it may be."""
 
-    # "…_step": may be 10 % off. "…_exposed", the part that a rank waits: 15 %, or 3 % of the step.
+    # "…_step": may be 10 % off. "…_exposed", the part that every rank waits: 15 %, or 3 % of the step.
     # "…_4_ranks": on whatever cores there are; only reported. "model": seconds to measure the costs.
 
     name = "step_prediction"

@@ -17,9 +17,10 @@ class CostMeasurement {
  public:
   explicit CostMeasurement(Communicator& group)
       : group_(group), world_(group.world_size()), device_(group.options().device) {
-    const int64_t row = (16 << 20) / kElement / world_;
+    const int64_t row = kMostBytes / kElement / world_;
     rows_ = group.allocate_tensor(row * world_, at::TensorOptions(device_)).fill_(1);
     row_ = group.allocate_tensor(row, at::TensorOptions(device_)).fill_(1);
+    gradients_ = at::ones_like(rows_);
     model_.backend = group.options().backend;
     model_.world_size = group.world_size();
   }
@@ -31,12 +32,13 @@ class CostMeasurement {
          {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
       model_.operations.push_back({.kind = kind});
     }
-    constexpr std::pair<int64_t, int> sizes[] = {
-        {4 << 10, 21}, {64 << 10, 15}, {1 << 20, 11}, {4 << 20, 7}, {16 << 20, 5}};
+    constexpr std::pair<int64_t, int> sizes[] = {{4 << 10, 21},      {64 << 10, 15},
+                                                 {1 << 20, 11},      {4 << 20, 9},
+                                                 {kOverlapBytes, 5}, {kMostBytes, 3}};
     for (const auto& [bytes, calls] : sizes) {
       for (OperationCost& operation : model_.operations) {
-        const double expected = operation.points.empty() ? 0 : operation.seconds(bytes);
-        if (spent_ + expected * (calls + 1) < kPointsBudget) {
+        if (operation.points.empty() || // on a loaded machine, too
+            spent_ + operation.seconds(bytes) * (calls + 1) < kPointsBudget) {
           add_point(operation, std::max<int64_t>(1, bytes / kElement / world_), calls);
         }
       }
@@ -50,6 +52,8 @@ class CostMeasurement {
  private:
   static constexpr const char* kName = "cost model";
   static constexpr int64_t kElement = sizeof(float);
+  static constexpr int64_t kOverlapBytes = 16 << 20;
+  static constexpr int64_t kMostBytes = 64 << 20; // more than caches keep of a step's data
   static constexpr double kPointsBudget = 0.45; // seconds of their calls
   static constexpr double kOverlapBudget = 0.2;
 
@@ -75,7 +79,8 @@ class CostMeasurement {
       const at::Tensor own = row_.narrow(0, place * count, count);
       std::vector<Collective> what{{operation.kind, kName, all, own}};
       if (operation.kind == Kind::reduce_scatter) {
-        std::swap(what[0].output, what[0].input);
+        what[0].output = own;
+        what[0].input = gradients_.narrow(0, rows.storage_offset(), rows.numel()).view_as(all);
         what[0].scratch = scratch;
       } else if (operation.kind == Kind::broadcast) {
         what.clear();
@@ -118,9 +123,10 @@ class CostMeasurement {
 
   /// Compares computation alone with computation during a transfer, which takes less time.
   void measure_overlap() {
-    const OperationCost::Point& largest = model_.operations.front().points.back();
-    const double alone = largest.seconds;
-    const at::Tensor tensor = rows_.narrow(0, 0, largest.bytes / kElement);
+    const OperationCost& cost = model_.operations.front();
+    const int64_t bytes = std::min(kOverlapBytes, cost.points.back().bytes);
+    const double alone = cost.seconds(bytes);
+    const at::Tensor tensor = rows_.narrow(0, 0, bytes / kElement);
     const at::Tensor factor = at::full({192, 192}, 1e-3);
     at::Tensor product = at::empty_like(factor);
     const auto compute = [&](int64_t times) {
@@ -154,6 +160,7 @@ class CostMeasurement {
   const int64_t world_;
   const at::Device device_;
   at::Tensor rows_{}, row_{};
+  at::Tensor gradients_{}; // as autograd makes them: not in memory that the ranks share
   double spent_ = 0;
   CostModel model_{};
 };
