@@ -78,7 +78,6 @@ class Tinyshakespeare(TextTraining):
         shape = ["gpt2_10m", self.size, self.batch, self.steps, "--learning-rate", self.rate]
         seconds, _ = self.train_ours(*shape)
         command = [self.options.programs / "hasten", "eval", "--model", self.work / "out", "--file", self.eval, "--json"]
-        command += ["--packing-strategy", "wrapped", "--block-size", self.size]
         report = json.loads(wait_all([(list(map(str, command)), environment())]).output)
         yield "training", seconds, None
         yield "perplexity", math.exp(report["eval_loss"]), None

@@ -21,7 +21,7 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 59300),
+    ("hasten", (), 59360),
     ("hasten_text", ("text", "models", "tasks"), 16100),
     ("the programs", ("cli",), 6920),
 )

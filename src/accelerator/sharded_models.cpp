@@ -74,6 +74,7 @@ class ShardedModel final : public DataParallel {
     return sharded_.evens_out_buffers(any_dtype);
   }
   void set_local(bool local) override { sharded_.set_local(local); }
+  at::Tensor give_place(const at::Tensor& p) override { return sharded_.give_place(p); }
   FlatGradients& gradients() override { return gradients_; }
   const FlatGradients& gradients() const override { return gradients_; }
   const std::shared_ptr<torch::nn::Module>& module() const override { return sharded_.module(); }

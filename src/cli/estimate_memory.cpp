@@ -77,20 +77,21 @@ int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
 /// zero1 and zero2 all blocks), the largest unit's gradient, and copies of its small parameters
 /// and gradients.
 void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
-                const PreTrainedConfig& config, const Shapes& shapes, const Shapes& trained,
-                const OptimizerSettings& settings) {
+                const PreTrainedConfig& config, const Shapes& block_shapes, const Shapes& shapes,
+                const Shapes& trained, const OptimizerSettings& settings) {
   const bool copies_beside = command.strategy == "hsdp";
   const bool gathers = copies_beside || command.strategy == "fsdp";
   const int64_t ranks = sharding_ranks(command);
   const Shapes shards = shards_of(shapes, ranks);
   const int64_t rows = 4 * padded_numel(shards);
   const int64_t all = ranks * rows;
-  const int64_t block = ranks * 4 * padded_numel(shards_of(block_shapes(config), ranks));
+  const Shapes block_shards = shards_of(block_shapes, ranks);
+  const int64_t block = ranks * 4 * padded_numel(block_shards);
   const int64_t root = all - config.num_hidden_layers * block;
   const int64_t blocks =
       gathers ? std::min<int64_t>(2, config.num_hidden_layers) : config.num_hidden_layers;
   estimate.parameters = rows + root + blocks * block / (has_16_bits(command) ? 2 : 1);
-  const int64_t copies = copied_bytes(shards_of(block_shapes(config), ranks), ranks);
+  const int64_t copies = copied_bytes(block_shards, ranks);
   if (gathers) { // parameters and gradients are sent at the same time
     estimate.parameters += copies;
   }
@@ -108,8 +109,9 @@ void add_shards(MemoryEstimate& estimate, const EstimateMemoryCommand& command,
 /// Bytes of all parameters as they are gathered, and of those that backward gathers again: of all
 /// blocks but the last.
 std::pair<int64_t, int64_t> gathered_bytes(const EstimateMemoryCommand& command,
-                                           const PreTrainedConfig& config, int64_t parameters) {
-  const int64_t block = padded_numel(block_shapes(config));
+                                           const PreTrainedConfig& config,
+                                           const Shapes& block_shapes, int64_t parameters) {
+  const int64_t block = padded_numel(block_shapes);
   const int64_t blocks = config.num_hidden_layers * block;
   const int64_t of_block = has_16_bits(command) ? 2 : 4;
   return {4 * (parameters - blocks) + of_block * blocks, of_block * (blocks - block)};
@@ -118,7 +120,7 @@ std::pair<int64_t, int64_t> gathered_bytes(const EstimateMemoryCommand& command,
 /// Bytes that a process sends in an optimizer step, with Local SGD in an average. An all-reduce sends
 /// as much as a reduce-scatter and an all-gather.
 int64_t sent_bytes(const EstimateMemoryCommand& command, const PreTrainedConfig& config,
-                   int64_t parameters, int64_t gradient_bytes) {
+                   const Shapes& block_shapes, int64_t parameters, int64_t gradient_bytes) {
   const int64_t batches = command.arguments.gradient_accumulation_steps;
   const int64_t all = command.nproc;
   const auto part = [](int64_t bytes, int64_t ranks) { return bytes / ranks * (ranks - 1); };
@@ -126,7 +128,7 @@ int64_t sent_bytes(const EstimateMemoryCommand& command, const PreTrainedConfig&
   if (strategy == "ddp" || strategy == "local_sgd") {
     return 2 * part(gradient_bytes, all);
   }
-  const auto [gathered, again] = gathered_bytes(command, config, parameters);
+  const auto [gathered, again] = gathered_bytes(command, config, block_shapes, parameters);
   if (strategy == "zero1" || strategy == "zero2") {
     return (strategy == "zero2" ? batches : 1) * part(gradient_bytes, all) + part(gathered, all);
   }
@@ -185,11 +187,13 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   if (local) {
     estimate.averaging = 4 * estimate.trainable_count;
   }
+  Shapes block;
   if (several && !local && command.strategy != "ddp") {
-    add_shards(estimate, command, config, shapes, trained, settings);
+    block = block_shapes(config);
+    add_shards(estimate, command, config, block, shapes, trained, settings);
   }
   estimate.communication = ring_bytes(command);
-  estimate.sent = sent_bytes(command, config, estimate.parameter_count, 4 * padded);
+  estimate.sent = sent_bytes(command, config, block, estimate.parameter_count, 4 * padded);
   const int64_t kept =
       estimate.parameters + estimate.optimizer_state + estimate.averaging + estimate.communication;
   if (command.rows == 0) {

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/chunk.h>
 #include <ATen/ops/empty.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -74,13 +76,25 @@ static void onednn_matmul(const at::Tensor& a, const at::Tensor& b, const at::Te
   }
 }
 
-/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows. The last piece
+/// Whether products of tensors like `a` are oneDNN's. Otherwise they are torch's own, by its kernels, so
+/// that observers see one operator.
+static bool by_onednn(const at::Tensor& a) {
+  return a.scalar_type() != at::kFloat || linear_uses_onednn();
+}
+
+/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows. oneDNN's last piece
 /// may overlap rows that are already computed, which get the same values again.
-static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
+static at::Tensor matrix_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
   at::Tensor out = at::empty({rows, b.size(1)}, a.options());
+  if (!by_onednn(a)) {
+    if (!in_memory_rehearsal()) {
+      bias ? at::cpu::addmm_out(out, *bias, a, b) : at::cpu::mm_out(out, a, b);
+    }
+    return out;
+  }
   for (int64_t done = 0; done < rows;) {
     const int64_t piece = next_piece(std::max(rows - done, kFewestRows));
     done = std::min(done, rows - piece);
@@ -99,14 +113,20 @@ static at::Tensor onednn_product(const at::Tensor& a, const at::Tensor& b,
 constexpr int64_t kConvertedPiece = 1 << 16; // elements
 
 /// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined, or
-/// added to it with `add_to_out`. The last piece is padded with zero rows. In 16 bits the result of each piece is rounded to 16
-/// bits, but their sum is not.
-static at::Tensor onednn_sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out,
-                                       bool add_to_out = false) {
+/// added to it with `add_to_out` (oneDNN only). oneDNN's last piece is padded with zero rows. In 16 bits
+/// the result of each piece is rounded to 16 bits, but their sum is not.
+static at::Tensor sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out,
+                                bool add_to_out = false) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const int64_t rows = a.size(0);
   if (!out.defined()) {
     out = at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
+  }
+  if (!by_onednn(a)) {
+    if (!in_memory_rehearsal()) {
+      at::cpu::mm_out(out, a.t(), b);
+    }
+    return out;
   }
   at::Tensor narrow;
   if (a.scalar_type() != at::kFloat) {
@@ -240,9 +260,9 @@ class LinearNode final : public torch::autograd::Node {
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
       const at::Tensor a = in(activation_(x));
-      made[1] = (again ? at::mm(gradient.t(), a)
-                       : onednn_sum_over_rows(gradient, a, gradient_place(weight)))
-                    .to(weight.scalar_type());
+      made[1] =
+          (again ? at::mm(gradient.t(), a) : sum_over_rows(gradient, a, gradient_place(weight)))
+              .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {
       made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat) : column_sums(gradient))
@@ -254,7 +274,7 @@ class LinearNode final : public torch::autograd::Node {
     if (task_should_compute_output(0)) {
       const at::Tensor w = in(weight);
       made[0] = activation_.backward(
-          (again ? at::mm(gradient, w) : onednn_product(gradient, w, std::nullopt)).to(x_type_), x);
+          (again ? at::mm(gradient, w) : matrix_product(gradient, w, std::nullopt)).to(x_type_), x);
     }
     return made;
   }
@@ -272,8 +292,8 @@ static bool plain(const at::Tensor& tensor, at::ScalarType type) {
 }
 
 /// Whether shapes and types allow oneDNN and the product is large enough to gain.
-static bool fits_onednn(bool gated, const at::Tensor& x, const at::Tensor& weight,
-                        const at::Tensor& bias) {
+static bool large_enough(bool gated, const at::Tensor& x, const at::Tensor& weight,
+                         const at::Tensor& bias) {
   const at::ScalarType type = weight.scalar_type();
   return at::globalContext().userEnabledMkldnn() && plain(weight, type) && weight.dim() == 2 &&
          (!bias.defined() ||
@@ -343,13 +363,12 @@ at::Tensor Activation::backward(const at::Tensor& gradient, const at::Tensor& x)
 at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias) {
   const auto narrow = autocast_dtype(at::kCPU);
-  if (detail::fits_onednn(activation.gated, x, weight, bias)) {
+  if (detail::large_enough(activation.gated, x, weight, bias)) {
     if (narrow == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
         detail::float_or_bf16(weight)) {
       return detail::linear_by_rows(true, activation, x, weight, bias);
     }
-    if (!narrow && linear_uses_onednn() && detail::plain(x, at::kFloat) &&
-        detail::plain(weight, at::kFloat)) {
+    if (!narrow && detail::plain(x, at::kFloat) && detail::plain(weight, at::kFloat)) {
       return detail::linear_by_rows(false, activation, x, weight, bias);
     }
   }
@@ -365,7 +384,7 @@ void add_product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::T
   if (at::globalContext().userEnabledMkldnn() && detail::float_or_bf16(a) &&
       detail::plain(b, a.scalar_type()) && detail::plain(out, at::kFloat) &&
       (narrow ? linear_uses_bf16() : linear_uses_onednn())) {
-    detail::onednn_sum_over_rows(a, b, out, true);
+    detail::sum_over_rows(a, b, out, true);
   } else if (narrow) {
     out.add_(at::mm(a.t(), b));
   } else {
@@ -396,5 +415,5 @@ bool linear_uses_bf16() { return false; }
 // a [rows, k] times b [k, n], plus bias.
 TORCH_LIBRARY(hasten, library) {
   library.def("linear(Tensor a, Tensor b, Tensor? bias) -> Tensor");
-  library.impl("linear", c10::DispatchKey::CPU, &hasten::detail::onednn_product);
+  library.impl("linear", c10::DispatchKey::CPU, &hasten::detail::matrix_product);
 }

@@ -18,6 +18,7 @@ namespace detail {
 
 constexpr const char* kLinearCrossEntropy = "models::linear_cross_entropy";
 constexpr int64_t kNoLabel = -100;
+constexpr int64_t kCachedBytes = 8 << 20; // of logits in fp32, which a cache keeps
 
 /// Tokens of a slice: 32 times a power of four, for which products have kernels.
 static int64_t slice_tokens(int64_t vocab_size, int64_t slice_bytes) {
@@ -28,13 +29,39 @@ static int64_t slice_tokens(int64_t vocab_size, int64_t slice_bytes) {
   return tokens;
 }
 
+/// The gradient of `weight`, times `factor` [].
 static at::Tensor weight_gradient(const at::Tensor& of_logits, const at::Tensor& hidden,
-                                  const at::Tensor& weight) {
+                                  const at::Tensor& weight, const at::Tensor& factor) {
   const bool wide = weight.scalar_type() == at::kFloat;
   at::Tensor sum = wide ? gradient_place(weight) : at::Tensor();
   sum = sum.defined() ? sum.zero_() : at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
-  add_product_over_rows(of_logits, hidden.to(of_logits.scalar_type()), sum);
+  if (of_logits.scalar_type() == at::kFloat) {
+    add_product_over_rows(of_logits, hidden.to(at::kFloat) * factor, sum);
+  } else { // 16 bits might not hold hidden times the factor
+    add_product_over_rows(of_logits, hidden.to(of_logits.scalar_type()), sum);
+    sum.mul_(factor);
+  }
   return sum.to(weight.scalar_type());
+}
+
+/// Writes the losses of logits [tokens, V]. With `gradients` the logits become their gradients: p, less 1
+/// at the label.
+static void take_losses(const at::Tensor& logits, const at::Tensor& labels,
+                        const at::Tensor& losses, bool gradients) {
+  const int64_t step = slice_tokens(logits.size(1), kCachedBytes);
+  for (int64_t begin = 0; begin < logits.size(0); begin += step) {
+    const int64_t tokens = std::min(step, logits.size(0) - begin);
+    const at::Tensor part = logits.narrow(0, begin, tokens);
+    const at::Tensor ignored = labels.narrow(0, begin, tokens).eq(kNoLabel).unsqueeze(1);
+    const at::Tensor truth = labels.narrow(0, begin, tokens).unsqueeze(1).masked_fill(ignored, 0);
+    at::Tensor p = at::log_softmax(part, 1, at::kFloat);
+    losses.narrow(0, begin, tokens)
+        .copy_(p.gather(1, truth).neg_().masked_fill_(ignored, 0).squeeze(1));
+    if (gradients) {
+      p.exp_().scatter_add_(1, truth, at::full({tokens, 1}, -1.0f, p.options()));
+      part.copy_(p.masked_fill_(ignored, 0));
+    }
+  }
 }
 
 /// The weight's gradient is a product of the logits' gradient and x. Of the two gradients, the smaller
@@ -60,21 +87,9 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
     for (int64_t begin = 0; begin < x.size(0); begin += step) {
       const int64_t tokens = std::min(step, x.size(0) - begin);
       const at::Tensor part = x.narrow(0, begin, tokens);
-      const at::Tensor ignored = labels.narrow(0, begin, tokens).eq(kNoLabel).unsqueeze(1);
-      const at::Tensor truth = labels.narrow(0, begin, tokens).unsqueeze(1).masked_fill(ignored, 0);
-      at::Tensor logits = fast_linear(part, w);
-      const at::ScalarType type = logits.scalar_type();
-      at::Tensor log_p = at::log_softmax(logits, 1, at::kFloat);
-      logits.reset();
-      losses.narrow(0, begin, tokens)
-          .copy_(log_p.gather(1, truth).neg_().masked_fill_(ignored, 0).squeeze(1));
-      if (!of_hidden && !of_weight) {
-        continue;
-      }
-      at::Tensor gradient = log_p.exp_(); // of the logits: p - 1 at the label
-      log_p.reset();
-      gradient.scatter_add_(1, truth, at::full({tokens, 1}, -1.0f, gradient.options()));
-      gradient = gradient.masked_fill_(ignored, 0).to(type);
+      const at::Tensor gradient = fast_linear(part, w);
+      take_losses(gradient, labels.narrow(0, begin, tokens), losses.narrow(0, begin, tokens),
+                  of_hidden || of_weight);
       if (of_hidden) {
         x_gradient.narrow(0, begin, tokens).copy_(fast_linear(gradient, w.t()));
       }
@@ -114,7 +129,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
     const auto logits = context->saved_data.find("logits");
     if (logits != context->saved_data.end() && gradients[0].defined()) {
       const auto saved = context->get_saved_variables();
-      of_weight = weight_gradient(logits->second.toTensor(), saved[0], saved[1]).mul_(gradients[0]);
+      of_weight = weight_gradient(logits->second.toTensor(), saved[0], saved[1], gradients[0]);
     }
     if (!again) {
       context->saved_data.clear();

@@ -114,7 +114,7 @@ void FullyShard::set_aside() {
       continue;
     }
     detail::ShardTensor& tensor = tensor_of(i);
-    const at::Tensor& flat = flat_of(i).gradient;
+    const at::Tensor& flat = tensor.flat->gradient;
     tensor.aside = flat.defined() && grad.is_alias_of(flat) ? grad.detach().clone() : grad.detach();
     grad.reset();
   }
@@ -135,6 +135,15 @@ void FullyShard::start_backward(bool reduce) {
     begun_ = true;
   }
   schedule_->open_backward(reduce);
+}
+
+at::Tensor FullyShard::give_place(const at::Tensor& parameter) {
+  const auto found = index_.find(parameter.unsafeGetTensorImpl());
+  if (found == index_.end() || !schedule_->in_backward() || parameter.grad().defined()) {
+    return {};
+  }
+  const size_t i = found->second;
+  return schedule_->units()[parameters_[i].unit]->give_place(tensor_of(i));
 }
 
 void FullyShard::gradient_ready(size_t parameter) {
@@ -247,7 +256,7 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     detail::ShardTensor& tensor = tensor_of(i);
     at::Tensor gradient =
-        tensor.used ? units[parameters_[i].unit]->gradient_of(flat_of(i), tensor) : at::Tensor();
+        tensor.used ? units[parameters_[i].unit]->gradient_of(tensor) : at::Tensor();
     if (tensor.aside.defined()) {
       gradient = gradient.defined() ? gradient.add_(tensor.aside) : std::move(tensor.aside);
       tensor.aside.reset();

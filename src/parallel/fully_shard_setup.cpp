@@ -324,7 +324,9 @@ FullyShard::Units FullyShard::make_units(const detail::ShardBlocks& blocks) {
 
 void FullyShard::shard_units(Units units) {
   std::vector<FlatLayout::NamedParameters> parameters(units.size());
-  for (ShardedParameter& entry : parameters_) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    ShardedParameter& entry = parameters_[i];
+    index_[entry.parameter.unsafeGetTensorImpl()] = i;
     parameters[entry.unit].emplace_back(entry.name, entry.parameter);
     units[entry.unit]->add(entry, options_.device.value_or(entry.parameter.device()));
   }
@@ -336,7 +338,8 @@ void FullyShard::shard_units(Units units) {
     units[u]->shard();
     for (detail::ShardFlat& flat : units[u]->flats()) {
       for (detail::ShardTensor& tensor : flat.tensors) {
-        places_[static_cast<size_t>(tensor.entry - parameters_.data())] = {&flat, &tensor};
+        tensor.flat = &flat;
+        places_[static_cast<size_t>(tensor.entry - parameters_.data())] = &tensor;
       }
     }
   }

@@ -125,7 +125,7 @@ ShardReport FullyShard::report() const {
     const detail::ShardTensor& tensor = tensor_of(i);
     const int64_t elements = tensor.trainable ? tensor.dim0 * tensor.inner : 0;
     report.unsharded_gradient_bytes +=
-        elements * static_cast<int64_t>(c10::elementSize(flat_of(i).summed));
+        elements * static_cast<int64_t>(c10::elementSize(tensor.flat->summed));
   }
   for (const auto& unit : schedule_->units()) {
     report.unsharded_parameter_bytes += unit->whole_bytes();
@@ -155,7 +155,7 @@ void FullyShard::save_state(NamedTensors& tensors, nlohmann::json& values) const
   values["used"] = nlohmann::json::array();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const detail::ShardTensor& tensor = tensor_of(i);
-    const at::Tensor sum = schedule_->units()[parameters_[i].unit]->gradient_of(flat_of(i), tensor);
+    const at::Tensor sum = schedule_->units()[parameters_[i].unit]->gradient_of(tensor);
     if (tensor.used) {
       values["used"].push_back(tensor.entry->name);
     }
@@ -230,7 +230,7 @@ void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& v
     } else if (communicator_->world_size() == 1) {
       tensor.sum = grad.clone();
     } else {
-      schedule_->units()[parameters_[i].unit]->gradient_of(flat_of(i), tensor).copy_(grad);
+      schedule_->units()[parameters_[i].unit]->gradient_of(tensor).copy_(grad);
     }
   }
   begun_ = begun;

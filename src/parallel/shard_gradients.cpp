@@ -9,6 +9,17 @@
 
 namespace hasten::detail {
 
+at::Tensor ShardUnit::give_place(const ShardTensor& tensor) {
+  const ShardFlat& flat = *tensor.flat;
+  const bool sent = tensor.sent_alone && tensor.dim0 % ranks_ == 0 && flat.compute == flat.summed &&
+                    flat.compute == flat.wire;
+  if (!sent || ranks_ == 1 || !flat.device.is_cpu() || state_ != State::unsharded ||
+      tensor.taken.defined() || tensor.sum.defined()) {
+    return {};
+  }
+  return buffers_->take(tensor.entry->sizes, flat.whole.options());
+}
+
 void ShardUnit::take(ShardTensor& tensor) {
   const at::NoGradGuard no_grad;
   at::Tensor& grad = tensor.entry->parameter.mutable_grad();
@@ -152,14 +163,15 @@ std::vector<Work> ShardUnit::sum_over(Communicator& replicas) {
   return handles;
 }
 
-at::Tensor ShardUnit::gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const {
+at::Tensor ShardUnit::gradient_of(const ShardTensor& tensor) const {
   if (ranks_ == 1) {
     return tensor.sum;
   }
   if (!summed_ || !tensor.trainable) {
     return {};
   }
-  return flat.gradient.narrow(0, tensor.offset, tensor.own_numel()).view(tensor.shard_sizes);
+  return tensor.flat->gradient.narrow(0, tensor.offset, tensor.own_numel())
+      .view(tensor.shard_sizes);
 }
 
 void ShardUnit::scale_gradients(double factor) {

@@ -98,7 +98,8 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
     add_piece(flat.gathered, tensor, i, flat.numel, large(tensor));
     if (tensor.trainable) {
       flat.trainable = flat.numel;
-      add_piece(flat.reduced, tensor, i, flat.numel, large_gradient(tensor));
+      tensor.sent_alone = large_gradient(tensor);
+      add_piece(flat.reduced, tensor, i, flat.numel, tensor.sent_alone);
     }
   }
 }

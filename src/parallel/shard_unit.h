@@ -9,7 +9,8 @@
 // Small parameters share a message and are copied between rank-major messages and their places. A
 // large one has its own message, from and to its place, without a copy. Its gradient has one, too,
 // unless it needs a copy anyway on a device, for a cast or for padding: then it shares that of the
-// small ones, because a copy is one launch for all. The messages of a unit start together.
+// small ones, because a copy is one launch for all. The messages of a unit start together. A layer of
+// ours makes a large gradient in memory that the ranks share (give_place); others are staged.
 //
 // Note [Identity]
 // A parameter stays one TensorImpl; its data is the shard or the unsharded parameter. The latter
@@ -35,8 +36,11 @@
 
 namespace hasten::detail {
 
+struct ShardFlat;
+
 struct ShardTensor {
   ShardedParameter* entry = nullptr; // of the FullyShard
+  ShardFlat* flat = nullptr; // which it is a part of
   std::vector<int64_t> shard_sizes{};
   bool trainable = true;
   int64_t dim0 = 1;
@@ -50,6 +54,7 @@ struct ShardTensor {
   at::Tensor taken{};
   at::Tensor sum{};
   at::Tensor aside{}; // of the shard, to be added at the end
+  bool sent_alone = false; // its gradient
   bool used = false; // got a gradient in this sum: here, then on any rank
 
   int64_t chunk() const { return rows * inner; }
@@ -111,6 +116,8 @@ class ShardUnit {
   int64_t whole_bytes() const;
 
   // Gradients.
+  /// Memory for an unsharded gradient that is sent from there; undefined if it is not.
+  at::Tensor give_place(const ShardTensor& tensor);
   /// Moves the gradient from a parameter to this unit, for the next reduction.
   static void take(ShardTensor& tensor);
   /// Adds the taken gradients to the unsharded sums.
@@ -127,7 +134,7 @@ class ShardUnit {
   /// Sums shards' gradients over replicas, in place.
   std::vector<Work> sum_over(Communicator& replicas);
   /// This rank's shard of the summed gradient; undefined if there is none.
-  at::Tensor gradient_of(const ShardFlat& flat, const ShardTensor& tensor) const;
+  at::Tensor gradient_of(const ShardTensor& tensor) const;
   void scale_gradients(double factor);
   /// True if a trainable parameter got no gradient in this sum.
   bool has_unused() const;

@@ -1,8 +1,13 @@
 // Training with shards gives the results of one process on all samples.
 #include "hasten/parallel/fully_shard.h"
 
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 
+#include "hasten/comm/forwarding_communicator.h"
+#include "hasten/core/gradient_place.h"
+#include "hasten/core/linear.h"
 #include "parallel/fully_shard_rig.h"
 #include "support/on_device.h"
 
@@ -164,6 +169,114 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
           EXPECT_LE((difference.norm() / gradient.norm()).item<double>(), row.tolerance)
               << entry.name;
         }
+      }
+    }
+  }
+}
+
+// One weight serves two layers, one has rows that only one rank divides, and one is small.
+struct PlacedNet : torch::nn::Module {
+  explicit PlacedNet(uint64_t seed) {
+    torch::manual_seed(seed);
+    for (const auto& [name, rows] : {std::pair<const char*, int64_t>{"last", 1024},
+                                     {"twice", 1024},
+                                     {"odd", 1025},
+                                     {"small", 64}}) {
+      weights[name] = register_parameter(name, torch::randn({rows, 1024}) / 32);
+    }
+  }
+  Tensor loss(int rank, int turn, at::ScalarType dtype) const {
+    Tensor x = rows_of(rank, turn, 1024).repeat({32, 1}).to(dtype);
+    const auto layer = [&](const char* name) {
+      return fast_linear(torch::tanh(x), weights.at(name).to(dtype));
+    };
+    for (const char* name : {"twice", "twice", "odd", "last"}) {
+      x = layer(name).narrow(1, 0, 1024);
+    }
+    return x.square().sum() + layer("small").square().sum();
+  }
+  std::map<std::string, Tensor> weights{};
+};
+
+// Remembers from where gradients are sent.
+class SendersOf final : public ForwardingCommunicator {
+ public:
+  using Places = std::set<const void*>;
+  SendersOf(std::shared_ptr<Communicator> inner, std::shared_ptr<Places> places)
+      : ForwardingCommunicator(std::move(inner)), places_(std::move(places)) {}
+
+  Work start_together(const std::vector<Collective>& what) override {
+    for (const Collective& one : what) {
+      if (one.kind == Collective::Kind::reduce_scatter) {
+        places_->insert(one.input.const_data_ptr());
+      }
+    }
+    return ForwardingCommunicator::start_together(what);
+  }
+  std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
+    return std::make_shared<SendersOf>(inner_->duplicate(options), places_);
+  }
+
+ private:
+  void entered(std::string_view, std::string_view, const Tensor&) override {}
+  std::shared_ptr<Places> places_;
+};
+
+TEST(FullyShard, LayersMakeLargeGradientsWhereTheyAreSentFrom) {
+  if (!testing_support::run_device().is_cpu()) {
+    GTEST_SKIP() << "gradients are made in place on CPUs";
+  }
+  const auto sent = std::make_shared<SendersOf::Places>();
+  const auto communicator = std::make_shared<SendersOf>(fresh_communicator(), sent);
+  const int world = communicator->world_size();
+  PlacedNet plain(1);
+  Tensor sum = torch::zeros({}, torch::kDouble);
+  for (int i = 0; i < 2 * world; ++i) {
+    sum = sum + plain.loss(i / 2, i % 2, at::kDouble);
+  }
+  sum.backward();
+  for (const auto strategy : {ShardingStrategy::fsdp, ShardingStrategy::zero1}) {
+    auto net = std::make_shared<PlacedNet>(static_cast<uint64_t>(communicator->rank()) + 1);
+    FullyShardOptions options;
+    options.strategy = strategy;
+    FullyShard sharded(communicator, net, {}, options);
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      sharded.begin();
+      std::map<std::string, std::vector<const void*>> given;
+      for (const int turn : {0, 1}) {
+        const detail::GradientPlaceScope scope([&](const Tensor& parameter) {
+          const Tensor place = sharded.give_place(parameter);
+          for (const auto& [name, weight] : net->weights) {
+            if (weight.is_same(parameter) && place.defined()) {
+              given[name].push_back(place.const_data_ptr());
+            }
+          }
+          return place;
+        });
+        Tensor loss;
+        {
+          const auto forward = sharded.forward_scope();
+          loss = net->loss(communicator->rank(), turn, at::kFloat);
+        }
+        sharded.start_backward(turn == 1);
+        loss.backward();
+        sharded.finish_backward();
+      }
+      sharded.finish(1);
+      // zero1 has a part of the sum from the second batch on.
+      const size_t batches = world == 1 ? 0 : strategy == ShardingStrategy::fsdp ? 2 : 1;
+      EXPECT_EQ(given["last"].size(), batches);
+      EXPECT_EQ(given["twice"].size(), 2 * batches);
+      EXPECT_EQ(given["odd"].size() + given["small"].size(), 0u);
+      for (const void* place : given["last"]) {
+        EXPECT_TRUE(sent->contains(place));
+      }
+      for (size_t i = 0; i < sharded.parameters().size(); ++i) {
+        const ShardedParameter& entry = sharded.parameters()[i];
+        const Tensor wanted = plain.weights.at(entry.name).grad();
+        const Tensor difference = sharded.gather_like(i, entry.parameter.grad()) - wanted;
+        EXPECT_LE((difference.norm() / wanted.norm()).item<double>(), 1e-5) << entry.name;
       }
     }
   }

@@ -14,10 +14,12 @@ namespace hasten {
 ///
 /// On a CPU torch uses MKL for float products. MKL runs at half its speed on x86 CPUs with AVX-512
 /// that are not Intel's. There fast_linear uses oneDNN (2.2 times the speed on a Zen 5 core; sums
-/// in another order, a relative difference of 1e-6). Under autocast in bf16 it uses oneDNN too, for
+/// in another order, a relative difference of 1e-6). On other CPUs it has the bits of torch's linear.
+/// In fp32 it makes the weight's gradient where a bucket of DDP or a buffer of FSDP has its place, without a
+/// copy, and frees x before it makes x's gradient. Under autocast in bf16 it uses oneDNN, for
 /// fp32 and bf16 weights: it saves x in bf16 and no converted weight (torch keeps one until
 /// backward, 2 bytes per parameter), and sums the weight's gradient in fp32. All other cases use
-/// torch's linear: other CPUs, devices and dtypes, fp16, and products too small to gain.
+/// torch's linear: other devices and dtypes, fp16, and products too small to gain.
 at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
 /// An activation function by the name that transformers gives it: "gelu", "gelu_new", "relu", "silu",

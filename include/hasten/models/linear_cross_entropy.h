@@ -20,9 +20,9 @@ struct LinearCrossEntropy {
 /// under autocast, too.
 /// Computes the logits of a few tokens at a time, and at once their gradients, so that backward computes
 /// no logits again. Local.
-/// Memory: logits and gradients of about `slice_bytes` each (at least 32 tokens), and with gradients
-/// those of hidden and weight; if one slice has all tokens, and they are at most H, that of the logits
-/// in place of the weight's. A hidden or weight without requires_grad has none.
+/// Memory: logits of about `slice_bytes` (at least 32 tokens), which become their gradients, and with
+/// gradients those of hidden and weight; if one slice has all tokens, and they are at most H, that of the
+/// logits in place of the weight's. A hidden or weight without requires_grad has none.
 /// Throws InputError for other shapes or dtypes, for a label outside the vocabulary (on a CPU), and in
 /// a backward with create_graph.
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,

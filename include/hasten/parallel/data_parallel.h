@@ -163,6 +163,12 @@ class DataParallel : public Stateful {
   /// Throws InputError during a sum, or if the model cannot be used on one rank alone.
   virtual void set_local(bool local) = 0;
 
+  /// The place of a parameter's gradient for a backward that makes it there: contiguous, of the
+  /// parameter's shape and dtype, with any values. It is reduced there, without a copy. Undefined if
+  /// the gradient is better made elsewhere. Local.
+  virtual at::Tensor give_place(const at::Tensor& parameter) {
+    return gradients().give_place(parameter);
+  }
   /// Gradients of this rank's part of each parameter.
   virtual FlatGradients& gradients() = 0;
   virtual const FlatGradients& gradients() const = 0;

@@ -42,6 +42,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -58,7 +59,6 @@ class ShardBuffers;
 class ShardSchedule;
 class ShardUnit;
 struct ShardBlocks;
-struct ShardFlat;
 struct ShardTensor;
 } // namespace detail
 
@@ -207,6 +207,11 @@ class FullyShard : public Stateful {
   /// Call before a backward. `reduce`: this is the last backward of the sum. Ends an open forward
   /// scope. After finish() it starts a further sum, which is added. Collective.
   void start_backward(bool reduce);
+  /// See DataParallel. The place returns to the buffers after the reduction. Undefined outside a
+  /// backward, on one rank, on devices other than the CPU, for a small parameter, for one whose rows the
+  /// ranks do not divide, where gradients have another dtype in messages, and where there is a part of
+  /// the sum.
+  at::Tensor give_place(const at::Tensor& parameter);
   /// Call after a backward. Gathers and reduces units that this rank's forward ran but its loss did
   /// not use.
   /// Collective.
@@ -292,8 +297,7 @@ class FullyShard : public Stateful {
   void attach(const detail::ShardBlocks& blocks);
   void check_parameters() const;
   void gradient_ready(size_t parameter);
-  detail::ShardFlat& flat_of(size_t parameter) const { return *places_[parameter].first; }
-  detail::ShardTensor& tensor_of(size_t parameter) const { return *places_[parameter].second; }
+  detail::ShardTensor& tensor_of(size_t parameter) const { return *places_[parameter]; }
   void set_aside();
   Communicator* replicas() const { return local_ ? nullptr : options_.replicas.get(); }
   void start_agreement();
@@ -309,7 +313,8 @@ class FullyShard : public Stateful {
   FlatLayout::NamedParameters module_buffers_;
   std::vector<uint32_t> buffer_versions_; // at the last synchronisation
   bool buffers_changed_ = false; // on any rank
-  std::vector<std::pair<detail::ShardFlat*, detail::ShardTensor*>> places_; // [parameter]
+  std::vector<detail::ShardTensor*> places_; // [parameter]
+  std::unordered_map<const c10::TensorImpl*, size_t> index_; // of a parameter
   std::shared_ptr<detail::ShardSchedule> schedule_;
   std::vector<BlockAttachment> attachments_;
   std::vector<std::function<void()>> unwrap_; // Sequentials' entries
