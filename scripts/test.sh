@@ -35,7 +35,7 @@ run_ctest() {
     --test-output-size-passed 4194304 --output-junit "$report" "$@" 2>&1 |
     tee "$tree/ctest.log" && return
   say "--- what failed" # again, because a log that is cut in the middle keeps its end
-  awk '/: Failure$|error: |^\[rank / { lines = 8 } lines-- > 0 || /^\[  FAILED  \]|\*\*\*/' "$tree/ctest.log" |
+  awk '/: Failure$|error: |^\[rank [0-9,\/]+\] [A-Z]/ { lines = 8 } lines-- > 0 || /^\[  FAILED  \]|\*\*\*/' "$tree/ctest.log" |
     cut -c1-300 | tail -n 120
   return 1
 }

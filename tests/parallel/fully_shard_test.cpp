@@ -174,13 +174,13 @@ TEST(FullyShard, LargeParametersTravelAloneAndExactly) {
   }
 }
 
-// One weight serves two layers, one has rows that only one rank divides, and one is small.
+// One weight serves two layers, one has rows that 2, 3 and 4 ranks do not divide, and one is small.
 struct PlacedNet : torch::nn::Module {
   explicit PlacedNet(uint64_t seed) {
     torch::manual_seed(seed);
-    for (const auto& [name, rows] : {std::pair<const char*, int64_t>{"last", 1024},
-                                     {"twice", 1024},
-                                     {"odd", 1025},
+    for (const auto& [name, rows] : {std::pair<const char*, int64_t>{"last", 1536},
+                                     {"twice", 1536},
+                                     {"odd", 1537},
                                      {"small", 64}}) {
       weights[name] = register_parameter(name, torch::randn({rows, 1024}) / 32);
     }
