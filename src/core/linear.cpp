@@ -260,9 +260,11 @@ class LinearNode final : public torch::autograd::Node {
     const bool again = at::GradMode::is_enabled();
     if (task_should_compute_output(1)) {
       const at::Tensor a = in(activation_(x));
-      made[1] =
-          (again ? at::mm(gradient.t(), a) : sum_over_rows(gradient, a, gradient_place(weight)))
-              .to(weight.scalar_type());
+      // A place of 16 bits would round the sum after each piece.
+      const bool placed = !again && weight.scalar_type() == at::kFloat;
+      made[1] = (again ? at::mm(gradient.t(), a)
+                       : sum_over_rows(gradient, a, placed ? gradient_place(weight) : at::Tensor()))
+                    .to(weight.scalar_type());
     }
     if (task_should_compute_output(2)) {
       made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat) : column_sums(gradient))

@@ -215,6 +215,19 @@ TEST(Linear, AWeightsGradientIsMadeInItsPlace) {
   }
 }
 
+TEST(Linear, AGradientOf16BitsIsSummedIn32) {
+  torch::manual_seed(8);
+  const Autocast autocast({.enabled = true});
+  const at::Tensor x = torch::randn({4000, 32});
+  const at::Tensor weight = torch::randn({32, 32}).to(at::kBFloat16).requires_grad_();
+  const detail::GradientPlaceScope scope(
+      [](const at::Tensor& parameter) { return torch::empty_like(parameter); });
+  const auto loss = [&] { return fast_linear(x, weight).to(at::kFloat).pow(2).sum(); };
+  const at::Tensor expected = torch::autograd::grad({loss()}, {weight})[0]; // has no place
+  loss().backward();
+  EXPECT_TRUE(weight.grad().equal(expected));
+}
+
 TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {
   auto x = torch::randn({32, 32}).requires_grad_();
   auto weight = torch::randn({32, 32}).requires_grad_();
