@@ -3,8 +3,8 @@
 //   step_prediction [shm|gloo] [--rows N] [--tokens N] [--rounds N]
 // Measures the cost model, then for ddp, fsdp and local_sgd (an average after every 4th step) steps
 // and recorded steps, in turns. Rank 0 prints a JSON line for each, with the median of the rounds:
-// seconds of a step, measured and predicted, and those that every rank waits. What a rank waits more than
-// the one that waits least, it waits for that one's computation.
+// seconds of a step, measured and predicted, and the seconds that every rank waits. A rank that waits
+// longer than another rank waits for the other's computation. That part is left out.
 #include <torch/torch.h>
 
 #include <chrono>

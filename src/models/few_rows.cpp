@@ -18,7 +18,7 @@ constexpr int64_t kInputsAtOnce = 8; // of a weight [in, out]
 constexpr int64_t kMostColumns = 512; // of a weight [in, out], of a thread at once
 constexpr int64_t kAhead = 512; // elements of a weight [out, in] from now, to be fetched
 
-/// y [rows, out] = x [rows, in] * w. Each element's sum has one order, whatever the rows beside it.
+/// The product y [rows, out] = x [rows, in] * w. The bits of a row do not depend on the other rows.
 struct FewRows {
   typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
   typedef float Unaligned
