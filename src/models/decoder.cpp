@@ -74,23 +74,17 @@ at::Tensor Conv1DImpl::forward(const at::Tensor& x, const Activation& activation
 class Gpt2BlockImpl : public torch::nn::Module {
  public:
   Gpt2BlockImpl(const PreTrainedConfig& config, const DecoderOptions& options)
-      : norm_(make_norm(config)),
-        qkv_(config.hidden_size, 3 * config.hidden_size),
-        attention_output_(config.hidden_size, config.hidden_size),
-        mlp_norm_(make_norm(config)),
-        wide_(config.hidden_size, options.wide),
-        output_(options.wide, config.hidden_size),
+      : norm_(registered(*this, "ln_1", make_norm(config))),
+        qkv_(registered(*this, "attn.c_attn", Conv1D(config.hidden_size, 3 * config.hidden_size))),
+        attention_output_(
+            registered(*this, "attn.c_proj", Conv1D(config.hidden_size, config.hidden_size))),
+        mlp_norm_(registered(*this, "ln_2", make_norm(config))),
+        wide_(registered(*this, "mlp.c_fc", Conv1D(config.hidden_size, options.wide))),
+        output_(registered(*this, "mlp.c_proj", Conv1D(options.wide, config.hidden_size))),
         heads_(options.heads),
         attention_dropout_(config.attention_probs_dropout_prob),
         dropout_(config.hidden_dropout_prob),
-        activation_{config.hidden_act} {
-    register_module("ln_1", norm_);
-    register_path(*this, "attn.c_attn", qkv_.ptr());
-    register_path(*this, "attn.c_proj", attention_output_.ptr());
-    register_module("ln_2", mlp_norm_);
-    register_path(*this, "mlp.c_fc", wide_.ptr());
-    register_path(*this, "mlp.c_proj", output_.ptr());
-  }
+        activation_{config.hidden_act} {}
   /// `hidden` [B, T, H]; the same for the result.
   at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor,
                      AttentionPlace place) {
@@ -141,11 +135,10 @@ class LlamaBlockImpl : public torch::nn::Module {
                      AttentionPlace place);
 
  private:
-  RmsNorm norm_;
-  torch::nn::Linear query_, key_, value_, attention_output_;
-  RmsNorm query_norm_{nullptr}, key_norm_{nullptr};
-  RmsNorm mlp_norm_;
-  torch::nn::Linear gate_, up_, down_;
+  RmsNorm norm_{nullptr}, mlp_norm_{nullptr};
+  RmsNorm query_norm_{nullptr}, key_norm_{nullptr}; // Qwen3's
+  torch::nn::Linear query_{nullptr}, key_{nullptr}, value_{nullptr}, attention_output_{nullptr};
+  torch::nn::Linear gate_{nullptr}, up_{nullptr}, down_{nullptr};
   int64_t heads_, key_value_heads_;
   double attention_dropout_;
   Activation activation_;
@@ -153,38 +146,32 @@ class LlamaBlockImpl : public torch::nn::Module {
 TORCH_MODULE(LlamaBlock);
 
 LlamaBlockImpl::LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options)
-    : norm_(config.hidden_size, config.layer_norm_eps),
-      query_(make_linear(config.hidden_size, options.heads * options.head_width,
-                         options.attention_bias)),
-      key_(make_linear(config.hidden_size, options.key_value_heads * options.head_width,
-                       options.attention_bias)),
-      value_(make_linear(config.hidden_size, options.key_value_heads * options.head_width,
-                         options.attention_bias)),
-      attention_output_(
-          make_linear(options.heads * options.head_width, config.hidden_size, options.output_bias)),
-      mlp_norm_(config.hidden_size, config.layer_norm_eps),
-      gate_(make_linear(config.hidden_size, options.wide, options.mlp_bias)),
-      up_(make_linear(config.hidden_size, options.wide, options.mlp_bias)),
-      down_(make_linear(options.wide, config.hidden_size, options.mlp_bias)),
-      heads_(options.heads),
+    : heads_(options.heads),
       key_value_heads_(options.key_value_heads),
       attention_dropout_(config.attention_probs_dropout_prob),
       activation_{config.hidden_act, /*gated=*/true} {
-  register_module("input_layernorm", norm_);
-  register_path(*this, "self_attn.q_proj", query_.ptr());
-  register_path(*this, "self_attn.k_proj", key_.ptr());
-  register_path(*this, "self_attn.v_proj", value_.ptr());
-  register_path(*this, "self_attn.o_proj", attention_output_.ptr());
+  const auto norm = [&](const char* path, int64_t width) {
+    return registered(*this, path, RmsNorm(width, config.layer_norm_eps));
+  };
+  const auto linear = [&](const char* path, int64_t in, int64_t out, bool bias) {
+    return registered(*this, path, make_linear(in, out, bias));
+  };
+  const int64_t hidden = config.hidden_size;
+  const int64_t queries = options.heads * options.head_width;
+  const int64_t keys = options.key_value_heads * options.head_width;
+  norm_ = norm("input_layernorm", hidden);
+  query_ = linear("self_attn.q_proj", hidden, queries, options.attention_bias);
+  key_ = linear("self_attn.k_proj", hidden, keys, options.attention_bias);
+  value_ = linear("self_attn.v_proj", hidden, keys, options.attention_bias);
+  attention_output_ = linear("self_attn.o_proj", queries, hidden, options.output_bias);
   if (options.head_norms) {
-    query_norm_ = RmsNorm(options.head_width, config.layer_norm_eps);
-    key_norm_ = RmsNorm(options.head_width, config.layer_norm_eps);
-    register_path(*this, "self_attn.q_norm", query_norm_.ptr());
-    register_path(*this, "self_attn.k_norm", key_norm_.ptr());
+    query_norm_ = norm("self_attn.q_norm", options.head_width);
+    key_norm_ = norm("self_attn.k_norm", options.head_width);
   }
-  register_module("post_attention_layernorm", mlp_norm_);
-  register_path(*this, "mlp.gate_proj", gate_.ptr());
-  register_path(*this, "mlp.up_proj", up_.ptr());
-  register_path(*this, "mlp.down_proj", down_.ptr());
+  mlp_norm_ = norm("post_attention_layernorm", hidden);
+  gate_ = linear("mlp.gate_proj", hidden, options.wide, options.mlp_bias);
+  up_ = linear("mlp.up_proj", hidden, options.wide, options.mlp_bias);
+  down_ = linear("mlp.down_proj", options.wide, hidden, options.mlp_bias);
 }
 
 static at::Tensor normed_heads(RmsNorm norm, const at::Tensor& x, int64_t heads) {
@@ -255,29 +242,24 @@ DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task, Decod
       options_(config, family),
       gpt2_(family == DecoderFamily::gpt2),
       words_(make_embedding(config.vocab_size, config.hidden_size, padding_row(config, gpt2_))) {
-  const std::string base = gpt2_ ? "transformer." : "model.";
-  register_path(*this, base + (gpt2_ ? "wte" : "embed_tokens"), words_.ptr());
+  register_path(*this, gpt2_ ? "transformer.wte" : "model.embed_tokens", words_.ptr());
   if (gpt2_) {
-    positions_ = make_embedding(config.max_position_embeddings, config.hidden_size);
-    register_path(*this, base + "wpe", positions_.ptr());
+    positions_ = registered(*this, "transformer.wpe",
+                            make_embedding(config.max_position_embeddings, config.hidden_size));
   }
-  register_path(*this, base + (gpt2_ ? "h" : "layers"), layers_.ptr());
+  register_path(*this, gpt2_ ? "transformer.h" : "model.layers", layers_.ptr());
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     gpt2_ ? layers_->push_back(Gpt2Block(config, options_))
           : layers_->push_back(LlamaBlock(config, options_));
   }
   if (gpt2_) {
-    layer_norm_ = make_norm(config);
-    register_path(*this, base + "ln_f", layer_norm_.ptr());
+    layer_norm_ = registered(*this, "transformer.ln_f", make_norm(config));
   } else {
-    rms_norm_ = RmsNorm(config.hidden_size, config.layer_norm_eps);
-    register_path(*this, base + "norm", rms_norm_.ptr());
+    rms_norm_ = registered(*this, "model.norm", RmsNorm(config.hidden_size, config.layer_norm_eps));
   }
   if (task != ModelTask::causal_lm || !options_.tied) {
-    const bool words = task == ModelTask::causal_lm;
-    output_ =
-        make_linear(config.hidden_size, words ? config.vocab_size : config.num_labels(), false);
-    register_module(output_layer(), output_);
+    const int64_t out = task == ModelTask::causal_lm ? config.vocab_size : config.num_labels();
+    output_ = registered(*this, output_layer(), make_linear(config.hidden_size, out, false));
   }
 }
 

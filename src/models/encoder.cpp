@@ -131,10 +131,9 @@ class EncoderLayerImpl : public torch::nn::Module {
  private:
   at::Tensor attend(const at::Tensor& asking, const at::Tensor& hidden, const at::Tensor& mask);
 
-  torch::nn::Linear query_, key_, value_, attention_output_;
-  torch::nn::LayerNorm attention_norm_;
-  torch::nn::Linear intermediate_, output_;
-  torch::nn::LayerNorm output_norm_;
+  torch::nn::Linear query_{nullptr}, key_{nullptr}, value_{nullptr}, attention_output_{nullptr};
+  torch::nn::Linear intermediate_{nullptr}, output_{nullptr};
+  torch::nn::LayerNorm attention_norm_{nullptr}, output_norm_{nullptr};
   int64_t heads_;
   double hidden_dropout_;
   double attention_dropout_;
@@ -143,26 +142,19 @@ class EncoderLayerImpl : public torch::nn::Module {
 TORCH_MODULE(EncoderLayer);
 
 EncoderLayerImpl::EncoderLayerImpl(const PreTrainedConfig& config, const EncoderNames& names)
-    : query_(make_linear(config.hidden_size, config.hidden_size)),
-      key_(make_linear(config.hidden_size, config.hidden_size)),
-      value_(make_linear(config.hidden_size, config.hidden_size)),
-      attention_output_(make_linear(config.hidden_size, config.hidden_size)),
-      attention_norm_(make_norm(config)),
-      intermediate_(make_linear(config.hidden_size, config.intermediate_size)),
-      output_(make_linear(config.intermediate_size, config.hidden_size)),
-      output_norm_(make_norm(config)),
-      heads_(config.num_attention_heads),
+    : heads_(config.num_attention_heads),
       hidden_dropout_(config.hidden_dropout_prob),
       attention_dropout_(config.attention_probs_dropout_prob),
       activation_{config.hidden_act} {
-  register_path(*this, names.query, query_.ptr());
-  register_path(*this, names.key, key_.ptr());
-  register_path(*this, names.value, value_.ptr());
-  register_path(*this, names.attention_output, attention_output_.ptr());
-  register_path(*this, names.attention_norm, attention_norm_.ptr());
-  register_path(*this, names.intermediate, intermediate_.ptr());
-  register_path(*this, names.output, output_.ptr());
-  register_path(*this, names.output_norm, output_norm_.ptr());
+  const int64_t width = config.hidden_size, wide = config.intermediate_size;
+  query_ = registered(*this, names.query, make_linear(width, width));
+  key_ = registered(*this, names.key, make_linear(width, width));
+  value_ = registered(*this, names.value, make_linear(width, width));
+  attention_output_ = registered(*this, names.attention_output, make_linear(width, width));
+  attention_norm_ = registered(*this, names.attention_norm, make_norm(config));
+  intermediate_ = registered(*this, names.intermediate, make_linear(width, wide));
+  output_ = registered(*this, names.output, make_linear(wide, width));
+  output_norm_ = registered(*this, names.output_norm, make_norm(config));
 }
 
 at::Tensor EncoderLayerImpl::attend(const at::Tensor& asking, const at::Tensor& hidden,
@@ -211,8 +203,8 @@ BertEncoder::BertEncoder(const PreTrainedConfig& config, const EncoderNames& nam
   register_path(*this, "embeddings.word_embeddings", words_.ptr());
   register_path(*this, "embeddings.position_embeddings", positions_.ptr());
   if (config.type_vocab_size > 0) {
-    types_ = make_embedding(config.type_vocab_size, config.hidden_size);
-    register_path(*this, "embeddings.token_type_embeddings", types_.ptr());
+    types_ = registered(*this, "embeddings.token_type_embeddings",
+                        make_embedding(config.type_vocab_size, config.hidden_size));
   }
   register_path(*this, "embeddings.LayerNorm", norm_.ptr());
   register_path(*this, names.layers, layers_.ptr());
@@ -285,16 +277,14 @@ EncoderModel::EncoderModel(const PreTrainedConfig& config, ModelTask task, const
     : PreTrainedModelImpl(config, task), encoder_(std::move(encoder)), head_(std::move(head)) {
   register_module(base, encoder_);
   if (!head_.dense.empty()) {
-    dense_ = make_linear(config.hidden_size, config.hidden_size, head_.dense_bias);
-    register_path(*this, head_.dense, dense_.ptr());
+    dense_ = registered(*this, head_.dense,
+                        make_linear(config.hidden_size, config.hidden_size, head_.dense_bias));
   }
   if (!head_.norm.empty()) {
-    norm_ = make_norm(config, head_.norm_bias);
-    register_path(*this, head_.norm, norm_.ptr());
+    norm_ = registered(*this, head_.norm, make_norm(config, head_.norm_bias));
   }
   if (task != ModelTask::masked_lm) {
-    output_ = make_linear(config.hidden_size, config.num_labels());
-    register_path(*this, head_.output, output_.ptr());
+    output_ = registered(*this, head_.output, make_linear(config.hidden_size, config.num_labels()));
   } else if (!head_.output.empty()) {
     decoder_bias_ = at::empty({config.vocab_size});
     decoder_bias_.requires_grad_();

@@ -52,6 +52,12 @@ at::Tensor product_of(const Activation& activation, const at::Tensor& x, const a
 void register_path(torch::nn::Module& root, const std::string& path,
                    std::shared_ptr<torch::nn::Module> module);
 void register_path(torch::nn::Module& root, const std::string& path, const at::Tensor& parameter);
+/// Returns the module, for a member's initial value.
+template <typename Holder>
+Holder registered(torch::nn::Module& root, const std::string& path, Holder module) {
+  register_path(root, path, module.ptr());
+  return module;
+}
 
 /// [B, T], true at padding; undefined if there is none (which a CPU looks up) or no mask.
 at::Tensor padding_of(const at::Tensor& attention_mask);

@@ -80,9 +80,8 @@ class ModernBertLayerImpl : public torch::nn::Module {
 
  private:
   torch::nn::LayerNorm attn_norm_{nullptr}; // the first block reads normalised embeddings
-  torch::nn::Linear qkv_, attn_output_;
-  torch::nn::LayerNorm mlp_norm_;
-  torch::nn::Linear wide_, output_;
+  torch::nn::LayerNorm mlp_norm_{nullptr};
+  torch::nn::Linear qkv_{nullptr}, attn_output_{nullptr}, wide_{nullptr}, output_{nullptr};
   int64_t heads_;
   double attention_dropout_;
   double mlp_dropout_;
@@ -92,23 +91,20 @@ TORCH_MODULE(ModernBertLayer);
 
 ModernBertLayerImpl::ModernBertLayerImpl(const PreTrainedConfig& config,
                                          const ModernBertOptions& options, bool first)
-    : qkv_(make_linear(config.hidden_size, 3 * config.hidden_size, options.attention_bias)),
-      attn_output_(make_linear(config.hidden_size, config.hidden_size, options.attention_bias)),
-      mlp_norm_(make_norm(config, options.norm_bias)),
-      wide_(make_linear(config.hidden_size, 2 * config.intermediate_size, options.mlp_bias)),
-      output_(make_linear(config.intermediate_size, config.hidden_size, options.mlp_bias)),
-      heads_(config.num_attention_heads),
+    : heads_(config.num_attention_heads),
       attention_dropout_(config.attention_probs_dropout_prob),
       mlp_dropout_(config.hidden_dropout_prob),
       activation_{config.hidden_act, true} {
   if (!first) {
     attn_norm_ = register_module("attn_norm", make_norm(config, options.norm_bias));
   }
-  register_path(*this, "attn.Wqkv", qkv_.ptr());
-  register_path(*this, "attn.Wo", attn_output_.ptr());
-  register_module("mlp_norm", mlp_norm_);
-  register_path(*this, "mlp.Wi", wide_.ptr());
-  register_path(*this, "mlp.Wo", output_.ptr());
+  const int64_t width = config.hidden_size, wide = config.intermediate_size;
+  const bool bias = options.attention_bias;
+  qkv_ = registered(*this, "attn.Wqkv", make_linear(width, 3 * width, bias));
+  attn_output_ = registered(*this, "attn.Wo", make_linear(width, width, bias));
+  mlp_norm_ = register_module("mlp_norm", make_norm(config, options.norm_bias));
+  wide_ = registered(*this, "mlp.Wi", make_linear(width, 2 * wide, options.mlp_bias));
+  output_ = registered(*this, "mlp.Wo", make_linear(wide, width, options.mlp_bias));
 }
 
 at::Tensor ModernBertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
