@@ -69,6 +69,9 @@ static at::Tensor dropped(const at::Tensor& p, const Extent& extent, uint64_t se
   return out;
 }
 
+/// self_attention for q, k, v in bf16; the result is bf16. Saves q, k, v and the probabilities in
+/// bf16, and one seed. Scores and probabilities are rounded to bf16; everything between is fp32. Can
+/// be differentiated once.
 class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& q_in,
@@ -138,58 +141,41 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
   }
 };
 
-bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  const auto takes = [](const at::Tensor& x) {
-    return x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.numel() > 0;
-  };
-  return takes(q) && takes(k) && takes(v);
+static bool takes_narrow_attention(const at::Tensor& x) {
+  return x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.numel() > 0;
 }
 
-at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& mask, int64_t heads, double dropout) {
-  return NarrowAttention::apply(
-      q, k, v,
-      mask.defined() ? std::optional<at::Tensor>(mask.to(at::kFloat).contiguous()) : std::nullopt,
-      heads, dropout);
+/// x [B, T, heads * width] as [B, heads, T, width].
+static at::Tensor split_heads(const at::Tensor& x, int64_t heads) {
+  return x.view({x.size(0), x.size(1), heads, x.size(2) / heads}).transpose(1, 2);
 }
 
 static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const at::Tensor& mask, const AttentionOptions& options,
                                    const AttentionPlace& place) {
-  const int64_t heads = options.heads, key_value_heads = options.key_value_heads;
-  const int64_t rows = q.size(0), tokens = q.size(1), width = q.size(2) / heads;
-  const auto split = [&](const at::Tensor& x, int64_t of) {
-    return x.view({rows, tokens, of, width}).transpose(1, 2);
-  };
+  const int64_t heads = options.key_value_heads, shared_by = options.heads / heads;
   auto [keys, values] =
-      place.cache->update(place.layer, split(k, key_value_heads), split(v, key_value_heads));
-  const int64_t shared_by = heads / key_value_heads;
+      place.cache->update(place.layer, split_heads(k, heads), split_heads(v, heads));
   const std::optional<at::Tensor> added = mask.defined() ? std::optional(mask) : std::nullopt;
-  if (tokens == 1) { // the heads of queries that share keys are like several tokens
-    return at::scaled_dot_product_attention(q.view({rows, key_value_heads, shared_by, width}), keys,
-                                            values, added)
-        .reshape({rows, 1, heads * width});
+  if (q.size(1) == 1) { // the heads of queries that share keys are like several tokens
+    const at::Tensor queries = q.view({q.size(0), heads, shared_by, keys.size(3)});
+    return at::scaled_dot_product_attention(queries, keys, values, added).reshape(q.sizes());
   }
   if (shared_by > 1) {
     keys = keys.repeat_interleave(shared_by, 1);
     values = values.repeat_interleave(shared_by, 1);
   }
-  return at::scaled_dot_product_attention(split(q, heads), keys, values, added)
+  return at::scaled_dot_product_attention(split_heads(q, options.heads), keys, values, added)
       .transpose(1, 2)
-      .reshape({rows, tokens, heads * width});
+      .reshape(q.sizes());
 }
 
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mask, int64_t heads, double dropout) {
-  if (takes_narrow_attention(q, k, v)) {
-    return narrow_attention(q, k, v, mask, heads, dropout);
+  if (takes_narrow_attention(q) && takes_narrow_attention(k) && takes_narrow_attention(v)) {
+    return NarrowAttention::apply(q, k, v, fp32_mask(mask), heads, dropout);
   }
-  const int64_t rows = q.size(0);
-  const int64_t queries = q.size(1);
-  const int64_t width = q.size(2) / heads;
-  const auto split = [&](const at::Tensor& x) { // [B, heads, T, width]
-    return x.view({rows, x.size(1), heads, width}).transpose(1, 2);
-  };
+  const auto split = [&](const at::Tensor& x) { return split_heads(x, heads); };
   at::Tensor context;
   if (dropout <= 0 || !q.is_cpu()) {
     // Not expanded: a kernel that pads the mask's rows would copy it for each head and query.
@@ -197,14 +183,14 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
                                                mask.defined() ? std::optional(mask) : std::nullopt,
                                                std::max(dropout, 0.0));
   } else {
-    const double scale = 1.0 / std::sqrt(static_cast<double>(width));
+    const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(2) / heads));
     at::Tensor scores = at::matmul(split(q) * scale, split(k).transpose(2, 3));
     if (mask.defined()) {
       scores = scores + mask;
     }
     context = at::matmul(dropout_add(at::softmax(scores, -1), {}, dropout), split(v));
   }
-  return context.transpose(1, 2).reshape({rows, queries, heads * width});
+  return context.transpose(1, 2).reshape(q.sizes());
 }
 
 // Each of the fewer heads of keys and values serves several heads of queries.

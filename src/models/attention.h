@@ -36,13 +36,4 @@ at::Tensor decoder_attention(const at::Tensor& q, const at::Tensor& k, const at:
 /// attn_implementation. "auto": from 256 tokens on, where it takes less time as well as less memory.
 bool slices_attention(const PreTrainedConfig& config, int64_t tokens, const at::Tensor& hidden);
 
-/// Whether narrow_attention supports these tensors: bf16 on the CPU.
-bool takes_narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
-
-/// self_attention for q, k, v in bf16; the result is bf16. Saves q, k, v and the probabilities in
-/// bf16, and one seed. Scores and probabilities are rounded to bf16; everything between is fp32. Can
-/// be differentiated once.
-at::Tensor narrow_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& mask, int64_t heads, double dropout);
-
 } // namespace hasten::detail

@@ -37,6 +37,10 @@ at::Tensor heads_last(const at::Tensor& x, int64_t tokens) {
   return x.narrow(2, 0, tokens).transpose(1, 2).reshape({x.size(0), tokens, x.size(1) * x.size(3)});
 }
 
+std::optional<at::Tensor> fp32_mask(const at::Tensor& mask) {
+  return mask.defined() ? std::optional(mask.to(at::kFloat).contiguous()) : std::nullopt;
+}
+
 /// One sample's scores of consecutive queries.
 struct AttentionSlice {
   int64_t sample = 0;
@@ -238,20 +242,9 @@ class SlicedAttention : public torch::autograd::Function<SlicedAttention> {
   }
 };
 
-bool takes_sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  const auto takes = [&](const at::Tensor& x) {
-    return x.is_cpu() && x.numel() > 0 && x.scalar_type() == q.scalar_type() &&
-           (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16);
-  };
-  return takes(q) && takes(k) && takes(v);
-}
-
 at::Tensor sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& mask, const AttentionOptions& options) {
-  return SlicedAttention::apply(
-      q, k, v,
-      mask.defined() ? std::optional<at::Tensor>(mask.to(at::kFloat).contiguous()) : std::nullopt,
-      options);
+  return SlicedAttention::apply(q, k, v, fp32_mask(mask), options);
 }
 
 } // namespace hasten::detail

@@ -4,11 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace hasten::detail {
-
-/// Whether sliced_attention supports these tensors: all fp32 or all bf16, on the CPU.
-bool takes_sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
 struct AttentionOptions {
   int64_t heads = 1;
@@ -30,6 +28,8 @@ at::Tensor sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::
 
 /// x [B, T, heads * width] as [B, heads, padded, width], contiguous; tokens from T on are zeros.
 at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded);
+/// An additive mask as the kernels of a CPU read it; nullopt if it is undefined.
+std::optional<at::Tensor> fp32_mask(const at::Tensor& mask);
 /// The first `tokens` of x [B, heads, T, width] as [B, tokens, heads * width].
 at::Tensor heads_last(const at::Tensor& x, int64_t tokens);
 
