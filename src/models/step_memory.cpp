@@ -19,28 +19,8 @@ namespace hasten {
 
 namespace detail {
 
-std::vector<std::vector<int64_t>> shapes_of(const torch::nn::Module& module) {
-  return mapped(module.parameters(), [](const at::Tensor& of) { return of.sizes().vec(); });
-}
-
-// Shapes of the parameters whose requires_grad is this.
-static std::vector<std::vector<int64_t>> shapes_of(const torch::nn::Module& module,
-                                                   bool trainable) {
-  std::vector<std::vector<int64_t>> shapes;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.requires_grad() == trainable) {
-      shapes.push_back(parameter.sizes().vec());
-    }
-  }
-  return shapes;
-}
-
-static int64_t frozen_bytes(const torch::nn::Module& module) {
-  int64_t bytes = 0;
-  for (const at::Tensor& parameter : module.parameters()) {
-    bytes += parameter.requires_grad() ? 0 : static_cast<int64_t>(parameter.nbytes());
-  }
-  return bytes;
+std::vector<std::vector<int64_t>> shapes_of(const std::vector<at::Tensor>& parameters) {
+  return mapped(parameters, [](const at::Tensor& of) { return of.sizes().vec(); });
 }
 
 // With at most two blocks: all but the first have the same shapes.
@@ -49,27 +29,30 @@ PreTrainedModel short_model(PreTrainedConfig config, ModelTask task) {
   return model_from_config(config, task, false);
 }
 
-std::vector<std::vector<int64_t>> last_block_shapes(const PreTrainedModel& model) {
+// Those of a model with all blocks: the last of a short model stands for those that it lacks.
+std::vector<at::Tensor> all_parameters(const PreTrainedModel& model, int64_t layers) {
+  auto parameters = model->parameters();
   const auto blocks = model->blocks();
-  return blocks.empty() ? std::vector<std::vector<int64_t>>() : shapes_of(*blocks.back());
+  const auto of_block = blocks.empty() ? std::vector<at::Tensor>() : blocks.back()->parameters();
+  for (int64_t layer = 2; layer < layers; ++layer) {
+    parameters.insert(parameters.end(), of_block.begin(), of_block.end());
+  }
+  return parameters;
 }
 
 } // namespace detail
 
 std::vector<std::vector<int64_t>> block_shapes(const PreTrainedConfig& config) {
   const MemoryRehearsal rehearsal;
-  return detail::last_block_shapes(detail::short_model(config, ModelTask::sequence_classification));
+  const auto blocks = detail::short_model(config, ModelTask::sequence_classification)->blocks();
+  return blocks.empty() ? std::vector<std::vector<int64_t>>()
+                        : detail::shapes_of(blocks.back()->parameters());
 }
 
 std::vector<std::vector<int64_t>> parameter_shapes(const PreTrainedConfig& config, ModelTask task) {
   const MemoryRehearsal rehearsal;
   const PreTrainedModel model = detail::short_model(config, task);
-  auto shapes = detail::shapes_of(*model);
-  const auto of_block = detail::last_block_shapes(model);
-  for (int64_t layer = 2; layer < config.num_hidden_layers; ++layer) {
-    shapes.insert(shapes.end(), of_block.begin(), of_block.end());
-  }
-  return shapes;
+  return detail::shapes_of(detail::all_parameters(model, config.num_hidden_layers));
 }
 
 LoraMemory lora_memory(const PreTrainedConfig& config, const LoraConfig& lora,
@@ -78,12 +61,13 @@ LoraMemory lora_memory(const PreTrainedConfig& config, const LoraConfig& lora,
   PreTrainedModel model = detail::short_model(config, task);
   get_peft_model(model.ptr(), lora);
   cast_frozen_weights(*model, compute_dtype);
-  LoraMemory memory{detail::shapes_of(*model, true), detail::frozen_bytes(*model)};
-  const auto& block = *model->blocks().back();
-  const auto of_block = detail::shapes_of(block, true);
-  for (int64_t layer = 2; layer < config.num_hidden_layers; ++layer) {
-    memory.trainable.insert(memory.trainable.end(), of_block.begin(), of_block.end());
-    memory.frozen_bytes += detail::frozen_bytes(block);
+  LoraMemory memory;
+  for (const at::Tensor& parameter : detail::all_parameters(model, config.num_hidden_layers)) {
+    if (parameter.requires_grad()) {
+      memory.trainable.push_back(parameter.sizes().vec());
+    } else {
+      memory.frozen_bytes += static_cast<int64_t>(parameter.nbytes());
+    }
   }
   return memory;
 }
