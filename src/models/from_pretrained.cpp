@@ -20,6 +20,7 @@
 #include "hasten/models/model_family.h"
 #include "hasten/models/step_memory.h"
 #include "hasten/text/pretrained_folder.h"
+#include "lora_layer.h"
 
 namespace hasten {
 
@@ -340,9 +341,7 @@ PreTrainedModel model_from_adapter(const std::filesystem::path& folder, ModelTas
   LoadingInfo info = model->loading_info();
   const LoraConfig lora = load_adapter(model.ptr(), folder);
   const auto loaded = [&](const std::string& name) {
-    return std::ranges::any_of(lora.modules_to_save, [&](const std::string& module) {
-      return ("." + name).find("." + module + ".") != std::string::npos;
-    });
+    return inside_modules(name, lora.modules_to_save);
   };
   std::erase_if(info.missing_keys, loaded);
   info.new_output = info.new_output && !loaded(model->output_layer() + ".weight");

@@ -37,8 +37,7 @@ static bool matches_module(const std::string& module, const std::vector<std::str
   });
 }
 
-// Whether one of the names is a module of that path.
-static bool inside_modules(const std::string& path, const std::vector<std::string>& names) {
+bool inside_modules(const std::string& path, const std::vector<std::string>& names) {
   return std::ranges::any_of(names, [&](const std::string& name) {
     return ("." + path + ".").find("." + name + ".") != std::string::npos;
   });
@@ -149,18 +148,30 @@ static void require_names(const torch::nn::Module& model, const std::vector<Line
 }
 
 /// The tensors of an adapter's file, by PEFT's names, as the model has them.
-static std::map<std::string, at::Tensor> adapter_tensors(const torch::nn::Module& model,
-                                                         const std::vector<std::string>& saved) {
-  std::map<std::string, at::Tensor> tensors;
+static NamedTensors adapter_tensors(const torch::nn::Module& model,
+                                    const std::vector<std::string>& saved) {
+  NamedTensors tensors;
   for (const auto& item : model.named_parameters()) {
     const std::string& name = item.key();
     const std::string module = name.substr(0, name.rfind('.'));
-    if (module.ends_with(".lora_A") || module.ends_with(".lora_B") || module == "lora_A" ||
-        module == "lora_B" || inside_modules(module, saved)) {
+    if (matches_module(module, {"lora_A", "lora_B"}) || inside_modules(module, saved)) {
       tensors[kAdapterPrefix + name] = item.value().detach();
     }
   }
   return tensors;
+}
+
+/// The layers of an adapter's file, in the order of their names.
+static std::vector<std::string> adapted_layers(const SafetensorsReader& reader) {
+  const std::string prefix = kAdapterPrefix;
+  std::set<std::string> layers;
+  for (const std::string& name : reader.names()) {
+    if (const size_t end = name.rfind(".lora_A.weight");
+        end != std::string::npos && name.starts_with(prefix)) {
+      layers.insert(name.substr(prefix.size(), end - prefix.size()));
+    }
+  }
+  return {layers.begin(), layers.end()};
 }
 
 // Options of PEFT that change the computation and that this library does not have.
@@ -379,12 +390,9 @@ void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
       {"bias", "none"},
       {"init_lora_weights", true},
       {"inference_mode", true}};
-  NamedTensors tensors;
-  for (const auto& [name, tensor] : detail::adapter_tensors(model, config.modules_to_save)) {
-    tensors[name] = tensor;
-  }
   write_file_atomically(folder / detail::kAdapterConfig, json.dump(2) + "\n");
-  write_safetensors(folder / detail::kAdapterWeights, tensors);
+  write_safetensors(folder / detail::kAdapterWeights,
+                    detail::adapter_tensors(model, config.modules_to_save));
 }
 
 LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
@@ -393,20 +401,11 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
   const SafetensorsReader reader(folder / detail::kAdapterWeights);
   const std::string file = reader.path().string();
   if (detail::adapted_places(*model).empty()) {
-    LoraConfig fitting = config;
-    std::set<std::string> layers;
-    for (const std::string& name : reader.names()) {
-      if (const size_t end = name.rfind(".lora_A.weight");
-          end != std::string::npos && name.starts_with(detail::kAdapterPrefix)) {
-        const size_t begin = std::string_view(detail::kAdapterPrefix).size();
-        layers.insert(name.substr(begin, end - begin));
-      }
-    }
     if (config.target_modules.empty()) {
-      fitting.target_modules.assign(layers.begin(), layers.end());
+      config.target_modules = detail::adapted_layers(reader);
     }
     try {
-      config = get_peft_model(model, fitting);
+      config = get_peft_model(model, config);
     } catch (const InputError& error) {
       throw InputError(detail::kAdapterWhere,
                        folder.string() + " does not fit the model: " + std::string(error.text()),

@@ -24,6 +24,9 @@ struct LinearPlace {
 /// Every linear layer of the model but those of adapters, once each.
 std::vector<LinearPlace> linear_places(const torch::nn::Module& model);
 
+/// Whether a module or parameter `path` is one of the modules, or a part of one.
+bool inside_modules(const std::string& path, const std::vector<std::string>& modules);
+
 /// What an adapter adds to a layer.
 struct LoraMark {
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> identity; // of the weight
