@@ -122,55 +122,51 @@ static at::Tensor matmul_kernel(const at::Tensor& x, const at::Tensor& other) {
                               [&] { return at::native::matmul(x, other); });
 }
 
-static at::Tensor addmm_kernel(c10::DispatchKeySet keys, const at::Tensor& bias,
-                               const at::Tensor& x, const at::Tensor& other, const at::Scalar& beta,
-                               const at::Scalar& alpha) {
+// torch's kernel is that of the next key: below autograd, or below inference mode's.
+template <bool kAutograd>
+at::Tensor addmm_kernel(c10::DispatchKeySet keys, const at::Tensor& bias, const at::Tensor& x,
+                        const at::Tensor& other, const at::Scalar& beta, const at::Scalar& alpha) {
+  const auto torchs = kAutograd ? (keys & c10::after_autograd_keyset) |
+                                      c10::DispatchKeySet(c10::DispatchKey::AutogradOther)
+                                : keys & c10::after_ADInplaceOrView_keyset;
   return product_with_adapter(
       x, transposed_parameter(other),
-      [&] {
-        const auto torchs = (keys & c10::after_autograd_keyset) |
-                            c10::DispatchKeySet(c10::DispatchKey::AutogradOther);
-        return at::redispatch::addmm(torchs, bias, x, other, beta, alpha);
-      },
-      alpha);
+      [&] { return at::redispatch::addmm(torchs, bias, x, other, beta, alpha); }, alpha);
 }
 
-static at::Tensor addmm_below_autograd(c10::DispatchKeySet keys, const at::Tensor& bias,
-                                       const at::Tensor& x, const at::Tensor& other,
-                                       const at::Scalar& beta, const at::Scalar& alpha) {
-  return product_with_adapter(
-      x, transposed_parameter(other),
-      [&] {
-        return at::redispatch::addmm(keys & c10::after_ADInplaceOrView_keyset, bias, x, other, beta,
-                                     alpha);
-      },
-      alpha);
+template <bool kAutograd>
+void implement_products(torch::Library& library) {
+  library.impl("linear", TORCH_FN(linear_kernel))
+      .impl("matmul", TORCH_FN(matmul_kernel))
+      .impl("addmm", TORCH_FN(addmm_kernel<kAutograd>));
 }
 
-/// Calls the product with autocast's casts, as torch's own kernels under autocast do.
+/// The layer's own product is called with autocast's casts, as torch's own kernels under autocast do.
 template <c10::DeviceType device, typename Product>
-at::Tensor with_casts(const Product& product) {
-  const c10::impl::ExcludeDispatchKeyGuard below(
-      at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  return product([](const auto& tensor) {
-    return at::autocast::cached_cast(at::autocast::get_lower_precision_fp_from_device_type(device),
-                                     tensor, device);
-  });
+at::Tensor product_with_casts(const at::Tensor& x, const at::Tensor& weight, const Product& product,
+                              const at::Scalar& alpha = 1) {
+  const auto base = [&] {
+    const c10::impl::ExcludeDispatchKeyGuard below(
+        at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    return product([](const auto& tensor) {
+      return at::autocast::cached_cast(
+          at::autocast::get_lower_precision_fp_from_device_type(device), tensor, device);
+    });
+  };
+  return product_with_adapter(x, weight, base, alpha);
 }
 
 template <c10::DeviceType device>
 at::Tensor linear_under_autocast(const at::Tensor& x, const at::Tensor& weight,
                                  const std::optional<at::Tensor>& bias) {
-  return product_with_adapter(x, weight, [&] {
-    return with_casts<device>(
-        [&](const auto& cast) { return at::linear(cast(x), cast(weight), cast(bias)); });
-  });
+  return product_with_casts<device>(
+      x, weight, [&](const auto& cast) { return at::linear(cast(x), cast(weight), cast(bias)); });
 }
 
 template <c10::DeviceType device>
 at::Tensor matmul_under_autocast(const at::Tensor& x, const at::Tensor& other) {
-  return product_with_adapter(x, transposed_parameter(other), [&] {
-    return with_casts<device>([&](const auto& cast) { return at::matmul(cast(x), cast(other)); });
+  return product_with_casts<device>(x, transposed_parameter(other), [&](const auto& cast) {
+    return at::matmul(cast(x), cast(other));
   });
 }
 
@@ -178,13 +174,9 @@ template <c10::DeviceType device>
 at::Tensor addmm_under_autocast(const at::Tensor& bias, const at::Tensor& x,
                                 const at::Tensor& other, const at::Scalar& beta,
                                 const at::Scalar& alpha) {
-  return product_with_adapter(
+  return product_with_casts<device>(
       x, transposed_parameter(other),
-      [&] {
-        return with_casts<device>([&](const auto& cast) {
-          return at::addmm(cast(bias), cast(x), cast(other), beta, alpha);
-        });
-      },
+      [&](const auto& cast) { return at::addmm(cast(bias), cast(x), cast(other), beta, alpha); },
       alpha);
 }
 
@@ -217,20 +209,14 @@ static void register_products() {
     };
     for (const Key key : {Key::AutogradCPU, Key::AutogradCUDA, Key::AutogradXPU, Key::AutogradMPS,
                           Key::AutogradPrivateUse1}) {
-      under(key)
-          .impl("linear", TORCH_FN(linear_kernel))
-          .impl("matmul", TORCH_FN(matmul_kernel))
-          .impl("addmm", TORCH_FN(addmm_kernel));
+      implement_products<true>(under(key));
     }
     implement_under_autocast<c10::DeviceType::CPU>(under(Key::AutocastCPU));
     implement_under_autocast<c10::DeviceType::CUDA>(under(Key::AutocastCUDA));
     implement_under_autocast<c10::DeviceType::XPU>(under(Key::AutocastXPU));
     implement_under_autocast<c10::DeviceType::MPS>(under(Key::AutocastMPS));
     implement_under_autocast<c10::DeviceType::PrivateUse1>(under(Key::AutocastPrivateUse1));
-    under(Key::ADInplaceOrView)
-        .impl("linear", TORCH_FN(linear_kernel))
-        .impl("matmul", TORCH_FN(matmul_kernel))
-        .impl("addmm", TORCH_FN(addmm_below_autograd));
+    implement_products<false>(under(Key::ADInplaceOrView));
     return made;
   }();
   static_cast<void>(libraries);
