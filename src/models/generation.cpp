@@ -312,14 +312,15 @@ GenerationConfig GenerationConfig::from_pretrained(const std::string& model) {
   const nlohmann::json options = read("generation_config.json");
   detail::require_known_options(options, (folder / "generation_config.json").string());
   GenerationConfig config;
-  using detail::family_option;
-  config.max_new_tokens = family_option(options, "max_new_tokens", config.max_new_tokens);
-  config.do_sample = family_option(options, "do_sample", config.do_sample);
-  config.temperature = family_option(options, "temperature", config.temperature);
-  config.top_k = family_option(options, "top_k", config.top_k);
-  config.top_p = family_option(options, "top_p", config.top_p);
-  config.repetition_penalty =
-      family_option(options, "repetition_penalty", config.repetition_penalty);
+  const auto take = [&](const char* key, auto& field) {
+    field = detail::family_option(options, key, field);
+  };
+  take("max_new_tokens", config.max_new_tokens);
+  take("do_sample", config.do_sample);
+  take("temperature", config.temperature);
+  take("top_k", config.top_k);
+  take("top_p", config.top_p);
+  take("repetition_penalty", config.repetition_penalty);
   config.eos_token_id = detail::end_tokens(options);
   if (config.eos_token_id.empty()) {
     config.eos_token_id = detail::end_tokens(read("config.json"));
@@ -339,12 +340,11 @@ std::vector<std::vector<int64_t>> generate(PreTrainedModel model,
   detail::check_prompts(*model, prompts, config.max_new_tokens);
   GenerationConfig used = config;
   if (used.max_new_tokens == 0) {
-    size_t longest = 0;
+    used.max_new_tokens = 256;
     for (const auto& prompt : prompts) {
-      longest = std::max(longest, prompt.size());
+      used.max_new_tokens =
+          std::min(used.max_new_tokens, model->config().max_tokens() - std::ssize(prompt));
     }
-    used.max_new_tokens =
-        std::min<int64_t>(256, model->config().max_tokens() - static_cast<int64_t>(longest));
   }
   const c10::InferenceMode inference;
   const bool training = model->is_training();
