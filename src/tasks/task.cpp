@@ -157,15 +157,12 @@ Task text_generation() {
           }};
 }
 
-struct TaskRegistry {
-  std::mutex mutex{};
-  std::deque<Task> tasks{text_classification(), token_classification(), fill_mask(),
-                         text_generation()};
-};
-
-TaskRegistry& task_registry() {
-  static TaskRegistry registry;
-  return registry;
+/// All tasks, and a lock for as long as they are used. References to a task stay valid.
+std::pair<std::deque<Task>&, std::unique_lock<std::mutex>> registered_tasks() {
+  static std::mutex mutex;
+  static std::deque<Task> tasks{text_classification(), token_classification(), fill_mask(),
+                                text_generation()};
+  return {tasks, std::unique_lock(mutex)};
 }
 
 } // namespace detail
@@ -188,39 +185,34 @@ void register_task(Task task) {
     throw InputError("tasks::register_task", "task=" + task.name + " lacks a field",
                      "name, problem_types, collator, loss and metrics");
   }
-  detail::TaskRegistry& registry = detail::task_registry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  if (std::ranges::find(registry.tasks, task.name, &Task::name) != registry.tasks.end()) {
+  const auto [tasks, lock] = detail::registered_tasks();
+  if (std::ranges::find(tasks, task.name, &Task::name) != tasks.end()) {
     throw InputError("tasks::register_task", "task=" + task.name + " is registered already",
                      "a name that no task has");
   }
-  registry.tasks.push_back(std::move(task));
+  tasks.push_back(std::move(task));
 }
 
 const Task& find_task(std::string_view name) {
-  detail::TaskRegistry& registry = detail::task_registry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  const auto found = std::ranges::find(registry.tasks, name, &Task::name);
-  if (found == registry.tasks.end()) {
-    throw InputError(
-        "tasks::find_task", "task=" + std::string(name),
-        "one of " + joined(mapped(registry.tasks, [](const Task& task) { return task.name; })));
+  const auto [tasks, lock] = detail::registered_tasks();
+  const auto found = std::ranges::find(tasks, name, &Task::name);
+  if (found == tasks.end()) {
+    throw InputError("tasks::find_task", "task=" + std::string(name),
+                     "one of " + joined(mapped(tasks, [](const Task& task) { return task.name; })));
   }
   return *found;
 }
 
 const Task& task_of(const PreTrainedConfig& config) {
-  detail::TaskRegistry& registry = detail::task_registry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  const auto found = std::ranges::find_if(
-      registry.tasks, [&](const Task& task) { return config.has_head(task.head); });
-  return found == registry.tasks.end() ? registry.tasks.front() : *found;
+  const auto [tasks, lock] = detail::registered_tasks();
+  const auto found =
+      std::ranges::find_if(tasks, [&](const Task& task) { return config.has_head(task.head); });
+  return found == tasks.end() ? tasks.front() : *found;
 }
 
 std::vector<std::string> task_names() {
-  detail::TaskRegistry& registry = detail::task_registry();
-  const std::lock_guard<std::mutex> lock(registry.mutex);
-  return mapped(registry.tasks, [](const Task& task) { return task.name; });
+  const auto [tasks, lock] = detail::registered_tasks();
+  return mapped(tasks, [](const Task& task) { return task.name; });
 }
 
 ModelInputs model_inputs(const Batch& batch) {
