@@ -47,6 +47,14 @@ Shapes shards_of(const Shapes& shapes, int64_t ranks) {
   return shards;
 }
 
+int64_t numel_of(const Shapes& shapes) {
+  int64_t numel = 0;
+  for (const auto& shape : shapes) {
+    numel += c10::multiply_integers(shape);
+  }
+  return numel;
+}
+
 int64_t padded_numel(const Shapes& shapes) {
   int64_t numel = 0;
   for (const auto& shape : shapes) {
@@ -153,24 +161,14 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   const PreTrainedConfig config = config_of(command);
   const ModelTask head = find_task(command.task).head;
   const Shapes shapes = parameter_shapes(config, head);
-  MemoryEstimate estimate;
-  for (const auto& shape : shapes) {
-    estimate.parameter_count += c10::multiply_integers(shape);
-  }
   const auto lora = lora_config(command.lora);
   const at::ScalarType compute = has_16_bits(command) ? at::kBFloat16 : at::kFloat;
-  Shapes trained = shapes;
-  estimate.trainable_count = estimate.parameter_count;
-  estimate.parameters = 4 * estimate.parameter_count;
-  if (lora) {
-    const LoraMemory memory = lora_memory(config, *lora, compute, head);
-    trained = memory.trainable;
-    estimate.trainable_count = 0;
-    for (const auto& shape : trained) {
-      estimate.trainable_count += c10::multiply_integers(shape);
-    }
-    estimate.parameters = 4 * estimate.trainable_count + memory.frozen_bytes;
-  }
+  const auto [trained, frozen_bytes] =
+      lora ? lora_memory(config, *lora, compute, head) : LoraMemory{.trainable = shapes};
+  MemoryEstimate estimate;
+  estimate.parameter_count = numel_of(shapes);
+  estimate.trainable_count = numel_of(trained);
+  estimate.parameters = 4 * estimate.trainable_count + frozen_bytes;
   const int64_t padded = padded_numel(trained);
   const bool several = command.nproc > 1;
   const bool local = several && command.strategy == "local_sgd";
