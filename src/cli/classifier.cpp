@@ -100,7 +100,6 @@ TextModel load_text_model(const ModelFlags& flags) {
                      "a training_args.json as hasten train writes it");
   }
   const nlohmann::json trained_length = arguments.value("max_length", nlohmann::json());
-  const nlohmann::json precision = arguments.value("precision", nlohmann::json());
   const int64_t asked = flags.max_length > 0 || !trained_length.is_number_integer()
                             ? flags.max_length
                             : trained_length.get<int64_t>();
@@ -121,7 +120,9 @@ TextModel load_text_model(const ModelFlags& flags) {
           spelled<std::decay_t<decltype(value)>>(spelled_value.get<std::string>()).value_or(value);
     }
   };
+  Precision precision = Precision::no;
   SampleBy sample_by = SampleBy::line;
+  named("precision", precision);
   named("sample_by", sample_by);
   named("packing_strategy", data.packing_strategy);
   const int64_t labels = model->config().num_labels();
@@ -129,8 +130,7 @@ TextModel load_text_model(const ModelFlags& flags) {
           std::move(model),
           std::move(tokenizer),
           length,
-          spelled<Precision>(precision.is_string() ? precision.get<std::string>() : "")
-              .value_or(Precision::no),
+          precision,
           arguments.value("label_smoothing_factor", 0.0),
           trained_class_weights(folder, labels),
           data,
