@@ -27,7 +27,7 @@ Transfer::Transfer(TransferPlan plan, int rank, int world_size)
       to_size_(c10::elementSize(plan_.to)),
       text_hash_(XXH3_64bits(plan_.text.data(), plan_.text.size())) {
   if (plan_.values != nullptr || plan_.places != nullptr) {
-    open_ = true;
+    way_ = Way::asked;
     openings_ = plan_.values == nullptr ? 1 : 0;
     return;
   }
@@ -36,18 +36,17 @@ Transfer::Transfer(TransferPlan plan, int rank, int world_size)
 
 void Transfer::count_rounds() {
   const auto ranks = static_cast<size_t>(world_size_);
-  const size_t widest = std::max(from_size_, to_size_);
-  chunk_ = std::max<size_t>(Rounds::kMaximum / widest / (to_each() ? ranks : 1), 1);
-  two_phases_ = !direct_ && plan_.kind == Kind::all_reduce && world_size_ > 2 &&
-                plan_.count * from_size_ > kTwoPhases;
-  if (direct_) {
-    chunk_ = plan_.kind == Kind::all_reduce ? kDirectChunk / from_size_ : plan_.count;
+  const bool sums = plan_.kind == Kind::all_reduce;
+  if (is_direct()) {
+    chunk_ = sums ? kDirectChunk / from_size_ : plan_.count;
+  } else {
+    const size_t widest = std::max(from_size_, to_size_);
+    chunk_ = std::max<size_t>(Rounds::kMaximum / widest / (to_each() ? ranks : 1), 1);
+    two_phases_ = sums && world_size_ > 2 && plan_.count * from_size_ > kTwoPhases;
   }
   const auto chunks =
       static_cast<uint32_t>(std::max<size_t>((plan_.count + chunk_ - 1) / chunk_, 1));
-  closes_ = direct_ && plan_.kind == Kind::all_reduce; // others end with the round of their reads
-  rounds_ = openings_ + chunks * (two_phases_ ? 2 : 1) + (closes_ ? 1 : 0);
-  open_ = false;
+  rounds_ = openings_ + chunks * (two_phases_ ? 2 : 1) + (is_direct() && sums ? 1 : 0);
 }
 
 bool Transfer::to_each() const {
@@ -78,7 +77,7 @@ size_t Transfer::bytes(uint32_t round) const {
   if (round < openings_) {
     return round == 0 ? sizeof(SharedPlaces::Opening) : 1;
   }
-  if (direct_) {
+  if (is_direct()) {
     return 0;
   }
   const Part part = chunk(round - openings_);
@@ -100,6 +99,8 @@ void Transfer::reduce(const Payloads& payloads, size_t skip, const Part& part, c
   reduce_rows(plan_.op, plan_.from, rows, plan_.to, to, part.count);
 }
 
+// If each rank reduces a slice of a chunk, the others read it when all have reduced theirs. So nobody
+// reads and writes the same bytes of a tensor at once.
 void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
   if (plan_.values != nullptr) {
     publish_values(round, to);
@@ -109,24 +110,32 @@ void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
     if (round == 0) {
       plan_.places->write(plan_.place, to);
     } else {
-      *to = could_map_ ? 1 : 0;
+      *to = plan_.places->map() ? 1 : 0;
     }
     return;
   }
-  if (direct_) {
-    publish_direct(round - openings_);
+  if (closes(round)) {
     return;
   }
   const Part part = chunk(round - openings_);
+  const Part own = slice(part, rank_);
+  const size_t size = part.count * from_size_;
+  if (is_direct()) {
+    if (plan_.kind == Kind::all_reduce) {
+      reduce(data_, own.first * from_size_, own, plan_.outputs[0] + own.first * to_size_);
+    } else {
+      take(part, data_);
+    }
+    Rounds::count_bytes(size * (plan_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1));
+    return;
+  }
   if (follows(round)) {
-    const Part own = slice(part, rank_);
     reduce(before, (own.first - part.first) * from_size_, own, to);
     return;
   }
   if (!gives(rank_) || part.count == 0) {
     return;
   }
-  const size_t size = part.count * from_size_;
   for (size_t i = 0; i < plan_.inputs.size(); ++i) {
     if (!to_each() || std::cmp_not_equal(i, rank_)) { // it has its own
       std::memcpy(to + i * size, plan_.inputs[i] + part.first * from_size_, size);
@@ -137,119 +146,79 @@ void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
 void Transfer::consume(uint32_t round, const Payloads& payloads) {
   if (plan_.values != nullptr) {
     consume_values(round, payloads);
-    return;
-  }
-  if (round < openings_) {
+  } else if (round < openings_) {
     read_openings(round, payloads);
-    return;
+  } else if (!is_direct()) {
+    if (!precedes(round)) {
+      take(chunk(round - openings_), payloads);
+    }
+  } else if (plan_.kind == Kind::all_reduce && !closes(round)) {
+    take(chunk(round - openings_), data_);
   }
-  if (direct_) {
-    consume_direct(round - openings_);
-    return;
-  }
-  if (precedes(round) || plan_.outputs.empty()) {
-    return;
-  }
-  const Part part = chunk(round - openings_);
-  if (part.count == 0) { // an empty tensor has no address
+}
+
+void Transfer::take(const Part& part, const Payloads& payloads) {
+  if (plan_.outputs.empty() || part.count == 0) { // an empty tensor has no address
     return;
   }
   const auto own = static_cast<size_t>(rank_);
+  const auto root = static_cast<size_t>(plan_.root);
   const size_t size = part.count * from_size_;
   const auto output = [&](size_t i) { return plan_.outputs[i] + part.first * to_size_; };
-  const auto put = [&](size_t i, const char* from) {
-    if (output(i) != from) { // a rank's input may be its row of the output
-      std::memmove(output(i), from, size);
+  const auto put = [](char* to, const char* from, size_t bytes) {
+    if (to != from) { // a rank's input may be its row of the output
+      std::memmove(to, from, bytes);
     }
   };
   switch (plan_.kind) {
     case Kind::all_reduce:
     case Kind::reduce:
-      if (!two_phases_) {
+      if (!two_phases_ && !is_direct()) {
         reduce(payloads, 0, part, output(0));
         return;
       }
-      for (int i = 0; i < world_size_; ++i) {
-        const Part piece = slice(part, i);
-        std::memcpy(plan_.outputs[0] + piece.first * to_size_, payloads[static_cast<size_t>(i)],
-                    piece.count * to_size_);
+      for (size_t i = 0; i < payloads.size(); ++i) {
+        const Part piece = slice(part, static_cast<int>(i));
+        put(plan_.outputs[0] + piece.first * to_size_,
+            payloads[i] + (is_direct() ? piece.first * from_size_ : 0), piece.count * to_size_);
       }
       return;
     case Kind::reduce_scatter:
       reduce(payloads, own * size, part, output(0));
       return;
     case Kind::broadcast:
-      if (rank_ != plan_.root) {
-        put(0, payloads[static_cast<size_t>(plan_.root)]);
+      if (own != root) {
+        put(output(0), payloads[root], size);
       }
       return;
     case Kind::scatter:
-      put(0, rank_ == plan_.root ? plan_.inputs[own] + part.first * from_size_
-                                 : payloads[static_cast<size_t>(plan_.root)] + own * size);
+      put(output(0),
+          own == root ? plan_.inputs[own] + part.first * from_size_ : payloads[root] + own * size,
+          size);
       return;
     case Kind::all_gather:
     case Kind::gather:
     case Kind::all_to_all:
       for (size_t i = 0; i < payloads.size(); ++i) {
-        put(i, i == own ? plan_.inputs[to_each() ? i : 0] + part.first * from_size_
-                        : payloads[i] + (to_each() ? own * size : 0));
+        put(output(i),
+            i == own ? plan_.inputs[to_each() ? i : 0] + part.first * from_size_
+                     : payloads[i] + (to_each() ? own * size : 0),
+            size);
       }
   }
 }
 
 void Transfer::read_openings(uint32_t round, const Payloads& payloads) {
-  using Way = SharedPlaces::Way;
-  const Way way = round == 0 ? plan_.places->read(payloads) : plan_.places->settle(payloads);
-  if (way == Way::asked) {
-    could_map_ = plan_.places->map();
+  way_ = round == 0 ? plan_.places->read(payloads) : plan_.places->settle(payloads);
+  if (way_ == Way::asked) {
     rounds_ = ++openings_;
     return;
   }
-  direct_ = way == Way::direct;
-  if (direct_) {
+  if (is_direct()) {
     data_ = plan_.places->data();
     data_[static_cast<size_t>(rank_)] = plan_.inputs[0];
   }
   count_rounds();
-}
-
-// The tensor of an all_reduce: each rank writes its slice of a chunk, which the others read when all
-// have reduced theirs. So nobody reads and writes the same bytes at once.
-void Transfer::publish_direct(uint32_t step) {
-  const auto own = static_cast<size_t>(rank_);
-  const Part part = chunk(step);
-  if (closes_) {
-    if (!closes(step + openings_)) {
-      const Part piece = slice(part, rank_);
-      reduce(data_, piece.first * from_size_, piece, plan_.outputs[0] + piece.first * to_size_);
-      Rounds::count_bytes(part.count * from_size_);
-    }
-  } else if (plan_.kind == Kind::reduce_scatter) {
-    reduce(data_, own * part.count * from_size_, part, plan_.outputs[0]);
-    Rounds::count_bytes(part.count * from_size_ * (data_.size() - 1));
-  } else {
-    for (size_t i = 0; i < data_.size(); ++i) {
-      const char* const from = i == own ? plan_.inputs[0] : data_[i];
-      if (plan_.outputs[i] != from) {
-        std::memcpy(plan_.outputs[i], from, part.count * from_size_);
-      }
-    }
-    Rounds::count_bytes(part.count * from_size_);
-  }
-}
-
-void Transfer::consume_direct(uint32_t step) {
-  if (!closes_ || closes(step + openings_)) {
-    return;
-  }
-  const Part part = chunk(step);
-  for (int i = 0; i < world_size_; ++i) {
-    const Part piece = slice(part, i);
-    if (i != rank_) {
-      std::memcpy(plan_.outputs[0] + piece.first * to_size_,
-                  data_[static_cast<size_t>(i)] + piece.first * from_size_, piece.count * to_size_);
-    }
-  }
 }
 
 /// The first round has the number of bytes, too.
@@ -280,7 +249,7 @@ void Transfer::consume_values(uint32_t round, const Payloads& payloads) {
       sizes_.push_back(size);
       longest = std::max<size_t>(longest, size);
     }
-    open_ = false;
+    way_ = Way::copied;
     rounds_ = static_cast<uint32_t>(
         std::max<size_t>((longest + kValueHead + Rounds::kMaximum - 1) / Rounds::kMaximum, 1));
   }

@@ -51,16 +51,20 @@ class Transfer {
   /// Number of rounds that are known: those of values and places tell how many follow.
   uint32_t rounds() const { return rounds_; }
   /// Whether there is nothing after so many rounds.
-  bool ends_at(uint32_t round) const { return !open_ && round == rounds_; }
+  bool ends_at(uint32_t round) const { return way_ != Way::asked && round == rounds_; }
   /// Whether this rank publishes it in one round, which waits for nobody.
   bool is_small() const {
-    return plan_.values != nullptr ? value_end(0) == own_value().size() : rounds_ == 1 && !open_;
+    return plan_.values != nullptr ? value_end(0) == own_value().size()
+                                   : rounds_ == 1 && way_ == Way::copied;
   }
   /// Whether it reads the data where it is. Known at its end.
-  bool is_direct() const { return direct_; }
+  bool is_direct() const { return way_ == Way::direct; }
   size_t bytes(uint32_t round) const;
-  /// Whether this rank publishes the round after it has consumed all before it.
-  bool closes(uint32_t round) const { return closes_ && round + 1 == rounds_; }
+  /// Whether the round says that this rank has read everything: it publishes it after it has
+  /// consumed all before it. Other direct transfers end with the round of their reads.
+  bool closes(uint32_t round) const {
+    return is_direct() && plan_.kind == TransferPlan::Kind::all_reduce && round + 1 == rounds_;
+  }
   /// Whether the round's bytes are made from what the ranks have published in the one before.
   bool follows(uint32_t round) const { return two_phases_ && (round - openings_) % 2 == 1; }
   /// Whether consume() of the round does nothing, because the next round reads its bytes.
@@ -72,6 +76,7 @@ class Transfer {
   void consume(uint32_t round, const Payloads& payloads);
 
  private:
+  using Way = SharedPlaces::Way;
   struct Part { // of the elements: what a round moves
     size_t first;
     size_t count;
@@ -84,8 +89,8 @@ class Transfer {
   bool to_each() const; // other bytes for each rank
   void reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const;
   void read_openings(uint32_t round, const Payloads& payloads);
-  void publish_direct(uint32_t step);
-  void consume_direct(uint32_t step);
+  /// Fills the outputs' part with what `payloads` have.
+  void take(const Part& part, const Payloads& payloads);
   void publish_values(uint32_t round, char* to) const;
   void consume_values(uint32_t round, const Payloads& payloads);
   const std::string& own_value() const { return (*plan_.values)[static_cast<size_t>(rank_)]; }
@@ -100,12 +105,9 @@ class Transfer {
   size_t chunk_ = 1; // elements of a round
   bool two_phases_ = false;
   uint32_t rounds_ = 1;
-  bool open_ = false; // whether more rounds may follow
+  Way way_ = Way::copied; // asked: more rounds may follow
   uint32_t openings_ = 0; // rounds that settle where the data is
-  bool could_map_ = false;
-  bool direct_ = false; // reads the data where it is
-  bool closes_ = false; // the last round says that this rank has read everything
-  Payloads data_{}; // [rank] there
+  Payloads data_{}; // [rank] there, if direct
   uint64_t text_hash_ = 0;
   std::vector<size_t> sizes_{}; // [rank] of values
 };
