@@ -182,10 +182,8 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
   }
   Tensors keep = inputs;
   keep.insert(keep.end(), outputs.begin(), outputs.end());
-  auto work = c10::make_intrusive<SharedWork>(getRank(), ranks_, std::move(plan), getSize(),
-                                              outputs, std::move(keep), timeout);
-  work->start();
-  return work;
+  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), outputs,
+                                         std::move(keep), timeout);
 }
 
 /// The rows of a tensor that has one for each rank.
@@ -320,23 +318,19 @@ C10dWork SharedBackend::barrier(const c10d::BarrierOptions& options) {
   TransferPlan made = plan(Kind::all_gather);
   made.text = std::exchange(next_text_, {});
   made.text = made.text.empty() ? "barrier" : made.text;
-  auto work = c10::make_intrusive<SharedWork>(getRank(), ranks_, std::move(made), getSize(),
-                                              Tensors(), Tensors(), options.timeout);
-  work->start();
-  return work;
+  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
+                                         Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::exchange(std::shared_ptr<std::vector<std::string>> values) {
   TransferPlan made = plan(Kind::all_gather);
   made.text = std::exchange(next_text_, {});
   made.values = std::move(values);
-  auto work = c10::make_intrusive<SharedWork>(getRank(), ranks_, std::move(made), getSize(),
-                                              Tensors(), Tensors(), kNoTimeout);
-  work->start();
-  return work;
+  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
+                                         Tensors(), kNoTimeout);
 }
 
-SharedWork::SharedWork(int rank, std::shared_ptr<SharedRanks> ranks, TransferPlan plan, int size,
+SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
                        std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
                        milliseconds timeout)
     : Work(rank),
@@ -359,9 +353,8 @@ SharedWork::SharedWork(int rank, std::shared_ptr<SharedRanks> ranks, TransferPla
       f(error);
     }
   };
+  ranks_->queue.start(item_);
 }
-
-void SharedWork::start() { ranks_->queue.start(item_); }
 
 void SharedWork::on_end(std::function<void(std::exception_ptr)> f) {
   {

@@ -104,10 +104,10 @@ class SharedBackend final : public c10d::Backend {
 /// An operation of SharedBackend.
 class SharedWork final : public c10d::Work {
  public:
-  SharedWork(int rank, std::shared_ptr<SharedRanks> ranks, TransferPlan plan, int size,
+  /// Starts it.
+  SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
              std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
              std::chrono::milliseconds timeout);
-  void start();
   /// Moves it on in this thread, at most for `limit`, or until it has ended.
   void drive(std::chrono::milliseconds limit) { ranks_->queue.drive(*item_, limit); }
   /// Calls `f` once it has ended, in the thread that ends it.
