@@ -106,13 +106,12 @@ SharedPlaces::Way SharedPlaces::read(const std::vector<const char*>& openings) {
   for (size_t i = 0; i < openings.size(); ++i) {
     Opening& opening = openings_[i];
     std::memcpy(&opening, openings[i], sizeof(opening));
-    Peer& peer = known_[i];
     for (const uint64_t number : opening.freed) {
-      peer.mapped.erase(number);
-      peer.refused.erase(number);
+      known_[i].erase(number);
     }
-    copied |= opening.number == 0 || peer.refused.contains(opening.number);
-    if (!peer.mapped.contains(opening.number)) {
+    const auto found = known_[i].find(opening.number);
+    copied |= opening.number == 0 || (found != known_[i].end() && !found->second);
+    if (found == known_[i].end()) {
       asked_.push_back(i);
     }
   }
@@ -129,7 +128,7 @@ bool SharedPlaces::map() {
       if (memory == nullptr) {
         return false;
       }
-      known_[i].mapped[opening.number] = here && std::cmp_equal(i, rank_) ? nullptr : memory;
+      known_[i][opening.number] = here && std::cmp_equal(i, rank_) ? nullptr : memory;
     }
     return true;
   } catch (const Error&) {
@@ -142,8 +141,7 @@ SharedPlaces::Way SharedPlaces::settle(const std::vector<const char*>& answers) 
     return Way::direct;
   }
   for (const size_t i : asked_) {
-    known_[i].mapped.erase(openings_[i].number);
-    known_[i].refused.insert(openings_[i].number);
+    known_[i][openings_[i].number] = std::nullopt;
   }
   return Way::copied;
 }
@@ -152,7 +150,7 @@ std::vector<const char*> SharedPlaces::data() const {
   std::vector<const char*> begins(openings_.size(), nullptr);
   for (size_t i = 0; i < openings_.size(); ++i) {
     if (!std::cmp_equal(i, rank_)) {
-      begins[i] = known_[i].mapped.at(openings_[i].number)->data() + openings_[i].offset;
+      begins[i] = (*known_[i].at(openings_[i].number))->data() + openings_[i].offset;
     }
   }
   return begins;

@@ -66,13 +66,11 @@ class SharedPlaces {
   std::vector<const char*> data() const;
 
  private:
-  struct Peer {
-    std::map<uint64_t, std::shared_ptr<const SharedMemory>> mapped{}; // on all ranks
-    std::set<uint64_t> refused{}; // a rank could not map it
-  };
+  /// Null for this rank's own, which it need not map. Empty: a rank could not map it.
+  using Mapped = std::optional<std::shared_ptr<const SharedMemory>>;
 
   const int rank_;
-  std::vector<Peer> known_; // [rank]
+  std::vector<std::map<uint64_t, Mapped>> known_; // [rank] by number
   std::vector<Opening> openings_{}; // [rank] of the last read()
   std::vector<size_t> asked_{}; // ranks whose memory it found new
   std::set<uint64_t> named_{}; // own memory that peers may have mapped
