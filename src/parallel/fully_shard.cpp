@@ -96,31 +96,27 @@ void FullyShard::begin() {
   }
   agreed_ = {};
   agreement_.reset();
-  for (const auto& unit : schedule_->units()) {
-    unit->restart_sum(/*keep_aside=*/false);
-  }
-  set_aside();
-  schedule_->open_window();
-  final_ = false;
-  begun_ = true;
+  open_sum();
 }
 
 // Earlier gradients, or a sum that is already final when another backward of its window comes, are
-// shards. Unsharded gradients need their place, and they must not be summed again or scaled.
-void FullyShard::set_aside() {
+// shards. They are set aside: unsharded gradients need their place, and they must not be summed again
+// or scaled.
+void FullyShard::open_sum() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& grad = parameters_[i].parameter.mutable_grad();
-    if (!grad.defined()) {
-      continue;
-    }
     detail::ShardTensor& tensor = tensor_of(i);
     const at::Tensor& flat = tensor.flat->gradient;
-    tensor.aside = flat.defined() && grad.is_alias_of(flat) ? grad.detach().clone() : grad.detach();
+    const bool shared = grad.defined() && flat.defined() && grad.is_alias_of(flat);
+    tensor.aside = shared ? grad.detach().clone() : grad.defined() ? grad.detach() : at::Tensor();
     grad.reset();
   }
   for (const auto& unit : schedule_->units()) {
-    unit->restart_sum(/*keep_aside=*/true);
+    unit->restart_sum();
   }
+  schedule_->open_window();
+  final_ = false;
+  begun_ = true;
 }
 
 void FullyShard::start_backward(bool reduce) {
@@ -129,10 +125,7 @@ void FullyShard::start_backward(bool reduce) {
                      "a call of begin() before the forward");
   }
   if (final_) {
-    set_aside();
-    schedule_->open_window();
-    final_ = false;
-    begun_ = true;
+    open_sum();
   }
   schedule_->open_backward(reduce);
 }
@@ -308,10 +301,11 @@ void FullyShard::cancel() noexcept {
   agreed_ = {};
   agreement_.reset();
   for (const auto& unit : schedule_->units()) {
-    unit->restart_sum(/*keep_aside=*/false);
+    unit->restart_sum();
   }
-  for (const ShardedParameter& entry : parameters_) {
-    entry.parameter.mutable_grad().reset();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].parameter.mutable_grad().reset();
+    tensor_of(i).aside.reset();
   }
   begun_ = final_ = false;
 }

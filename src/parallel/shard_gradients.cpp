@@ -202,13 +202,12 @@ bool ShardUnit::has_unused() const {
   });
 }
 
-void ShardUnit::restart_sum(bool keep_aside) {
+void ShardUnit::restart_sum() {
   for (ShardFlat& flat : flats_) {
     for (ShardTensor& tensor : flat.tensors) {
       tensor.taken.reset();
       tensor.sum.reset();
       tensor.used = false;
-      tensor.aside = keep_aside ? tensor.aside : at::Tensor();
     }
   }
   summed_ = false;

@@ -138,8 +138,8 @@ class ShardUnit {
   void scale_gradients(double factor);
   /// True if a trainable parameter got no gradient in this sum.
   bool has_unused() const;
-  /// Forgets all gradients, but for those that were set aside if `keep_aside`.
-  void restart_sum(bool keep_aside);
+  /// Forgets all gradients, but for those that were set aside.
+  void restart_sum();
 
   const std::string& name() const { return name_; }
   const MixedPrecisionPolicy& precision() const { return precision_; }

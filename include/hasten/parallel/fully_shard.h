@@ -298,7 +298,7 @@ class FullyShard : public Stateful {
   void check_parameters() const;
   void gradient_ready(size_t parameter);
   detail::ShardTensor& tensor_of(size_t parameter) const { return *places_[parameter]; }
-  void set_aside();
+  void open_sum();
   Communicator* replicas() const { return local_ ? nullptr : options_.replicas.get(); }
   void start_agreement();
   void settle_agreement();
