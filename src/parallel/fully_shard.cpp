@@ -131,12 +131,14 @@ void FullyShard::start_backward(bool reduce) {
 }
 
 at::Tensor FullyShard::give_place(const at::Tensor& parameter) {
-  const auto found = index_.find(parameter.unsafeGetTensorImpl());
-  if (found == index_.end() || !schedule_->in_backward() || parameter.grad().defined()) {
+  const auto found = std::ranges::find_if(parameters_, [&](const ShardedParameter& entry) {
+    return entry.parameter.is_same(parameter);
+  });
+  if (found == parameters_.end() || !schedule_->in_backward() || parameter.grad().defined()) {
     return {};
   }
-  const size_t i = found->second;
-  return schedule_->units()[parameters_[i].unit]->give_place(tensor_of(i));
+  const auto i = static_cast<size_t>(found - parameters_.begin());
+  return schedule_->units()[found->unit]->give_place(tensor_of(i));
 }
 
 void FullyShard::gradient_ready(size_t parameter) {
@@ -240,7 +242,8 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
   const at::NoGradGuard no_grad;
   schedule_->close_window();
   const auto& units = schedule_->units();
-  if (std::ranges::any_of(units, [](const auto& unit) { return unit->has_unused(); })) {
+  if (std::ranges::any_of(places_,
+                          [](auto* tensor) { return tensor->trainable && !tensor->used; })) {
     check_replaced(*module_, parameters_);
   }
   for (const auto& unit : units) {

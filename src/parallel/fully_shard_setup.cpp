@@ -326,7 +326,6 @@ void FullyShard::shard_units(Units units) {
   std::vector<FlatLayout::NamedParameters> parameters(units.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     ShardedParameter& entry = parameters_[i];
-    index_[entry.parameter.unsafeGetTensorImpl()] = i;
     parameters[entry.unit].emplace_back(entry.name, entry.parameter);
     units[entry.unit]->add(entry, options_.device.value_or(entry.parameter.device()));
   }
@@ -338,7 +337,6 @@ void FullyShard::shard_units(Units units) {
     units[u]->shard();
     for (detail::ShardFlat& flat : units[u]->flats()) {
       for (detail::ShardTensor& tensor : flat.tensors) {
-        tensor.flat = &flat;
         places_[static_cast<size_t>(tensor.entry - parameters_.data())] = &tensor;
       }
     }

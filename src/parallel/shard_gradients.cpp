@@ -195,13 +195,6 @@ void ShardUnit::scale_gradients(double factor) {
   }
 }
 
-bool ShardUnit::has_unused() const {
-  return std::any_of(flats_.begin(), flats_.end(), [](const ShardFlat& flat) {
-    return std::any_of(flat.tensors.begin(), flat.tensors.end(),
-                       [](const ShardTensor& tensor) { return tensor.trainable && !tensor.used; });
-  });
-}
-
 void ShardUnit::restart_sum() {
   for (ShardFlat& flat : flats_) {
     for (ShardTensor& tensor : flat.tensors) {

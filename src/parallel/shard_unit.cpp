@@ -93,6 +93,7 @@ void ShardUnit::lay_out(ShardFlat& flat) const {
   std::ranges::stable_sort(flat.tensors, {}, place);
   for (size_t i = 0; i < flat.tensors.size(); ++i) {
     ShardTensor& tensor = flat.tensors[i];
+    tensor.flat = &flat;
     tensor.offset = flat.numel;
     flat.numel += flat_padded(tensor.chunk(), flat.dtype);
     add_piece(flat.gathered, tensor, i, flat.numel, large(tensor));

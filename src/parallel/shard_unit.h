@@ -40,7 +40,7 @@ struct ShardFlat;
 
 struct ShardTensor {
   ShardedParameter* entry = nullptr; // of the FullyShard
-  ShardFlat* flat = nullptr; // which it is a part of
+  ShardFlat* flat = nullptr; // which it is a part of, once sharded
   std::vector<int64_t> shard_sizes{};
   bool trainable = true;
   int64_t dim0 = 1;
@@ -136,8 +136,6 @@ class ShardUnit {
   /// This rank's shard of the summed gradient; undefined if there is none.
   at::Tensor gradient_of(const ShardTensor& tensor) const;
   void scale_gradients(double factor);
-  /// True if a trainable parameter got no gradient in this sum.
-  bool has_unused() const;
   /// Forgets all gradients, but for those that were set aside.
   void restart_sum();
 

@@ -42,7 +42,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -314,7 +313,6 @@ class FullyShard : public Stateful {
   std::vector<uint32_t> buffer_versions_; // at the last synchronisation
   bool buffers_changed_ = false; // on any rank
   std::vector<detail::ShardTensor*> places_; // [parameter]
-  std::unordered_map<const c10::TensorImpl*, size_t> index_; // of a parameter
   std::shared_ptr<detail::ShardSchedule> schedule_;
   std::vector<BlockAttachment> attachments_;
   std::vector<std::function<void()>> unwrap_; // Sequentials' entries
