@@ -13,6 +13,7 @@
 
 #include "hasten/core/random.h"
 #include "hasten/models/auto_model.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -56,8 +57,7 @@ static double seconds_per_thousand(const StepCase& step, int rounds) {
       seconds.push_back(time.count());
     }
   }
-  std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2] * 1000 / kRows;
+  return median_of(seconds) * 1000 / kRows;
 }
 
 } // namespace hasten

@@ -4,7 +4,6 @@
 // Prints one JSON line per case: {"case", "unit", "value"}; times are medians.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -15,6 +14,7 @@
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
 #include "hasten/models/auto_model.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -30,8 +30,7 @@ static double median_seconds(int rounds, const std::function<void()>& run) {
       seconds.push_back(time.count());
     }
   }
-  std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2];
+  return median_of(seconds);
 }
 
 static void print_value(const char* name, const char* unit, double value) {

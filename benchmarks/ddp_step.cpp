@@ -21,6 +21,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/core/memory.h"
 #include "hasten/models/auto_model.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -75,10 +76,6 @@ void measure_steps(Model model, const Request& request, double weight,
       exposed.push_back(accelerator.last_window().exposed_seconds);
     }
   }
-  const auto median = [](std::vector<double>& values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-  };
   const auto peak_bytes =
       accelerator.reduce(torch::tensor({memory_stats().peak_bytes}), ReduceOp::MAX).item<int64_t>();
   int64_t gradient_bytes = 0;
@@ -89,8 +86,8 @@ void measure_steps(Model model, const Request& request, double weight,
     std::printf(
         "{\"seconds\": %.6f, \"peak_bytes\": %lld, \"gradient_bytes\": %lld, "
         "\"communication_seconds\": %.6f, \"exposed_seconds\": %.6f}\n",
-        median(seconds), static_cast<long long>(peak_bytes), static_cast<long long>(gradient_bytes),
-        median(communication), median(exposed));
+        median_of(seconds), static_cast<long long>(peak_bytes),
+        static_cast<long long>(gradient_bytes), median_of(communication), median_of(exposed));
   }
   accelerator.end_training();
 }

@@ -8,7 +8,6 @@
 // between steps, at the most, elements of parameters and of the largest block.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +19,7 @@
 #include "hasten/core/block_call.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/adamw.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -143,10 +143,6 @@ static void run(const Request& request) {
       exposed.push_back(accelerator.last_window().exposed_seconds);
     }
   }
-  const auto median = [](std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-  };
   const auto largest = [&](int64_t bytes) {
     return static_cast<long long>(
         accelerator.reduce(torch::tensor({bytes}), ReduceOp::MAX).item<int64_t>());
@@ -158,7 +154,7 @@ static void run(const Request& request) {
         "{\"seconds\": %.6f, \"gradient_seconds\": %.6f, "
         "\"exposed_seconds\": %.6f, \"rest_bytes\": %lld, "
         "\"peak_bytes\": %lld, \"elements\": %lld, \"block\": %lld}\n",
-        median(seconds), median(gradients), median(exposed), rest, peak,
+        median_of(seconds), median_of(gradients), median_of(exposed), rest, peak,
         static_cast<long long>(elements), static_cast<long long>(block));
   }
   accelerator.end_training();

@@ -17,6 +17,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/local_sgd/averager.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -46,11 +47,6 @@ static Shapes shapes_of(const std::string& name) {
     shapes.assign(2000, {1024});
   }
   return shapes;
-}
-
-static double median_of(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 // Median over rounds of what the slowest rank takes.

@@ -17,6 +17,7 @@
 
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/gradient_norm.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -72,8 +73,7 @@ double median_seconds(int steps, const std::function<void()>& act) {
       seconds.push_back(thread_seconds() - start);
     }
   }
-  std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2];
+  return median_of(seconds);
 }
 
 // A step's traffic without its arithmetic: three arrays read and written, one read.

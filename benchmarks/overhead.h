@@ -10,6 +10,7 @@
 
 #include "hasten/core/random.h"
 #include "hasten/models/auto_model.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -19,13 +20,10 @@ inline PreTrainedModel seeded_bert_mini() {
 }
 
 /// Medians of the seconds that steps of either loop took.
-inline void print_case(const char* name, std::vector<double> ours, std::vector<double> plain) {
-  const auto median = [](std::vector<double>& values) {
-    std::sort(values.begin(), values.end());
-    return values.at(values.size() / 2);
-  };
+inline void print_case(const char* name, const std::vector<double>& ours,
+                       const std::vector<double>& plain) {
   std::printf("{\"case\": \"%s\", \"steps\": %zu, \"ours\": %.9f, \"plain\": %.9f}\n", name,
-              ours.size(), median(ours), median(plain));
+              ours.size(), median_of(ours), median_of(plain));
   std::fflush(stdout);
 }
 

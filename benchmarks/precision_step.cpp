@@ -6,7 +6,6 @@
 // precisions in turn.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +15,7 @@
 #include "hasten/core/random.h"
 #include "hasten/models/auto_model.h"
 #include "hasten/optim/adamw.h"
+#include "median.h"
 
 namespace hasten {
 
@@ -95,9 +95,7 @@ static void measure(bool smoke) {
   }
   for (const bool bf16 : {false, true}) {
     const std::string name = bf16 ? "_bf16" : "_fp32";
-    auto& times = seconds[bf16 ? 1 : 0];
-    std::sort(times.begin(), times.end());
-    print_value("step" + name, "s/step", times[times.size() / 2]);
+    print_value("step" + name, "s/step", median_of(seconds[bf16 ? 1 : 0]));
     print_value("peak" + name, "bytes", static_cast<double>(subject.peak(rows, bf16)));
   }
   Subject small("bert-mini");
