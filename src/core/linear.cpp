@@ -381,16 +381,17 @@ at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   return fast_linear(Activation{}, x, weight, bias);
 }
 
-void add_product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
+void product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool add) {
   const bool narrow = a.scalar_type() != at::kFloat;
   if (at::globalContext().userEnabledMkldnn() && detail::float_or_bf16(a) &&
-      detail::plain(b, a.scalar_type()) && detail::plain(out, at::kFloat) &&
+      detail::plain(b, a.scalar_type()) && detail::plain(out, at::kFloat) && a.size(0) > 0 &&
       (narrow ? linear_uses_bf16() : linear_uses_onednn())) {
-    detail::sum_over_rows(a, b, out, true);
+    detail::sum_over_rows(a, b, out, add);
   } else if (narrow) {
-    out.add_(at::mm(a.t(), b));
+    const at::Tensor product = at::mm(a.t(), b);
+    add ? out.add_(product) : out.copy_(product);
   } else {
-    out.addmm_(a.t(), b);
+    out.addmm_(a.t(), b, add ? 1 : 0);
   }
 }
 

@@ -34,11 +34,11 @@ static at::Tensor weight_gradient(const at::Tensor& of_logits, const at::Tensor&
                                   const at::Tensor& weight, const at::Tensor& factor) {
   const bool wide = weight.scalar_type() == at::kFloat;
   at::Tensor sum = wide ? gradient_place(weight) : at::Tensor();
-  sum = sum.defined() ? sum.zero_() : at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+  sum = sum.defined() ? sum : at::empty(weight.sizes(), weight.options().dtype(at::kFloat));
   if (of_logits.scalar_type() == at::kFloat) {
-    add_product_over_rows(of_logits, hidden.to(at::kFloat) * factor, sum);
+    product_over_rows(of_logits, hidden.to(at::kFloat) * factor, sum, false);
   } else { // 16 bits might not hold hidden times the factor
-    add_product_over_rows(of_logits, hidden.to(of_logits.scalar_type()), sum);
+    product_over_rows(of_logits, hidden.to(of_logits.scalar_type()), sum, false);
     sum.mul_(factor);
   }
   return sum.to(weight.scalar_type());
@@ -82,7 +82,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
     }
     const bool later = of_weight && x.size(0) <= std::min(step, weight.size(1));
     if (of_weight && !later) {
-      w_gradient = at::zeros(weight.sizes(), weight.options().dtype(at::kFloat));
+      w_gradient = at::empty(weight.sizes(), weight.options().dtype(at::kFloat));
     }
     for (int64_t begin = 0; begin < x.size(0); begin += step) {
       const int64_t tokens = std::min(step, x.size(0) - begin);
@@ -97,7 +97,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
         context->save_for_backward({hidden, weight});
         context->saved_data["logits"] = gradient;
       } else if (of_weight) {
-        add_product_over_rows(gradient, part, w_gradient);
+        product_over_rows(gradient, part, w_gradient, begin > 0);
       }
     }
     if (of_hidden) {

@@ -228,6 +228,25 @@ TEST(Linear, AGradientOf16BitsIsSummedIn32) {
   EXPECT_TRUE(weight.grad().equal(expected));
 }
 
+// What was there before counts only if the product is added to it, also where there are no rows.
+TEST(Linear, AProductOverRowsReplacesAResultOrIsAddedToIt) {
+  torch::manual_seed(9);
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    for (const int64_t rows : {0, 7, 300}) {
+      const at::Tensor a = torch::randn({rows, 32}).to(dtype);
+      const at::Tensor b = torch::randn({rows, 48}).to(dtype);
+      const at::Tensor out = torch::full({32, 48}, std::nanf(""));
+      product_over_rows(a, b, out, false);
+      const at::Tensor product = at::mm(a.t().to(at::kFloat), b.to(at::kFloat));
+      const double tolerance = dtype == at::kBFloat16 ? 0.3 : 1e-3;
+      EXPECT_TRUE(out.allclose(product, 0, tolerance)) << dtype << rows;
+      const at::Tensor before = out.clone();
+      product_over_rows(a, b, out, true);
+      EXPECT_TRUE(out.allclose(before + before, 0, tolerance)) << dtype << rows;
+    }
+  }
+}
+
 TEST(Linear, AWeightChangedBeforeBackwardIsAnError) {
   auto x = torch::randn({32, 32}).requires_grad_();
   auto weight = torch::randn({32, 32}).requires_grad_();

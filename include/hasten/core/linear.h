@@ -41,9 +41,9 @@ struct Activation {
 at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias = {});
 
-/// out [m, n] in fp32 += a^T b, summed over the rows of a [rows, m] and b [rows, n] of one dtype: a
-/// weight's gradient in parts. Without autograd.
-void add_product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out);
+/// out [m, n] in fp32 becomes a^T b, or with `add` out + a^T b, summed over the rows of a [rows, m] and
+/// b [rows, n] of one dtype: a weight's gradient, or a part of it. Without autograd.
+void product_over_rows(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool add);
 
 /// Whether float products use oneDNN on this CPU.
 bool linear_uses_onednn();
