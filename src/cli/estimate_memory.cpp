@@ -145,15 +145,6 @@ int64_t sent_bytes(const EstimateMemoryCommand& command, const PreTrainedConfig&
          2 * part(gradient_bytes / shards, all / shards);
 }
 
-/// The memory through which a process sends, for each group of ranks.
-int64_t ring_bytes(const EstimateMemoryCommand& command) {
-  const int64_t groups = command.nproc == 1                                             ? 0
-                         : command.strategy == "ddp" || command.strategy == "local_sgd" ? 1
-                         : command.strategy == "hsdp"                                   ? 4
-                                                                                        : 2;
-  return groups * static_cast<int64_t>(Rounds::kBytes);
-}
-
 /// Estimates the peak. It is in backward, from the second step on, when the optimizer's state
 /// exists. A rank that reduces nothing and does not accumulate has no gradients in forward.
 /// Gradients that are reduced have buffers. Local SGD has these buffers and a rank's own gradients.
@@ -186,11 +177,13 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
     estimate.averaging = 4 * estimate.trainable_count;
   }
   Shapes block;
+  int64_t groups = several; // of ranks, each with memory through which a process sends
   if (several && !local && command.strategy != "ddp") {
+    groups = command.strategy == "hsdp" ? 4 : 2;
     block = block_shapes(config);
     add_shards(estimate, command, config, block, shapes, trained, settings);
   }
-  estimate.communication = ring_bytes(command);
+  estimate.communication = groups * static_cast<int64_t>(Rounds::kBytes);
   estimate.sent = sent_bytes(command, config, block, estimate.parameter_count, 4 * padded);
   const int64_t kept =
       estimate.parameters + estimate.optimizer_state + estimate.averaging + estimate.communication;
