@@ -64,9 +64,7 @@ class Tinyshakespeare(TextTraining):
         if not options.peer_python or not str(options.data).endswith(".txt"):
             self.skipped = "transformers makes the model, and --data names a text (.txt)"
             return
-        self.options, self.work = options, options.work
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
+        self.empty_work(options)
         lines = [line for line in options.data.read_text(encoding="utf-8").splitlines() if line.strip()]
         self.texts, self.eval = self.work / "train.txt", self.work / "eval.txt"
         cut = len(lines) * 9 // 10

@@ -123,10 +123,7 @@ class Bench:
     """What the benchmarks on reviews share: the files, and one run of either side."""
 
     def __init__(self, options):
-        self.options = options
-        self.work = options.work
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(parents=True)
+        self.empty_work(options)
         self.train, self.eval = self.work / "train.csv", self.work / "eval.csv"
         if options.data:
             self.copy_rows(options.data, self.train)
@@ -136,6 +133,11 @@ class Bench:
             rows = ["--train-rows", "256" if options.smoke else "6000", "--test-rows", "1000"]
             subprocess.run(select + rows, check=True)
         self.eval_rows = sum(1 for _ in csv.reader(self.eval.open(newline=""))) - 1
+
+    def empty_work(self, options):
+        self.options, self.work = options, options.work
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
 
     @staticmethod
     def copy_rows(source, target):
