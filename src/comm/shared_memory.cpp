@@ -42,7 +42,9 @@ static int nameless_file() {
   return descriptor;
 }
 
-SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
+// The destructor runs after an exception, because the object is complete when the body begins.
+SharedMemory::SharedMemory(size_t bytes) : SharedMemory() {
+  bytes_ = bytes;
   const int64_t left = available_memory_bytes();
   if (left > 0 && std::cmp_less(left, bytes)) { // the kernel would end the process instead
     throw Error(kWhere, "the memory is too small: " + format_bytes(static_cast<int64_t>(bytes)) +
@@ -50,30 +52,25 @@ SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
                             " of it missing");
   }
   counted_ = count_memory(static_cast<int64_t>(bytes));
-  try {
-    descriptor_ = nameless_file();
-    const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
-    if (error == ENOSPC) {
-      throw Error(kWhere, "/dev/shm is too small for " + format_bytes(static_cast<int64_t>(bytes)));
-    }
-    if (error != 0) {
-      throw_system_error("cannot allocate " + format_bytes(static_cast<int64_t>(bytes)), error);
-    }
-    map(PROT_READ | PROT_WRITE);
-    // From here on nobody else can write or resize it. Kernels before 5.1 lack the first seal, and
-    // files of shm_open have none: peers map those to read, as they do here.
-    constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-    if (::fcntl(descriptor_, F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
-      ::fcntl(descriptor_, F_ADD_SEALS, kSize);
-    }
-  } catch (...) {
-    hide();
-    unmap();
-    throw;
+  descriptor_ = nameless_file();
+  const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
+  if (error == ENOSPC) {
+    throw Error(kWhere, "/dev/shm is too small for " + format_bytes(static_cast<int64_t>(bytes)));
+  }
+  if (error != 0) {
+    throw_system_error("cannot allocate " + format_bytes(static_cast<int64_t>(bytes)), error);
+  }
+  map(PROT_READ | PROT_WRITE);
+  // From here on nobody else can write or resize it. Kernels before 5.1 lack the first seal, and
+  // files of shm_open have none: peers map those to read, as they do here.
+  constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  if (::fcntl(descriptor_, F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
+    ::fcntl(descriptor_, F_ADD_SEALS, kSize);
   }
 }
 
-SharedMemory::SharedMemory(const SharedMemoryAddress& of) : bytes_(of.bytes) {
+SharedMemory::SharedMemory(const SharedMemoryAddress& of) : SharedMemory() {
+  bytes_ = of.bytes;
   const std::string path =
       "/proc/" + std::to_string(of.pid) + "/fd/" + std::to_string(of.descriptor);
   descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -83,26 +80,18 @@ SharedMemory::SharedMemory(const SharedMemoryAddress& of) : bytes_(of.bytes) {
   struct stat found {};
   const bool same = ::fstat(descriptor_, &found) == 0 && found.st_dev == of.device &&
                     found.st_ino == of.inode && std::cmp_equal(found.st_size, of.bytes);
-  try {
-    if (!same) { // its number has gone to another process
-      throw Error(kWhere, "process " + std::to_string(of.pid) + " offers other memory");
-    }
-    map(PROT_READ);
-    of_peer_ = true;
-    map_memory_of_peers(static_cast<int64_t>(bytes_));
-  } catch (...) {
-    hide();
-    throw;
+  if (!same) { // its number has gone to another process
+    throw Error(kWhere, "process " + std::to_string(of.pid) + " offers other memory");
   }
+  map(PROT_READ);
+  of_peer_ = true;
+  map_memory_of_peers(static_cast<int64_t>(bytes_));
   hide();
 }
 
-SharedMemory::SharedMemory(SharedMemory&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      bytes_(other.bytes_),
-      descriptor_(std::exchange(other.descriptor_, -1)),
-      of_peer_(other.of_peer_),
-      counted_(std::exchange(other.counted_, false)) {}
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept : SharedMemory() {
+  *this = std::move(other);
+}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   std::swap(data_, other.data_);
@@ -115,20 +104,13 @@ SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
 
 SharedMemory::~SharedMemory() {
   hide();
-  unmap();
-}
-
-void SharedMemory::unmap() {
   const auto bytes = static_cast<int64_t>(bytes_);
-  if (std::exchange(counted_, false)) {
+  if (counted_) {
     uncount_memory(bytes);
   }
-  if (data_ == nullptr) {
-    return;
-  }
-  ::munmap(std::exchange(data_, nullptr), bytes_);
-  if (of_peer_) {
-    map_memory_of_peers(-bytes);
+  if (data_ != nullptr) {
+    ::munmap(data_, bytes_);
+    map_memory_of_peers(of_peer_ ? -bytes : 0);
   }
 }
 

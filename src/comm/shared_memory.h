@@ -33,6 +33,7 @@ class SharedMemory {
   ~SharedMemory();
 
   char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
   /// Of own memory, until hide().
   SharedMemoryAddress address() const;
   /// From now on no other process can map it. Those that have go on.
@@ -40,7 +41,6 @@ class SharedMemory {
 
  private:
   void map(int protection);
-  void unmap();
 
   char* data_ = nullptr;
   size_t bytes_ = 0;

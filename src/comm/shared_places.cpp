@@ -15,13 +15,13 @@ namespace hasten::detail {
 /// The memory of this process's tensors.
 class SharedTensors {
  public:
-  uint64_t add(std::shared_ptr<const SharedMemory> memory, size_t bytes) {
+  uint64_t add(std::shared_ptr<const SharedMemory> memory) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    blocks_[++last_] = {memory->data(), bytes, std::move(memory)};
+    blocks_[++last_] = std::move(memory);
     return last_;
   }
   void remove(uint64_t number) {
-    Block last; // freed without the mutex
+    std::shared_ptr<const SharedMemory> last; // freed without the mutex
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blocks_.find(number);
     last = std::move(found->second);
@@ -30,8 +30,8 @@ class SharedTensors {
   std::optional<SharedPlace> find(const char* at) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [number, block] : blocks_) {
-      if (at >= block.begin && at < block.begin + block.bytes) {
-        return SharedPlace{block.memory, number, static_cast<uint64_t>(at - block.begin)};
+      if (at >= block->data() && at < block->data() + block->bytes()) {
+        return SharedPlace{block, number, static_cast<uint64_t>(at - block->data())};
       }
     }
     return std::nullopt;
@@ -39,17 +39,12 @@ class SharedTensors {
   std::shared_ptr<const SharedMemory> memory(uint64_t number) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blocks_.find(number);
-    return found == blocks_.end() ? nullptr : found->second.memory;
+    return found == blocks_.end() ? nullptr : found->second;
   }
 
  private:
-  struct Block {
-    const char* begin = nullptr;
-    size_t bytes = 0;
-    std::shared_ptr<const SharedMemory> memory{};
-  };
   mutable std::mutex mutex_;
-  std::map<uint64_t, Block> blocks_{}; // few and large
+  std::map<uint64_t, std::shared_ptr<const SharedMemory>> blocks_{}; // few and large
   uint64_t last_ = 0;
 };
 
@@ -65,7 +60,7 @@ at::Tensor shared_zeros(int64_t numel, const at::TensorOptions& options) {
     try {
       auto memory = std::make_shared<const SharedMemory>(bytes);
       char* const data = memory->data();
-      const uint64_t number = shared_tensors().add(std::move(memory), bytes);
+      const uint64_t number = shared_tensors().add(std::move(memory));
       const auto free = [number](void*) { shared_tensors().remove(number); };
       return at::from_blob(data, {numel}, free, options);
     } catch (const Error&) { // too little memory of this kind
