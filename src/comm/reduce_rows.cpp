@@ -36,43 +36,26 @@ HASTEN_VECTOR_INLINE T rounded(Sum x) {
   }
 }
 
-template <typename Sum>
-HASTEN_VECTOR_INLINE Sum larger(Sum a, Sum b) { // a NaN stays
-  return b > a || b != b ? b : a;
+template <typename A, typename B, typename Sum, typename F>
+HASTEN_VECTOR_INLINE void combine_by(const F& f, const A* a, const B* b, Sum* sums, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    sums[i] = static_cast<Sum>(f(widened<A, Sum>(a[i]), widened<B, Sum>(b[i])));
+  }
 }
 
-template <typename Sum>
-HASTEN_VECTOR_INLINE Sum smaller(Sum a, Sum b) {
-  return b < a || b != b ? b : a;
-}
-
-/// sums = op(a, b). `a` may be `sums`.
+/// sums = op(a, b). `a` may be `sums`. Of two numbers that are compared, a NaN stays.
 template <typename A, typename B, typename Sum>
 HASTEN_VECTOR_CLONES void combine(ReduceOp op, const A* a, const B* b, Sum* sums, size_t count) {
   switch (op) {
     case ReduceOp::MAX:
-#pragma GCC ivdep
-      for (size_t i = 0; i < count; ++i) {
-        sums[i] = larger(widened<A, Sum>(a[i]), widened<B, Sum>(b[i]));
-      }
-      break;
+      return combine_by([](Sum x, Sum y) { return y > x || y != y ? y : x; }, a, b, sums, count);
     case ReduceOp::MIN:
-#pragma GCC ivdep
-      for (size_t i = 0; i < count; ++i) {
-        sums[i] = smaller(widened<A, Sum>(a[i]), widened<B, Sum>(b[i]));
-      }
-      break;
+      return combine_by([](Sum x, Sum y) { return y < x || y != y ? y : x; }, a, b, sums, count);
     case ReduceOp::PRODUCT:
-#pragma GCC ivdep
-      for (size_t i = 0; i < count; ++i) {
-        sums[i] = static_cast<Sum>(widened<A, Sum>(a[i]) * widened<B, Sum>(b[i]));
-      }
-      break;
+      return combine_by([](Sum x, Sum y) { return x * y; }, a, b, sums, count);
     default:
-#pragma GCC ivdep
-      for (size_t i = 0; i < count; ++i) {
-        sums[i] = static_cast<Sum>(widened<A, Sum>(a[i]) + widened<B, Sum>(b[i]));
-      }
+      return combine_by([](Sum x, Sum y) { return x + y; }, a, b, sums, count);
   }
 }
 
@@ -134,37 +117,23 @@ void reduce_as(ReduceOp op, const std::vector<const char*>& rows, char* output, 
 template <typename T>
 void reduce_floats(ReduceOp op, const std::vector<const char*>& rows, c10::ScalarType to,
                    char* output, size_t count) {
+  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
   switch (to) {
     case c10::kDouble:
       return reduce_as<T, double, double>(op, rows, output, count);
     case c10::kFloat:
-      return reduce_as<T, std::conditional_t<std::is_same_v<T, double>, double, float>, float>(
-          op, rows, output, count);
+      return reduce_as<T, Sum, float>(op, rows, output, count);
     case c10::kHalf:
-      return reduce_as<T, std::conditional_t<std::is_same_v<T, double>, double, float>, c10::Half>(
-          op, rows, output, count);
+      return reduce_as<T, Sum, c10::Half>(op, rows, output, count);
     default:
-      return reduce_as<T, std::conditional_t<std::is_same_v<T, double>, double, float>, Bf16>(
-          op, rows, output, count);
+      return reduce_as<T, Sum, Bf16>(op, rows, output, count);
   }
 }
 
 bool is_reducible(c10::ScalarType type) {
-  switch (type) {
-    case c10::kDouble:
-    case c10::kFloat:
-    case c10::kHalf:
-    case c10::kBFloat16:
-    case c10::kLong:
-    case c10::kInt:
-    case c10::kShort:
-    case c10::kChar:
-    case c10::kByte:
-    case c10::kBool:
-      return true;
-    default:
-      return false;
-  }
+  constexpr std::array kTypes{c10::kDouble, c10::kFloat, c10::kHalf, c10::kBFloat16, c10::kLong,
+                              c10::kInt,    c10::kShort, c10::kChar, c10::kByte,     c10::kBool};
+  return std::ranges::find(kTypes, type) != kTypes.end();
 }
 
 void reduce_rows(ReduceOp op, c10::ScalarType from, const std::vector<const char*>& rows,
