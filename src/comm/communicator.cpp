@@ -223,7 +223,7 @@ void Work::wait() {
   }
 }
 
-int64_t bytes_sent() { return tcp_bytes_sent() + detail::Rounds::bytes_published(); }
+int64_t bytes_sent() { return tcp_bytes_sent() + detail::Rounds::bytes_published; }
 
 double seconds_waited() { return waited_seconds(); }
 

@@ -17,15 +17,6 @@ static bool is_above(uint32_t counter, uint32_t round) {
   return static_cast<int32_t>(counter - round) > 0;
 }
 
-static std::atomic<int64_t>& all_bytes() {
-  static std::atomic<int64_t> bytes{0};
-  return bytes;
-}
-
-int64_t Rounds::bytes_published() { return all_bytes(); }
-
-void Rounds::count_bytes(size_t bytes) { all_bytes() += static_cast<int64_t>(bytes); }
-
 Rounds::Rounds(int rank, const std::vector<char*>& memory) : rank_(static_cast<size_t>(rank)) {
   for (char* const begin : memory) {
     all_.push_back(reinterpret_cast<RoundMemory*>(begin));
@@ -69,7 +60,7 @@ void Rounds::publish(std::string_view text, uint64_t text_hash) {
   entry.text_bytes = static_cast<uint32_t>(std::min(text.size(), sizeof(entry.text)));
   std::memcpy(entry.text, text.data(), entry.text_bytes);
   kept_.push_back({published_, reserved_});
-  count_bytes(reserved_bytes_);
+  bytes_published += static_cast<int64_t>(reserved_bytes_);
   head_ = reserved_ + (reserved_bytes_ + 63) / 64 * 64;
   advance(own().published, ++published_);
 }

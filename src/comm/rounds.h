@@ -50,16 +50,14 @@ class Rounds {
   static constexpr size_t kMaximum = kRing / 4;
   /// Memory that a rank needs.
   static constexpr size_t kBytes = sizeof(RoundMemory) + kRing;
+  /// Bytes that this process has published so far, in all groups, also those that peers read elsewhere.
+  static inline std::atomic<int64_t> bytes_published{0};
 
   /// [rank] The beginnings of the ranks' memory, zeros at first. Only that of `rank` is written.
   Rounds(int rank, const std::vector<char*>& memory);
 
   int world_size() const { return static_cast<int>(all_.size()); }
   uint32_t published() const { return published_; }
-  /// Bytes that this process has published so far, in all groups.
-  static int64_t bytes_published();
-  /// Counts bytes that peers read elsewhere.
-  static void count_bytes(size_t bytes);
 
   /// Place for this rank's bytes in its next round. Null while a peer may still read what is there.
   char* reserve(size_t bytes);

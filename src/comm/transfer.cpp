@@ -26,12 +26,17 @@ Transfer::Transfer(TransferPlan plan, int rank, int world_size)
       from_size_(c10::elementSize(plan_.from)),
       to_size_(c10::elementSize(plan_.to)),
       text_hash_(XXH3_64bits(plan_.text.data(), plan_.text.size())) {
-  if (plan_.values != nullptr || plan_.places != nullptr) {
+  if (plan_.values != nullptr) {
     way_ = Way::asked;
-    openings_ = plan_.values == nullptr ? 1 : 0;
-    return;
+    const std::string& own = (*plan_.values)[static_cast<size_t>(rank_)];
+    const uint64_t size = own.size();
+    value_.assign(reinterpret_cast<const char*>(&size), kValueHead).append(own);
+  } else if (plan_.places != nullptr) {
+    way_ = Way::asked;
+    openings_ = 1;
+  } else {
+    count_rounds();
   }
-  count_rounds();
 }
 
 void Transfer::count_rounds() {
@@ -72,7 +77,7 @@ Transfer::Part Transfer::slice(const Part& chunk, int rank) const {
 
 size_t Transfer::bytes(uint32_t round) const {
   if (plan_.values != nullptr) {
-    return (round == 0 ? kValueHead : 0) + value_end(round) - value_begin(round);
+    return std::min(value_.size() - value_begin(round), Rounds::kMaximum);
   }
   if (round < openings_) {
     return round == 0 ? sizeof(SharedPlaces::Opening) : 1;
@@ -103,7 +108,7 @@ void Transfer::reduce(const Payloads& payloads, size_t skip, const Part& part, c
 // reads and writes the same bytes of a tensor at once.
 void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
   if (plan_.values != nullptr) {
-    publish_values(round, to);
+    value_.copy(to, Rounds::kMaximum, value_begin(round));
     return;
   }
   if (round < openings_) {
@@ -126,7 +131,8 @@ void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
     } else {
       take(part, data_);
     }
-    Rounds::count_bytes(size * (plan_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1));
+    const size_t readers = plan_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1;
+    Rounds::bytes_published += static_cast<int64_t>(size * readers);
     return;
   }
   if (follows(round)) {
@@ -221,26 +227,12 @@ void Transfer::read_openings(uint32_t round, const Payloads& payloads) {
   count_rounds();
 }
 
-/// The first round has the number of bytes, too.
 size_t Transfer::value_begin(uint32_t round) const {
-  return round == 0 ? 0 : std::min(own_value().size(), round * Rounds::kMaximum - kValueHead);
-}
-
-size_t Transfer::value_end(uint32_t round) const {
-  return std::min(own_value().size(), (round + 1) * Rounds::kMaximum - kValueHead);
-}
-
-void Transfer::publish_values(uint32_t round, char* to) const {
-  if (round == 0) {
-    const uint64_t size = own_value().size();
-    std::memcpy(to, &size, kValueHead);
-    to += kValueHead;
-  }
-  const size_t begin = value_begin(round);
-  std::memcpy(to, own_value().data() + begin, value_end(round) - begin);
+  return std::min(value_.size(), round * Rounds::kMaximum);
 }
 
 void Transfer::consume_values(uint32_t round, const Payloads& payloads) {
+  const size_t head = round == 0 ? kValueHead : 0;
   if (round == 0) {
     size_t longest = 0;
     for (const char* payload : payloads) {
@@ -250,17 +242,14 @@ void Transfer::consume_values(uint32_t round, const Payloads& payloads) {
       longest = std::max<size_t>(longest, size);
     }
     way_ = Way::copied;
-    rounds_ = static_cast<uint32_t>(
-        std::max<size_t>((longest + kValueHead + Rounds::kMaximum - 1) / Rounds::kMaximum, 1));
+    rounds_ =
+        static_cast<uint32_t>((longest + kValueHead + Rounds::kMaximum - 1) / Rounds::kMaximum);
   }
   for (size_t i = 0; i < payloads.size(); ++i) {
-    if (std::cmp_equal(i, rank_)) {
-      continue; // it has its own
+    if (std::cmp_not_equal(i, rank_)) { // it has its own
+      std::string& value = (*plan_.values)[i];
+      value.append(payloads[i] + head, std::min(Rounds::kMaximum - head, sizes_[i] - value.size()));
     }
-    std::string& value = (*plan_.values)[i];
-    const size_t room = Rounds::kMaximum - (round == 0 ? kValueHead : 0);
-    value.append(payloads[i] + (round == 0 ? kValueHead : 0),
-                 std::min(room, sizes_[i] - value.size()));
   }
 }
 

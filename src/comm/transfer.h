@@ -54,7 +54,7 @@ class Transfer {
   bool ends_at(uint32_t round) const { return way_ != Way::asked && round == rounds_; }
   /// Whether this rank publishes it in one round, which waits for nobody.
   bool is_small() const {
-    return plan_.values != nullptr ? value_end(0) == own_value().size()
+    return plan_.values != nullptr ? value_.size() == value_begin(1)
                                    : rounds_ == 1 && way_ == Way::copied;
   }
   /// Whether it reads the data where it is. Known at its end.
@@ -91,11 +91,8 @@ class Transfer {
   void read_openings(uint32_t round, const Payloads& payloads);
   /// Fills the outputs' part with what `payloads` have.
   void take(const Part& part, const Payloads& payloads);
-  void publish_values(uint32_t round, char* to) const;
   void consume_values(uint32_t round, const Payloads& payloads);
-  const std::string& own_value() const { return (*plan_.values)[static_cast<size_t>(rank_)]; }
   size_t value_begin(uint32_t round) const;
-  size_t value_end(uint32_t round) const;
 
   TransferPlan plan_;
   const int rank_;
@@ -109,6 +106,7 @@ class Transfer {
   uint32_t openings_ = 0; // rounds that settle where the data is
   Payloads data_{}; // [rank] there, if direct
   uint64_t text_hash_ = 0;
+  std::string value_{}; // the number of bytes of this rank's value, and the value
   std::vector<size_t> sizes_{}; // [rank] of values
 };
 
