@@ -219,10 +219,7 @@ class LinearNode final : public torch::autograd::Node {
     }
     if (torch::autograd::compute_requires_grad(x, weight, bias)) {
       const bool reads_x = weight.requires_grad() || !activation.name.empty();
-      auto made = std::make_unique<LinearNode>(narrow, activation,
-                                               !reads_x ? at::Tensor()
-                                               : narrow ? kept
-                                                        : x,
+      auto made = std::make_unique<LinearNode>(narrow, activation, reads_x ? kept : at::Tensor(),
                                                x.scalar_type());
       made->weight_ = torch::autograd::SavedVariable(weight, false);
       // An intrusive_ptr since LibTorch 2.13, a shared_ptr before.
@@ -364,15 +361,12 @@ at::Tensor Activation::backward(const at::Tensor& gradient, const at::Tensor& x)
 
 at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias) {
-  const auto narrow = autocast_dtype(at::kCPU);
-  if (detail::large_enough(activation.gated, x, weight, bias)) {
-    if (narrow == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
-        detail::float_or_bf16(weight)) {
-      return detail::linear_by_rows(true, activation, x, weight, bias);
-    }
-    if (!narrow && detail::plain(x, at::kFloat) && detail::plain(weight, at::kFloat)) {
-      return detail::linear_by_rows(false, activation, x, weight, bias);
-    }
+  const auto dtype = autocast_dtype(at::kCPU);
+  const bool fp32 = !dtype && detail::plain(x, at::kFloat) && detail::plain(weight, at::kFloat);
+  const bool bf16 = dtype == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
+                    detail::float_or_bf16(weight);
+  if ((fp32 || bf16) && detail::large_enough(activation.gated, x, weight, bias)) {
+    return detail::linear_by_rows(bf16, activation, x, weight, bias);
   }
   return at::linear(activation(x), weight, bias.defined() ? std::optional(bias) : std::nullopt);
 }
