@@ -218,7 +218,6 @@ class SendersOf final : public ForwardingCommunicator {
   }
 
  private:
-  void entered(std::string_view, std::string_view, const Tensor&) override {}
   std::shared_ptr<Places> places_;
 };
 

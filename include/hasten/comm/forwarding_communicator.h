@@ -63,8 +63,8 @@ class ForwardingCommunicator : public Communicator {
  protected:
   /// Called before an operation. `tensor` has the same shape and dtype on all ranks; it is
   /// undefined for operations without such a tensor.
-  virtual void entered(std::string_view operation, std::string_view name,
-                       const at::Tensor& tensor) = 0;
+  virtual void entered(std::string_view /*operation*/, std::string_view /*name*/,
+                       const at::Tensor& /*tensor*/) {}
   /// Called after an operation with a handle has started. Returns the handle for the caller.
   virtual Work started(std::string_view, Work handle) { return handle; }
 

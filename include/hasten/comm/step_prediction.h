@@ -76,9 +76,6 @@ class StepRecorder final : public ForwardingCommunicator {
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
                                           const CommunicatorOptions& options) override;
 
- protected:
-  void entered(std::string_view, std::string_view, const at::Tensor&) override {}
-
  private:
   StepRecorder(std::shared_ptr<Communicator> inner,
                std::shared_ptr<detail::StepRecording> recording);
