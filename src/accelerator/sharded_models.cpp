@@ -30,20 +30,16 @@ class ShardedModel final : public DataParallel {
 
   void begin(bool /*in_place*/) override { sharded_.begin(); }
   void start_backward(bool reduce, DdpBackward /*backward*/) override {
-    const ShardUnitReport before = sharded_.report().total;
+    before_ = sharded_.report().total;
     sharded_.start_backward(reduce);
-    report_ = {};
-    report_.bytes = -before.reduced_bytes;
-    report_.buckets = -before.reductions;
-    report_.exposed_seconds = -before.exposed_seconds;
   }
   void finish_backward() override { sharded_.finish_backward(); }
   void finish(double factor, const DdpRanks& ranks, bool /*defer*/) override {
     sharded_.finish(factor, ranks);
     const ShardUnitReport after = sharded_.report().total;
-    report_.bytes += after.reduced_bytes;
-    report_.buckets += after.reductions;
-    report_.exposed_seconds += after.exposed_seconds;
+    report_.bytes = after.reduced_bytes - before_.reduced_bytes;
+    report_.buckets = after.reductions - before_.reductions;
+    report_.exposed_seconds = after.exposed_seconds - before_.exposed_seconds;
     report_.communication_seconds = report_.exposed_seconds;
   }
   void wait() override { sharded_.wait(); }
@@ -100,6 +96,7 @@ class ShardedModel final : public DataParallel {
   FlatLayout::NamedParameters parameters_; // shards
   FlatGradients gradients_; // only inspected; its memory is never used
   std::shared_ptr<CommHook> no_hook_;
+  ShardUnitReport before_; // the last backward
   ReductionReport report_;
 };
 
