@@ -60,13 +60,12 @@ void FlatGradients::allocate() const {
   for (const FlatGroup& group : layout_.groups()) {
     buffers_.push_back(
         allocator_(group.numel, at::TensorOptions(group.dtype).device(group.device)));
-    zero_versions_.push_back(buffers_.back()._version());
   }
   for (size_t slot = 0; slot < layout_.slots().size(); ++slot) {
     views_.push_back(make_view(static_cast<int64_t>(slot)));
     addresses_.push_back(views_.back().const_data_ptr());
   }
-  known_zero_ = true;
+  note_zero();
   allocator_ = nullptr;
 }
 
@@ -237,7 +236,7 @@ void FlatGradients::zero_() {
   note_zero();
 }
 
-void FlatGradients::note_zero() {
+void FlatGradients::note_zero() const {
   known_zero_ = true;
   zero_versions_.clear();
   for (const at::Tensor& buffer : buffers_) {

@@ -87,7 +87,7 @@ class FlatGradients {
   void install_slot(int64_t slot, Moves* later);
   void allocate() const; // once
   at::Tensor make_view(int64_t slot) const;
-  void note_zero();
+  void note_zero() const;
 
   FlatLayout layout_;
   mutable FlatAllocator allocator_; // empty once it has been called
