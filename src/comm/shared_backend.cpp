@@ -74,20 +74,16 @@ SharedBackend::SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ra
 SharedBackend::~SharedBackend() { ranks_->queue.stop(); }
 
 static ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::SUM;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::AVG;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::MAX;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::MIN;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::PRODUCT;
-    default:
-      throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
+  for (const auto& [theirs, ours] : {std::pair(c10d::ReduceOp::SUM, ReduceOp::SUM),
+                                     std::pair(c10d::ReduceOp::AVG, ReduceOp::AVG),
+                                     std::pair(c10d::ReduceOp::MAX, ReduceOp::MAX),
+                                     std::pair(c10d::ReduceOp::MIN, ReduceOp::MIN),
+                                     std::pair(c10d::ReduceOp::PRODUCT, ReduceOp::PRODUCT)}) {
+    if (op == theirs) {
+      return ours;
+    }
   }
+  throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
 }
 
 static const at::Tensor& only(std::string_view kind, const std::vector<at::Tensor>& tensors) {
