@@ -40,14 +40,15 @@ static c10d::ReduceOp c10d_op(ReduceOp op, bool averages) {
                                          : c10d::ReduceOp::SUM;
 }
 
-BackendCall::BackendCall(const Collective& what, int rank, int world_size, BackendAbilities able)
-    : what_(what), root_(what.root == rank), averages_(able.averages) {
+BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow,
+                         bool averages)
+    : what_(what), root_(what.root == rank), averages_(averages) {
   what_.name = {};
   if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
     const at::Tensor target = what.output.detach();
     const bool keep = what.kind == Kind::all_reduce || root_;
     const bool adds = what.op != ReduceOp::MAX && what.op != ReduceOp::MIN;
-    const bool wide = !able.sums_narrow && adds && target.element_size() == 2;
+    const bool wide = !sums_narrow && adds && target.element_size() == 2;
     own_.push_back(wide                ? target.to(at::kFloat)
                    : keep || averages_ ? target
                                        : target.clone()); // a reduce may write to all ranks

@@ -18,19 +18,14 @@ std::string collective_text(const Collective& what);
 /// The failure in the current exception of a back end.
 OperationFailure current_failure();
 
-/// What a back end of c10d does by itself.
-struct BackendAbilities {
-  /// It adds 16-bit tensors as they should be: in fp32, or in their own dtype if that is wanted.
-  bool sums_narrow = false;
-  /// It has AVG, and a reduce leaves the tensors of ranks that are not the root as they are.
-  bool averages = false;
-};
-
 /// One collective: all kinds, but reduce_scatter only where the back end has its dtypes.
 struct BackendCall {
   /// Makes the copies that the operation needs: of 16-bit tensors, to add in fp32, and of what a
-  /// rank that is not the root gives to a reduce. `what` is checked.
-  BackendCall(const Collective& what, int rank, int world_size, BackendAbilities able);
+  /// rank that is not the root gives to a reduce. `what` is checked. `sums_narrow`: the back end adds
+  /// 16-bit tensors as they should be, in fp32, or in their own dtype if that is wanted. `averages`: it
+  /// has AVG, and a reduce leaves the tensors of ranks that are not the root as they are.
+  BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow = false,
+              bool averages = false);
   /// The back end writes into the tensors of this object, which must be kept.
   c10::intrusive_ptr<c10d::Work> start(c10d::Backend& backend);
 

@@ -103,8 +103,7 @@ Work DeviceGroup::start_on_device(const std::vector<Collective>& what) {
     const std::string label = operation_label(one.kind_name(), one.name);
     text += (calls.empty() ? "" : ", ") + (label == operation ? "" : label + " of ") +
             collective_text(one);
-    calls.emplace_back(one, rank(), world_size(),
-                       BackendAbilities{.sums_narrow = !core->options.sum_in_fp32});
+    calls.emplace_back(one, rank(), world_size(), /*sums_narrow=*/!core->options.sum_in_fp32);
   }
   const uint64_t others = core->link->count_operation(core->members) - ++operations_;
   if (core->options.check_shapes == ShapeCheck::always && others > 0) {

@@ -94,8 +94,8 @@ Work HostGroup::start(const Collective& what) {
     return start_staged(what);
   }
   return submit(operation_label(what.kind_name(), what.name), collective_text(what),
-                {what, rank(), world_size(),
-                 BackendAbilities{.sums_narrow = shared_memory, .averages = shared_memory}});
+                {what, rank(), world_size(), /*sums_narrow=*/shared_memory,
+                 /*averages=*/shared_memory});
 }
 
 at::Tensor HostGroup::allocate_tensor(int64_t numel, const at::TensorOptions& options) {
@@ -104,7 +104,7 @@ at::Tensor HostGroup::allocate_tensor(int64_t numel, const at::TensorOptions& op
 
 void HostGroup::barrier(std::string_view name) {
   const Collective token{Collective::Kind::all_reduce, name, at::ones({1}, at::kInt)};
-  submit(operation_label("barrier", name), "", {token, rank(), world_size(), {}}).wait();
+  submit(operation_label("barrier", name), "", {token, rank(), world_size()}).wait();
 }
 
 std::vector<nlohmann::json> HostGroup::exchange(std::string_view operation, std::string_view name,
