@@ -73,12 +73,13 @@ def train(texts, folder, *flags):
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, default=5e-5)
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--lora-r", type=int, default=0)
     parser.add_argument("--eval-texts")
     options = parser.parse_args(flags)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    transformers.set_seed(42)
+    transformers.set_seed(options.seed)
     model = AutoModelForCausalLM.from_pretrained(folder)
     if options.lora_r:
         import peft
@@ -92,7 +93,7 @@ def train(texts, folder, *flags):
         args=TrainingArguments(
             output_dir=options.output, use_cpu=True, ddp_backend="gloo" if "RANK" in os.environ else None,
             per_device_train_batch_size=options.batch_size, max_steps=options.max_steps,
-            learning_rate=options.learning_rate, bf16=options.bf16, eval_strategy="no", save_strategy="no",
+            learning_rate=options.learning_rate, seed=options.seed, bf16=options.bf16, eval_strategy="no", save_strategy="no",
             report_to=[], disable_tqdm=True, logging_steps=50),
         train_dataset=data,
         data_collator=transformers.default_data_collator,
