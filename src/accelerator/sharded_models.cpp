@@ -96,7 +96,7 @@ class ShardedModel final : public DataParallel {
   FlatLayout::NamedParameters parameters_; // shards
   FlatGradients gradients_; // only inspected; its memory is never used
   std::shared_ptr<CommHook> no_hook_;
-  ShardUnitReport before_; // the last backward
+  ShardUnitReport before_; // when the last backward began
   ReductionReport report_;
 };
 

@@ -131,14 +131,12 @@ void FullyShard::start_backward(bool reduce) {
 }
 
 at::Tensor FullyShard::give_place(const at::Tensor& parameter) {
-  const auto found = std::ranges::find_if(parameters_, [&](const ShardedParameter& entry) {
-    return entry.parameter.is_same(parameter);
-  });
-  if (found == parameters_.end() || !schedule_->in_backward() || parameter.grad().defined()) {
+  const auto found = index_.find(parameter.unsafeGetTensorImpl());
+  if (found == index_.end() || !schedule_->in_backward() || parameter.grad().defined()) {
     return {};
   }
-  const auto i = static_cast<size_t>(found - parameters_.begin());
-  return schedule_->units()[found->unit]->give_place(tensor_of(i));
+  const size_t i = found->second;
+  return schedule_->units()[parameters_[i].unit]->give_place(tensor_of(i));
 }
 
 void FullyShard::gradient_ready(size_t parameter) {

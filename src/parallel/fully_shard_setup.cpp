@@ -326,6 +326,7 @@ void FullyShard::shard_units(Units units) {
   std::vector<FlatLayout::NamedParameters> parameters(units.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     ShardedParameter& entry = parameters_[i];
+    index_[entry.parameter.unsafeGetTensorImpl()] = i;
     parameters[entry.unit].emplace_back(entry.name, entry.parameter);
     units[entry.unit]->add(entry, options_.device.value_or(entry.parameter.device()));
   }

@@ -42,6 +42,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -313,6 +314,7 @@ class FullyShard : public Stateful {
   std::vector<uint32_t> buffer_versions_; // at the last synchronisation
   bool buffers_changed_ = false; // on any rank
   std::vector<detail::ShardTensor*> places_; // [parameter]
+  std::unordered_map<const c10::TensorImpl*, size_t> index_; // of a parameter
   std::shared_ptr<detail::ShardSchedule> schedule_;
   std::vector<BlockAttachment> attachments_;
   std::vector<std::function<void()>> unwrap_; // Sequentials' entries
