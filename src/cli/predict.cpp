@@ -239,7 +239,7 @@ void predict_classes(const PredictCommand& command, const TextModel& model,
   tell_of_cut_texts(model, tokens.truncated, std::ssize(texts));
   const auto trainer = make_evaluator(model, command.batch_size);
   if (!command.output.empty() || !command.file.empty()) {
-    trainer->add_callback(std::make_shared<ProgressCallback>("", BannerLines{}, "predict"));
+    trainer->add_callback(std::make_shared<ProgressCallback>("", nullptr, "predict"));
   }
   const EncodedTexts dataset(std::move(tokens), model.tokenizer.padding());
   const at::Tensor logits = trainer->predict(dataset).outputs;

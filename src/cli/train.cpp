@@ -164,6 +164,22 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   return model_from_pretrained(command.model, inputs.task->head, options);
 }
 
+/// Converts an adapter's base to the dtype of the forward passes.
+void cast_base(torch::nn::Module& model, Precision precision) {
+  if (precision == Precision::bf16 || precision == Precision::fp16) {
+    cast_frozen_weights(model, precision == Precision::bf16 ? at::kBFloat16 : at::kHalf);
+  }
+}
+
+class CastBaseCallback : public TrainerCallback { // for --precision auto
+ public:
+  explicit CastBaseCallback(PreTrainedModel model) : model_(std::move(model)) {}
+  void on_precision(Precision precision) override { cast_base(*model_, precision); }
+
+ private:
+  PreTrainedModel model_;
+};
+
 /// Adapts the model for --lora-r.
 std::optional<LoraConfig> adapt_model(const TrainCommand& command, PreTrainedModel& model) {
   std::optional<LoraConfig> config = lora_config(command.lora);
@@ -183,10 +199,7 @@ std::optional<LoraConfig> adapt_model(const TrainCommand& command, PreTrainedMod
     }
   }
   config = get_peft_model(model.ptr(), *config);
-  const Precision precision = command.arguments.effective_precision();
-  if (precision == Precision::bf16 || precision == Precision::fp16) {
-    cast_frozen_weights(*model, precision == Precision::bf16 ? at::kBFloat16 : at::kHalf);
-  }
+  cast_base(*model, command.arguments.effective_precision());
   return config;
 }
 
@@ -386,6 +399,9 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
   Trainer trainer(in.model.ptr(), in.task->loss(in.model, in.head), arguments, in.train, in.eval,
                   in.task->metrics(in.head, in.model->config().id2label), accelerator);
   trainer.set_model_files(run_files(command, in));
+  if (in.lora) {
+    trainer.add_callback(std::make_shared<CastBaseCallback>(in.model));
+  }
   if (accelerator->is_main_process()) {
     trainer.set_run_facts(described_inputs(command),
                           {{"train_data", train_data_checksum(*in.data)}});
@@ -395,7 +411,7 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
           command.train_file.empty() ? "synthetic reviews" : command.train_file;
       trainer.add_callback(std::make_shared<ProgressCallback>(
           "hasten " HASTEN_VERSION ": " + command.model + " learns " + data,
-          banner_facts(command, in, accelerator->num_processes())));
+          [&] { return banner_facts(command, in, accelerator->num_processes()); }));
     }
   }
   const TrainOutput output = trainer.train();

@@ -138,6 +138,17 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
   }
 };
 
+/// The indices of the tokens that have a label. Undefined if nearly all have one, or none, or if reading
+/// the labels would wait for a device.
+static at::Tensor labelled_tokens(const at::Tensor& labels) {
+  if (!labels.is_cpu() || in_memory_rehearsal()) {
+    return {};
+  }
+  const at::Tensor kept = labels.ne(kNoLabel).nonzero().squeeze(1);
+  const bool few = kept.numel() > 0 && 8 * kept.numel() <= 7 * labels.numel();
+  return few ? kept : at::Tensor();
+}
+
 static void check_loss_inputs(const at::Tensor& hidden, const at::Tensor& weight,
                               const at::Tensor& labels) {
   if (!hidden.defined() || !weight.defined() || !labels.defined() || weight.dim() != 2 ||
@@ -170,11 +181,18 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
                                         const at::Tensor& labels, int64_t slice_bytes) {
   detail::check_loss_inputs(hidden, weight, labels);
   const bool graph = at::GradMode::is_enabled();
-  const auto made =
-      detail::SlicedLoss::apply(hidden.reshape({-1, hidden.size(-1)}), weight, labels.reshape({-1}),
-                                detail::slice_tokens(weight.size(0), slice_bytes),
-                                graph && hidden.requires_grad(), graph && weight.requires_grad());
-  return {.loss_sum = made[0], .token_losses = made[1].view(labels.sizes())};
+  at::Tensor rows = hidden.reshape({-1, hidden.size(-1)}), truth = labels.reshape({-1});
+  const at::Tensor kept = detail::labelled_tokens(truth);
+  if (kept.defined()) {
+    rows = rows.index_select(0, kept);
+    truth = truth.index_select(0, kept);
+  }
+  const auto made = detail::SlicedLoss::apply(
+      rows, weight, truth, detail::slice_tokens(weight.size(0), slice_bytes),
+      graph && hidden.requires_grad(), graph && weight.requires_grad());
+  const at::Tensor losses =
+      kept.defined() ? made[1].new_zeros({labels.numel()}).index_copy_(0, kept, made[1]) : made[1];
+  return {.loss_sum = made[0], .token_losses = losses.view(labels.sizes())};
 }
 
 at::Tensor shifted_labels(const at::Tensor& labels) {

@@ -201,16 +201,18 @@ bool locale_is_utf8() {
 
 } // namespace detail
 
-ProgressCallback::ProgressCallback(std::string title, BannerLines facts,
+ProgressCallback::ProgressCallback(std::string title, std::function<BannerLines()> facts,
                                    std::string prediction_label)
     : title_(title.empty() ? "hasten " HASTEN_VERSION : std::move(title)),
       facts_(std::move(facts)),
       prediction_label_(std::move(prediction_label)) {}
 
+void ProgressCallback::on_precision(Precision) { fact_lines_ = facts_ ? facts_() : BannerLines(); }
+
 void ProgressCallback::on_train_begin(const RunDescription& run) {
   BannerLines lines = mapped(
       run.notes, [](const std::string& note) { return std::pair(std::string("resume"), note); });
-  lines.insert(lines.end(), facts_.begin(), facts_.end());
+  lines.insert(lines.end(), fact_lines_.begin(), fact_lines_.end());
   std::ranges::move(run_lines(run), std::back_inserter(lines));
   detail::log_wrapped(title_, Style::bold);
   for (const std::string& line : banner_text(lines, terminal_columns())) {

@@ -95,6 +95,7 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
   }
   a.bf16 = a.precision == Precision::bf16;
   a.fp16 = a.precision == Precision::fp16;
+  parts.notify([&](TrainerCallback& c) { c.on_precision(a.precision); });
 }
 
 /// Throws unless the arguments and a given accelerator agree.

@@ -319,6 +319,14 @@ TEST(TaskPrograms, FlagsOfAnotherTaskAreErrors) {
   }
 }
 
+/// The bytes of the frozen weights that the banner shows.
+std::string frozen_bytes(const ProgramRun& run) {
+  const std::string shown = run.out + run.error;
+  const size_t begin = shown.find(" trained, "), end = shown.find(" frozen", begin);
+  EXPECT_NE(end, std::string::npos) << shown;
+  return end == std::string::npos ? "" : shown.substr(begin, end - begin);
+}
+
 TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
   const TemporaryFolder folder;
   write_file_atomically(folder / "reviews.csv", testing_support::small_reviews(48));
@@ -359,6 +367,14 @@ TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
   // The state has no weights of the base: the file is hardly larger than the adapter's.
   EXPECT_LT(std::filesystem::file_size(folder / "out/checkpoint-2/model.safetensors"),
             adapter.size() + 4096);
+  // An automatic precision, here that of the checkpoint, is known later. The base gets its dtype, too.
+  const ProgramRun bf16 = adapt("bf16", {"--bf16"});
+  const ProgramRun kept = adapt(
+      "kept", {"--precision", "auto", "--resume-from-checkpoint", folder / "bf16/checkpoint-2"});
+  EXPECT_NE(frozen_bytes(bf16), frozen_bytes(adapted));
+  EXPECT_EQ(frozen_bytes(kept), frozen_bytes(bf16));
+  EXPECT_EQ(read_file(folder / "kept/adapter_model.safetensors"),
+            read_file(folder / "bf16/adapter_model.safetensors"));
   adapt("resumed", {"--resume-from-checkpoint", folder / "out/checkpoint-2"});
   EXPECT_EQ(read_file(folder / "resumed/adapter_model.safetensors"), adapter);
 

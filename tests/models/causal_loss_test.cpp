@@ -1,6 +1,7 @@
 // The loss of causal language models: in slices, and of several texts in a row.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "golden_family.h"
@@ -72,6 +73,21 @@ TEST_F(CausalLoss, SlicesHaveTheLossAndTheGradientsOfTheWholeLogits) {
     EXPECT_LE(difference(sliced.weight.grad(), plain.weight.grad()), tolerance);
     EXPECT_EQ(sliced.hidden.grad()[2].abs().max().item<double>(), 0);
   }
+}
+
+TEST_F(CausalLoss, TokensWithoutALabelHaveNoLogits) {
+  const LossCase of = loss_case(), clean = loss_case();
+  const at::Tensor no_label = of.labels.eq(-100).unsqueeze(2);
+  const auto loss = [](const LossCase& from, const at::Tensor& hidden) {
+    return linear_cross_entropy(hidden, from.weight, from.labels).loss_sum;
+  };
+  const at::Tensor made = loss(of, of.hidden.masked_fill(no_label, std::nan("")));
+  const at::Tensor expected = loss(clean, clean.hidden);
+  EXPECT_EQ(made.item<double>(), expected.item<double>());
+  made.backward();
+  expected.backward();
+  EXPECT_TRUE(torch::equal(of.hidden.grad(), clean.hidden.grad()));
+  EXPECT_TRUE(torch::equal(of.weight.grad(), clean.weight.grad()));
 }
 
 TEST_F(CausalLoss, AFrozenWeightHasNoGradientAndBackwardMayRunTwice) {

@@ -68,8 +68,8 @@ TEST(ProgressCallback, DisableTqdmShowsNothing) {
 
 TEST(ProgressCallback, OneThatIsAddedTakesItsPlaceOnRankZero) {
   const Shown shown = shown_by(false, false, [](Trainer& trainer) {
-    trainer.add_callback(
-        std::make_shared<ProgressCallback>("my run", BannerLines{{"data", "made up"}}));
+    trainer.add_callback(std::make_shared<ProgressCallback>(
+        "my run", [] { return BannerLines{{"data", "made up"}}; }));
   });
   const bool main = testing_support::test_world().rank == 0;
   EXPECT_EQ(lines_of(shown.out), main ? 3 : 0) << shown.out; // only one rank prints the table

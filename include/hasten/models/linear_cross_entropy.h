@@ -19,7 +19,8 @@ struct LinearCrossEntropy {
 /// int64; a label of -100 has no loss. It is the loss of torch's linear() and cross_entropy(reduction="sum"),
 /// under autocast, too.
 /// Computes the logits of a few tokens at a time, and at once their gradients, so that backward computes
-/// no logits again. Local.
+/// no logits again. On a CPU, where an eighth of the tokens or more have no label, such as those of a
+/// prompt, it computes none for them. Local.
 /// Memory: logits of about `slice_bytes` (at least 32 tokens), which become their gradients, and with
 /// gradients those of hidden and weight; if one slice has all tokens, and they are at most H, that of the
 /// logits in place of the weight's. A hidden or weight without requires_grad has none.

@@ -5,7 +5,8 @@
 // Accelerator::is_main_process(). A callback must not communicate. If it throws, the run ends on
 // all ranks.
 //
-// The order of events, as in transformers:
+// The order of events, as in transformers but for the first:
+//   on_precision                  once, at the start of train() or evaluate()
 //   on_train_begin
 //     on_epoch_begin
 //       on_step_begin               an optimizer step begins
@@ -140,6 +141,9 @@ struct TrainerControl {
 class TrainerCallback {
  public:
   virtual ~TrainerCallback() = default;
+  /// The precision of the forward passes is chosen, also for Precision::automatic. The model is
+  /// not distributed yet: weights can still be converted.
+  virtual void on_precision(Precision) {}
   virtual void on_train_begin(const RunDescription&) {}
   virtual void on_epoch_begin(const StepProgress&) {}
   /// These four get the progress of the previous step.

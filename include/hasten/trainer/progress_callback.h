@@ -6,6 +6,7 @@
 // Threading: that of TrainerCallback.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -21,11 +22,13 @@ using BannerLines = std::vector<std::pair<std::string, std::string>>;
 
 class ProgressCallback : public TrainerCallback {
  public:
-  /// `title` is the banner's first line, by default "hasten VERSION"; `facts` are lines that the
-  /// Trainer cannot know. `prediction_label` is the label of the bar of evaluate() and predict().
-  explicit ProgressCallback(std::string title = {}, BannerLines facts = {},
+  /// `title` is the banner's first line, by default "hasten VERSION". `facts` returns lines that
+  /// the Trainer cannot know; on_precision() calls it, while the model is whole.
+  /// `prediction_label` is the label of the bar of evaluate() and predict().
+  explicit ProgressCallback(std::string title = {}, std::function<BannerLines()> facts = {},
                             std::string prediction_label = "evaluate");
 
+  void on_precision(Precision precision) override;
   void on_train_begin(const RunDescription& run) override;
   void on_step_end(const StepProgress& progress) override;
   void on_log(const nlohmann::json& record) override;
@@ -35,7 +38,8 @@ class ProgressCallback : public TrainerCallback {
 
  private:
   std::string title_;
-  BannerLines facts_;
+  std::function<BannerLines()> facts_;
+  BannerLines fact_lines_{};
   std::string prediction_label_;
   std::optional<ProgressBar> prediction_bar_{}; // gone at the evaluation's end
   std::optional<ProgressBar> bar_{};
