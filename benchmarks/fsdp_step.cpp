@@ -1,4 +1,5 @@
-// Training steps of a GPT-2-shaped model under a strategy, one thread a rank.
+// Training steps of a GPT-2-shaped model under a strategy, one thread a rank. Its products are
+// fast_linear(), as in the models of hasten.
 // Peer: peers/fsdp_step.py.
 //   fsdp_step [--strategy ddp|zero1|zero2|fsdp|alone] [--layers N] [--width N]
 //     [--words N] [--rows N] [--tokens N] [--steps N]
@@ -17,11 +18,16 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/core/block_call.h"
+#include "hasten/core/linear.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/adamw.h"
 #include "median.h"
 
 namespace hasten {
+
+static at::Tensor product(const torch::nn::Linear& layer, const at::Tensor& x) {
+  return fast_linear(x, layer->weight, layer->bias);
+}
 
 struct GptBlockImpl : torch::nn::Module {
   explicit GptBlockImpl(int64_t width) {
@@ -35,14 +41,14 @@ struct GptBlockImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     const int64_t rows = x.size(0), tokens = x.size(1), width = x.size(2);
-    const auto parts = qkv->forward(norm1->forward(x))
+    const auto parts = product(qkv, norm1->forward(x))
                            .view({rows, tokens, 3, width / 64, 64})
                            .permute({2, 0, 3, 1, 4})
                            .unbind(0);
     const at::Tensor heads =
         at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
-    const at::Tensor y = x + out->forward(heads.transpose(1, 2).reshape({rows, tokens, width}));
-    return y + down->forward(at::gelu(up->forward(norm2->forward(y)), "tanh"));
+    const at::Tensor y = x + product(out, heads.transpose(1, 2).reshape({rows, tokens, width}));
+    return y + product(down, at::gelu(product(up, norm2->forward(y)), "tanh"));
   }
   torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
   torch::nn::Linear qkv{nullptr}, out{nullptr}, up{nullptr}, down{nullptr};
@@ -64,7 +70,7 @@ struct GptImpl : torch::nn::Module {
     for (const auto& block : *blocks) {
       x = call_block(*block->as<GptBlockImpl>(), x);
     }
-    return at::linear(norm->forward(x), words->weight);
+    return fast_linear(norm->forward(x), words->weight);
   }
   torch::nn::Embedding words{nullptr}, places{nullptr};
   torch::nn::ModuleList blocks{};

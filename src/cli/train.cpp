@@ -164,20 +164,15 @@ PreTrainedModel train_model(const TrainCommand& command, const PreTrainedConfig&
   return model_from_pretrained(command.model, inputs.task->head, options);
 }
 
-/// Converts an adapter's base to the dtype of the forward passes.
-void cast_base(torch::nn::Module& model, Precision precision) {
-  if (precision == Precision::bf16 || precision == Precision::fp16) {
-    cast_frozen_weights(model, precision == Precision::bf16 ? at::kBFloat16 : at::kHalf);
+/// Converts an adapter's base to the dtype of the forward passes, when --precision auto has chosen.
+struct CastBase : TrainerCallback {
+  explicit CastBase(PreTrainedModel of) : model(std::move(of)) {}
+  void on_precision(Precision precision) override {
+    if (precision == Precision::bf16 || precision == Precision::fp16) {
+      cast_frozen_weights(*model, precision == Precision::bf16 ? at::kBFloat16 : at::kHalf);
+    }
   }
-}
-
-class CastBaseCallback : public TrainerCallback { // for --precision auto
- public:
-  explicit CastBaseCallback(PreTrainedModel model) : model_(std::move(model)) {}
-  void on_precision(Precision precision) override { cast_base(*model_, precision); }
-
- private:
-  PreTrainedModel model_;
+  PreTrainedModel model;
 };
 
 /// Adapts the model for --lora-r.
@@ -199,7 +194,7 @@ std::optional<LoraConfig> adapt_model(const TrainCommand& command, PreTrainedMod
     }
   }
   config = get_peft_model(model.ptr(), *config);
-  cast_base(*model, command.arguments.effective_precision());
+  CastBase(model).on_precision(command.arguments.effective_precision());
   return config;
 }
 
@@ -400,7 +395,7 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
                   in.task->metrics(in.head, in.model->config().id2label), accelerator);
   trainer.set_model_files(run_files(command, in));
   if (in.lora) {
-    trainer.add_callback(std::make_shared<CastBaseCallback>(in.model));
+    trainer.add_callback(std::make_shared<CastBase>(in.model));
   }
   if (accelerator->is_main_process()) {
     trainer.set_run_facts(described_inputs(command),
