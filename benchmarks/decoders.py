@@ -52,7 +52,7 @@ class TextTraining(Bench):
 class Tinyshakespeare(TextTraining):
     """GPT-2 with 10 M parameters from random weights, 500 steps on the text that --data names."""
 
-    # The order of the samples moves the loss by some hundredths. So each round has another seed.
+    # The order of the samples moves the loss by about a hundredth. So each round has another seed.
 
     name = "tinyshakespeare"
     rounds = 3

@@ -58,6 +58,15 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
 
 
+def mean_loss(model, blocks, batch):
+    """Of each token that follows another. Trainer.evaluate() also counts the first token of each block, which nothing
+    predicts, so its loss is too small: by a factor of 127 / 128 for blocks of 128."""
+    model.eval()
+    with torch.no_grad():
+        sums = [model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.blocks.split(batch)]
+    return sum(sums) / len(blocks)
+
+
 class Losses(TrainerCallback):
     values = []
 
@@ -102,7 +111,7 @@ def train(texts, folder, *flags):
     result = trainer.train()
     eval_loss = None
     if options.eval_texts:
-        eval_loss = trainer.evaluate(Blocks(options.eval_texts, tokenizer, options.block_size))["eval_loss"]
+        eval_loss = mean_loss(model, Blocks(options.eval_texts, tokenizer, options.block_size), options.batch_size)
     tokens = options.max_steps * options.batch_size * options.block_size * int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"train_runtime": result.metrics["train_runtime"], "tokens": tokens,

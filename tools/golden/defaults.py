@@ -46,6 +46,9 @@ BEHAVIOUR = [
      "Accelerate steps it once for each process"),
     ("buffers, for example running statistics", "equal on all ranks when a window opens and when it is complete",
      "DDP broadcasts them before each forward"),
+    ("the evaluation loss of a language model", "the mean over the tokens that are predicted",
+     "the Trainer's divisor also counts the first token of each row, so its loss is too small: by a "
+     "factor of 127 / 128 for rows of 128"),
     ("fp16", "an overflow is found in the reduced gradients", "GradScaler looks at each rank's"),
 ]
 
