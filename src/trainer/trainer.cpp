@@ -95,7 +95,6 @@ void settle_precision(TrainerParts& parts, const std::string& kept) {
   }
   a.bf16 = a.precision == Precision::bf16;
   a.fp16 = a.precision == Precision::fp16;
-  parts.notify([&](TrainerCallback& c) { c.on_precision(a.precision); });
 }
 
 /// Throws unless the arguments and a given accelerator agree.
@@ -338,6 +337,7 @@ TrainOutput Trainer::train() {
     return detail::output_of_finished_run(parts);
   }
   detail::settle_precision(parts, start.precision);
+  parts.notify([&](TrainerCallback& c) { c.on_precision(parts.arguments.precision); });
   detail::find_batch_size(parts, detail::first_batch_size(parts, start));
   DataLoader counted(parts.train,
                      detail::train_loader_options(parts.arguments, world_size, start.drop_batch));

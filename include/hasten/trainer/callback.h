@@ -6,7 +6,7 @@
 // all ranks.
 //
 // The order of events, as in transformers but for the first:
-//   on_precision                  once, at the start of train() or evaluate()
+//   on_precision
 //   on_train_begin
 //     on_epoch_begin
 //       on_step_begin               an optimizer step begins
@@ -141,8 +141,8 @@ struct TrainerControl {
 class TrainerCallback {
  public:
   virtual ~TrainerCallback() = default;
-  /// The precision of the forward passes is chosen, also for Precision::automatic. The model is
-  /// not distributed yet: weights can still be converted.
+  /// At the start of train(): the precision of the forward passes, also if it was automatic. The
+  /// model is not distributed yet, so weights can still be converted.
   virtual void on_precision(Precision) {}
   virtual void on_train_begin(const RunDescription&) {}
   virtual void on_epoch_begin(const StepProgress&) {}
