@@ -150,6 +150,8 @@ struct Averager::Impl {
   void send_spread(const PassSums& sums, bool measured);
   int64_t bytes_of_round() const;
   bool driven() const { return drives() && round.ranks > 1; }
+  /// Whether the group's mean is the weighted one: in place the sum of weights is known before.
+  bool means() const { return !options.transactional && round.total == round.ranks; }
   void drop_round();
 };
 

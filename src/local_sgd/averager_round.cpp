@@ -161,8 +161,9 @@ void Averager::Impl::launch(size_t index) {
     operation.handle = communicator->gather_async(operation.gathered, operation.range, 0,
                                                   "average slice " + std::to_string(index));
   } else {
-    operation.handle = communicator->all_reduce_async(operation.range, ReduceOp::SUM,
-                                                      "average slice " + std::to_string(index));
+    operation.handle =
+        communicator->all_reduce_async(operation.range, means() ? ReduceOp::AVG : ReduceOp::SUM,
+                                       "average slice " + std::to_string(index));
   }
   round.operations.push_back(std::move(operation));
 }
@@ -400,16 +401,20 @@ void Averager::Impl::outer_steps() {
 void Averager::Impl::commit_direct() {
   report.weight = round.total;
   report.spread = report.norm = std::numeric_limits<double>::quiet_NaN();
+  const double divisor = means() ? 1 : round.total;
   for (Operation& operation : round.operations) {
     operation.handle.wait();
     const auto start = Clock::now();
     const Slice& slice = all_slices[operation.slice];
+    if (slice.direct && divisor == 1) {
+      continue;
+    }
     for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
       if (slice.direct) {
-        detail::divide_elements(data, entry.dtype, count, round.total);
+        detail::divide_elements(data, entry.dtype, count, divisor);
       } else {
         detail::store_elements(data, entry.dtype, address(groups[slice.group].buffer, offset),
-                               count, round.total, false);
+                               count, divisor, false);
       }
     });
     round.copy_seconds += detail::seconds_since(start);

@@ -78,6 +78,7 @@ std::string what_of(const std::function<void()>& function) {
 TEST(Averager, EveryTensorIsTheRanksMeanWhereItLies) {
   const auto communicator = fresh_communicator();
   const int world = communicator->world_size();
+  std::vector<Tensor> means;
   for (const bool transactional : {true, false}) {
     List list = rank_list(communicator->rank());
     std::vector<const void*> places;
@@ -101,6 +102,12 @@ TEST(Averager, EveryTensorIsTheRanksMeanWhereItLies) {
       Tensor first = tensor.contiguous().clone();
       communicator->broadcast(first, 0, name);
       EXPECT_TRUE(torch::equal(first, tensor)) << name;
+      if (transactional) {
+        means.push_back(first);
+      }
+    }
+    for (size_t i = 0; i < list.size(); ++i) { // also bit for bit
+      EXPECT_TRUE(torch::equal(list[i].second, means[i])) << list[i].first;
     }
   }
 }
