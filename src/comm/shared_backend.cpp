@@ -86,14 +86,6 @@ static ReduceOp reduce_op(const c10d::ReduceOp& op) {
   throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
 }
 
-static const at::Tensor& only(std::string_view kind, const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1) {
-    throw InputError("comm::" + std::string(kind), "tensors=" + std::to_string(tensors.size()),
-                     "one tensor");
-  }
-  return tensors[0];
-}
-
 /// All have one number of elements and one dtype.
 static void check_alike(std::string_view kind, const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
@@ -106,15 +98,14 @@ static void check_alike(std::string_view kind, const std::vector<at::Tensor>& te
   }
 }
 
-TransferPlan SharedBackend::plan(Kind kind, int64_t root) const {
-  TransferPlan plan;
-  plan.kind = kind;
-  plan.root = static_cast<int>(root);
-  if (root < 0 || root >= getSize()) {
-    throw InputError("comm::shm", "no such rank: root=" + std::to_string(root),
-                     "0 to " + std::to_string(getSize() - 1));
+TransferPlan SharedBackend::plan(Kind kind, const Tensors& tensors, int64_t root,
+                                 const c10d::ReduceOp& op) const {
+  if (tensors.size() != 1) {
+    throw InputError("comm::" + std::string(Collective{kind}.kind_name()),
+                     "tensors=" + std::to_string(tensors.size()), "one tensor");
   }
-  return plan;
+  check_root("shm", root, getSize());
+  return {.kind = kind, .op = reduce_op(op), .root = static_cast<int>(root)};
 }
 
 /// Much data is read where it is, if all ranks have it in shared memory.
@@ -194,10 +185,8 @@ SharedBackend::Tensors SharedBackend::rows(const at::Tensor& all) const {
 
 C10dWork SharedBackend::allreduce(std::vector<at::Tensor>& tensors,
                                   const c10d::AllreduceOptions& options) {
-  only("all_reduce", tensors);
-  TransferPlan made = plan(Kind::all_reduce);
-  made.op = reduce_op(options.reduceOp);
-  return start(std::move(made), tensors, tensors, options.timeout);
+  return start(plan(Kind::all_reduce, tensors, 0, options.reduceOp), tensors, tensors,
+               options.timeout);
 }
 
 // Transfers end in their order, so the last one's end is that of all.
@@ -213,31 +202,26 @@ C10dWork SharedBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
 
 C10dWork SharedBackend::reduce(std::vector<at::Tensor>& tensors,
                                const c10d::ReduceOptions& options) {
-  only("reduce", tensors);
-  TransferPlan made = plan(Kind::reduce, options.rootRank);
-  made.op = reduce_op(options.reduceOp);
-  return start(std::move(made), tensors, options.rootRank == getRank() ? tensors : Tensors(),
-               options.timeout);
+  return start(plan(Kind::reduce, tensors, options.rootRank, options.reduceOp), tensors,
+               options.rootRank == getRank() ? tensors : Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::broadcast(std::vector<at::Tensor>& tensors,
                                   const c10d::BroadcastOptions& options) {
-  only("broadcast", tensors);
   const bool root = options.rootRank == getRank();
-  return start(plan(Kind::broadcast, options.rootRank), root ? tensors : Tensors(),
+  return start(plan(Kind::broadcast, tensors, options.rootRank), root ? tensors : Tensors(),
                root ? Tensors() : tensors, options.timeout);
 }
 
 C10dWork SharedBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                   std::vector<at::Tensor>& inputs,
                                   const c10d::AllgatherOptions& options) {
-  only("all_gather", inputs);
-  return start(plan(Kind::all_gather), inputs, outputs.at(0), options.timeout);
+  return start(plan(Kind::all_gather, inputs), inputs, outputs.at(0), options.timeout);
 }
 
 C10dWork SharedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                         const c10d::AllgatherOptions& options) {
-  return start(plan(Kind::all_gather), {input}, rows(output), options.timeout);
+  return start({.kind = Kind::all_gather}, {input}, rows(output), options.timeout);
 }
 
 C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
@@ -253,26 +237,22 @@ C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>&
 C10dWork SharedBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
                                std::vector<at::Tensor>& inputs,
                                const c10d::GatherOptions& options) {
-  only("gather", inputs);
-  return start(plan(Kind::gather, options.rootRank), inputs,
+  return start(plan(Kind::gather, inputs, options.rootRank), inputs,
                options.rootRank == getRank() ? outputs.at(0) : Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::scatter(std::vector<at::Tensor>& outputs,
                                 std::vector<std::vector<at::Tensor>>& inputs,
                                 const c10d::ScatterOptions& options) {
-  only("scatter", outputs);
-  return start(plan(Kind::scatter, options.rootRank),
+  return start(plan(Kind::scatter, outputs, options.rootRank),
                options.rootRank == getRank() ? inputs.at(0) : Tensors(), outputs, options.timeout);
 }
 
 C10dWork SharedBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
                                        std::vector<std::vector<at::Tensor>>& inputs,
                                        const c10d::ReduceScatterOptions& options) {
-  only("reduce_scatter", outputs);
-  TransferPlan made = plan(Kind::reduce_scatter);
-  made.op = reduce_op(options.reduceOp);
-  return start(std::move(made), inputs.at(0), outputs, options.timeout);
+  return start(plan(Kind::reduce_scatter, outputs, 0, options.reduceOp), inputs.at(0), outputs,
+               options.timeout);
 }
 
 C10dWork SharedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -302,26 +282,24 @@ C10dWork SharedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   if (uneven(output_splits) || uneven(input_splits)) {
     throw InputError("comm::all_to_all", "the splits are not equal", "equal splits");
   }
-  return start(plan(Kind::all_to_all), rows(input), rows(output), options.timeout);
+  return start({.kind = Kind::all_to_all}, rows(input), rows(output), options.timeout);
 }
 
 C10dWork SharedBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
                                  const c10d::AllToAllOptions& options) {
-  return start(plan(Kind::all_to_all), inputs, outputs, options.timeout);
+  return start({.kind = Kind::all_to_all}, inputs, outputs, options.timeout);
 }
 
 C10dWork SharedBackend::barrier(const c10d::BarrierOptions& options) {
-  TransferPlan made = plan(Kind::all_gather);
-  made.text = std::exchange(next_text_, {});
+  TransferPlan made{.kind = Kind::all_gather, .text = std::exchange(next_text_, {})};
   made.text = made.text.empty() ? "barrier" : made.text;
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
                                          Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::exchange(std::shared_ptr<std::vector<std::string>> values) {
-  TransferPlan made = plan(Kind::all_gather);
-  made.text = std::exchange(next_text_, {});
-  made.values = std::move(values);
+  TransferPlan made{
+      .kind = Kind::all_gather, .text = std::exchange(next_text_, {}), .values = std::move(values)};
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
                                          Tensors(), kNoTimeout);
 }

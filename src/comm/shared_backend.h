@@ -93,7 +93,9 @@ class SharedBackend final : public c10d::Backend {
   /// `kind`, `op` and `root` of `plan` are set. `rows`: whether each side is one tensor of all rows.
   c10::intrusive_ptr<c10d::Work> start(TransferPlan plan, const Tensors& inputs,
                                        const Tensors& outputs, std::chrono::milliseconds timeout);
-  TransferPlan plan(TransferPlan::Kind kind, int64_t root = 0) const;
+  /// Of an operation of which this rank has one tensor on a side.
+  TransferPlan plan(TransferPlan::Kind kind, const Tensors& tensors, int64_t root = 0,
+                    const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const;
   void look_for_places(TransferPlan& plan) const;
   Tensors rows(const at::Tensor& all) const;
 

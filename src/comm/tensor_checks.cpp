@@ -129,7 +129,7 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size) {
                        std::to_string(rank) + " among them");
 }
 
-static void check_root(std::string_view operation, int root, int world_size) {
+void check_root(std::string_view operation, int64_t root, int world_size) {
   if (root < 0 || root >= world_size) {
     throw InputError(
         "comm::" + std::string(operation),
