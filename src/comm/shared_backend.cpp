@@ -7,6 +7,7 @@
 #include <sstream>
 #include <utility>
 
+#include "backend_call.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/comm/shared_memory_backend.h"
@@ -74,12 +75,9 @@ SharedBackend::SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ra
 SharedBackend::~SharedBackend() { ranks_->queue.stop(); }
 
 static ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  for (const auto& [theirs, ours] : {std::pair(c10d::ReduceOp::SUM, ReduceOp::SUM),
-                                     std::pair(c10d::ReduceOp::AVG, ReduceOp::AVG),
-                                     std::pair(c10d::ReduceOp::MAX, ReduceOp::MAX),
-                                     std::pair(c10d::ReduceOp::MIN, ReduceOp::MIN),
-                                     std::pair(c10d::ReduceOp::PRODUCT, ReduceOp::PRODUCT)}) {
-    if (op == theirs) {
+  for (const ReduceOp ours :
+       {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MAX, ReduceOp::MIN, ReduceOp::PRODUCT}) {
+    if (op == c10d_op(ours)) {
       return ours;
     }
   }
