@@ -18,7 +18,6 @@ namespace hasten::detail {
 
 using std::chrono::milliseconds;
 using Kind = Collective::Kind;
-using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// Throws the reason of the first rank that has one.
 static void throw_reason(const std::vector<nlohmann::json>& all, const std::vector<int>& names) {
@@ -181,38 +180,34 @@ SharedBackend::Tensors SharedBackend::rows(const at::Tensor& all) const {
   return all.detach().view({getSize(), all.numel() / getSize()}).unbind(0);
 }
 
-C10dWork SharedBackend::allreduce(std::vector<at::Tensor>& tensors,
-                                  const c10d::AllreduceOptions& options) {
+C10dWork SharedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return start(plan(Kind::all_reduce, tensors, 0, options.reduceOp), tensors, tensors,
                options.timeout);
 }
 
 // Transfers end in their order, so the last one's end is that of all.
-C10dWork SharedBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+C10dWork SharedBackend::allreduce_coalesced(Tensors& tensors,
                                             const c10d::AllreduceCoalescedOptions& options) {
   C10dWork last;
   for (const at::Tensor& tensor : tensors) {
-    std::vector<at::Tensor> one{tensor};
+    Tensors one{tensor};
     last = allreduce(one, options);
   }
   return last;
 }
 
-C10dWork SharedBackend::reduce(std::vector<at::Tensor>& tensors,
-                               const c10d::ReduceOptions& options) {
+C10dWork SharedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return start(plan(Kind::reduce, tensors, options.rootRank, options.reduceOp), tensors,
                options.rootRank == getRank() ? tensors : Tensors(), options.timeout);
 }
 
-C10dWork SharedBackend::broadcast(std::vector<at::Tensor>& tensors,
-                                  const c10d::BroadcastOptions& options) {
+C10dWork SharedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const bool root = options.rootRank == getRank();
   return start(plan(Kind::broadcast, tensors, options.rootRank), root ? tensors : Tensors(),
                root ? Tensors() : tensors, options.timeout);
 }
 
-C10dWork SharedBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                  std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                   const c10d::AllgatherOptions& options) {
   return start(plan(Kind::all_gather, inputs), inputs, outputs.at(0), options.timeout);
 }
@@ -222,8 +217,7 @@ C10dWork SharedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
   return start({.kind = Kind::all_gather}, {input}, rows(output), options.timeout);
 }
 
-C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                        std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                         const c10d::AllgatherOptions& options) {
   C10dWork last;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -232,22 +226,19 @@ C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>&
   return last;
 }
 
-C10dWork SharedBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
-                               std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::GatherOptions& options) {
   return start(plan(Kind::gather, inputs, options.rootRank), inputs,
                options.rootRank == getRank() ? outputs.at(0) : Tensors(), options.timeout);
 }
 
-C10dWork SharedBackend::scatter(std::vector<at::Tensor>& outputs,
-                                std::vector<std::vector<at::Tensor>>& inputs,
+C10dWork SharedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ScatterOptions& options) {
   return start(plan(Kind::scatter, outputs, options.rootRank),
                options.rootRank == getRank() ? inputs.at(0) : Tensors(), outputs, options.timeout);
 }
 
-C10dWork SharedBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
-                                       std::vector<std::vector<at::Tensor>>& inputs,
+C10dWork SharedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const c10d::ReduceScatterOptions& options) {
   return start(plan(Kind::reduce_scatter, outputs, 0, options.reduceOp), inputs.at(0), outputs,
                options.timeout);
@@ -255,13 +246,12 @@ C10dWork SharedBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
 
 C10dWork SharedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::ReduceScatterOptions& options) {
-  std::vector<at::Tensor> outputs{output};
-  std::vector<std::vector<at::Tensor>> inputs{rows(input)};
+  Tensors outputs{output};
+  std::vector<Tensors> inputs{rows(input)};
   return reduce_scatter(outputs, inputs, options);
 }
 
-C10dWork SharedBackend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                        std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                         const c10d::ReduceScatterOptions& options) {
   C10dWork last;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -283,7 +273,7 @@ C10dWork SharedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   return start({.kind = Kind::all_to_all}, rows(input), rows(output), options.timeout);
 }
 
-C10dWork SharedBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                  const c10d::AllToAllOptions& options) {
   return start({.kind = Kind::all_to_all}, inputs, outputs, options.timeout);
 }
