@@ -164,10 +164,8 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
          << tensor_text(one) << ", root " << plan.root;
     plan.text = std::move(text).str();
   }
-  Tensors keep = inputs;
-  keep.insert(keep.end(), outputs.begin(), outputs.end());
-  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), outputs,
-                                         std::move(keep), timeout);
+  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), inputs,
+                                         outputs, timeout);
 }
 
 /// The rows of a tensor that has one for each rank.
@@ -293,17 +291,16 @@ C10dWork SharedBackend::exchange(std::shared_ptr<std::vector<std::string>> value
 }
 
 SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
-                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
-                       milliseconds timeout)
+                       Tensors inputs, Tensors outputs, milliseconds timeout)
     : Work(rank),
       ranks_(std::move(ranks)),
       outputs_(std::move(outputs)),
       timeout_(timeout),
       item_(std::make_shared<TransferQueue::Item>(std::move(plan), rank, size)) {
-  ending_->keep = std::move(keep);
+  ending_->keep = {std::move(inputs), outputs_};
   item_->on_end = [ending = ending_](const std::exception_ptr& error) {
     std::vector<std::function<void(std::exception_ptr)>> then;
-    std::vector<at::Tensor> kept; // freed without the mutex
+    std::pair<Tensors, Tensors> kept; // freed without the mutex
     {
       const std::lock_guard<std::mutex> lock(ending->mutex);
       ending->over = true;

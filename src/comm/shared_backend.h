@@ -98,10 +98,11 @@ class SharedBackend final : public c10d::Backend {
 /// An operation of SharedBackend.
 class SharedWork final : public c10d::Work {
  public:
+  using Tensors = SharedBackend::Tensors;
+
   /// Starts it.
   SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
-             std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
-             std::chrono::milliseconds timeout);
+             Tensors inputs, Tensors outputs, std::chrono::milliseconds timeout);
   /// Moves it on in this thread, at most for `limit`, or until it has ended.
   void drive(std::chrono::milliseconds limit) { ranks_->queue.drive(*item_, limit); }
   /// Calls `f` once it has ended, in the thread that ends it.
@@ -112,7 +113,7 @@ class SharedWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
-  std::vector<at::Tensor> result() override { return outputs_; }
+  Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
@@ -121,11 +122,11 @@ class SharedWork final : public c10d::Work {
     bool over = false;
     std::vector<std::function<void(std::exception_ptr)>> then{};
     std::exception_ptr error{}; // once over
-    std::vector<at::Tensor> keep; // until then
+    std::pair<Tensors, Tensors> keep; // inputs and outputs, until then
   };
 
   const std::shared_ptr<SharedRanks> ranks_;
-  const std::vector<at::Tensor> outputs_;
+  const Tensors outputs_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Ending> ending_ = std::make_shared<Ending>();
   std::shared_ptr<TransferQueue::Item> item_;
