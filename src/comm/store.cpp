@@ -23,13 +23,11 @@
 
 namespace hasten::detail {
 
-std::string peer_address(int fd) {
+std::string peer_address(const FileDescriptor& fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   auto* const peer = reinterpret_cast<sockaddr*>(&address);
-  const bool found = fd >= 0 && getpeername(fd, peer, &size) == 0;
-  ::close(fd);
-  return found ? socket_address_text(peer) : "";
+  return getpeername(fd.get(), peer, &size) == 0 ? socket_address_text(peer) : "";
 }
 
 static std::mutex quiet_mutex; // guards the variables below
@@ -107,7 +105,7 @@ StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
   const StoreAddress place{.host = world.master_addr, .port = world.master_port};
   // If no server listens, TCPStore's own first attempt would print a stack trace and sleep for a
   // second.
-  const std::string host = peer_address(connect_to(place, deadline, cancelled));
+  const std::string host = peer_address(FileDescriptor(connect_to(place, deadline, cancelled)));
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;

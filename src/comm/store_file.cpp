@@ -1,9 +1,5 @@
 #include "store_file.h"
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -69,9 +65,7 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
         number == generation) {
       store_ = address[0] == '@' ? StoreAddress{.socket = address.substr(1)}
                                  : StoreAddress{.host = address, .port = port, .key = key};
-      const int fd = try_connect(store_);
-      ::close(fd);
-      if (fd >= 0) {
+      if (FileDescriptor(try_connect(store_))) {
         world_.master_addr = address;
         world_.master_port = port;
         return;
