@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "tensor_checks.h"
 
@@ -70,7 +71,7 @@ BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool 
                                                    : bytes_of(what.shared()));
   if (root_ && (what.kind == Kind::gather || what.kind == Kind::scatter)) {
     const at::Tensor& all = what.kind == Kind::gather ? what.output : what.input;
-    rows_.push_back(rows_of(all));
+    rows_.push_back(mapped(all.unbind(), bytes_of));
   } else if (what.kind == Kind::reduce_scatter) {
     to_ = what.output.detach().view({-1});
   } else if (what.kind == Kind::all_gather || what.kind == Kind::all_to_all) {

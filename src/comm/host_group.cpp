@@ -151,11 +151,9 @@ std::shared_ptr<Communicator> HostGroup::new_group(const std::vector<int>& ranks
   if (ranks.size() == 1) {
     return make_local_group(options);
   }
-  std::vector<int> members;
-  for (const int rank : ranks) {
-    members.push_back(core_->members[static_cast<size_t>(rank)]);
-  }
-  return like_this(options, std::move(members));
+  return like_this(options, mapped(ranks, [this](int rank) {
+                     return core_->members[static_cast<size_t>(rank)];
+                   }));
 }
 
 std::shared_ptr<Communicator> HostGroup::like_this(const CommunicatorOptions& options,

@@ -30,7 +30,5 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size);
 
 /// The bytes of a contiguous tensor, without a copy. Gloo can move any dtype this way.
 at::Tensor bytes_of(const at::Tensor& tensor);
-/// The bytes of each row of dimension 0.
-std::vector<at::Tensor> rows_of(const at::Tensor& tensor);
 
 } // namespace hasten::detail
