@@ -71,7 +71,7 @@ void HostGroup::connect() {
   Backend made = wanted_ == "gloo" ? nullptr : connect_shared();
   const std::string& name = core_->options.backend;
   if (name == "auto" || name == "gloo" || name == "shm") { // else that of a device
-    core_->connected(made ? "shm" : "gloo");
+    core_->options.backend = made ? "shm" : "gloo";
   }
   const auto kept = std::make_shared<Backend>(made ? made : connect_gloo());
   core_->keep(kept);
@@ -99,7 +99,7 @@ HostGroup::Backend HostGroup::connect_shared() {
     throw InputError("comm::create", "backend=shm, but " + why,
                      "processes of one host that can share memory", "set backend=auto");
   }
-  if (!core_->link->on_hosts(core_->members) && rank() == 0 && core_->link->first_to_say("shm")) {
+  if (!core_->link->on_hosts(core_->members) && rank() == 0 && core_->link->first_to_say_why()) {
     log_info("tensors go through gloo, because the ranks cannot share memory: " + why);
   }
   return nullptr;
