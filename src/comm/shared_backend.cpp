@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <utility>
 
 #include "backend_call.h"
@@ -124,8 +123,7 @@ void SharedBackend::look_for_places(TransferPlan& plan) const {
 
 C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
                               milliseconds timeout) {
-  const Collective named{plan.kind};
-  const std::string_view kind = named.kind_name();
+  const std::string_view kind = Collective{plan.kind}.kind_name();
   check_alike(kind, inputs);
   check_alike(kind, outputs);
   const bool reduces = plan.kind == Kind::all_reduce || plan.kind == Kind::reduce ||
@@ -159,10 +157,9 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
   look_for_places(plan);
   plan.text = std::exchange(next_text_, {});
   if (plan.text.empty()) {
-    std::ostringstream text;
-    text << kind << (reduces ? " " : "") << (reduces ? reduce_op_name(plan.op) : "") << " of "
-         << tensor_text(one) << ", root " << plan.root;
-    plan.text = std::move(text).str();
+    const std::string reduction = reduces ? " " + std::string(reduce_op_name(plan.op)) : "";
+    plan.text = std::string(kind) + reduction + " of " + tensor_text(one) + ", root " +
+                std::to_string(plan.root);
   }
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), inputs,
                                          outputs, timeout);
