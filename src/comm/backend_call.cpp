@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "tensor_checks.h"
 
@@ -32,29 +33,30 @@ OperationFailure current_failure() {
   }
 }
 
-static c10d::ReduceOp c10d_op(ReduceOp op, bool averages) {
-  return op == ReduceOp::AVG && averages ? c10d::ReduceOp::AVG
-         : op == ReduceOp::MAX           ? c10d::ReduceOp::MAX
-         : op == ReduceOp::MIN           ? c10d::ReduceOp::MIN
-         : op == ReduceOp::PRODUCT       ? c10d::ReduceOp::PRODUCT
-                                         : c10d::ReduceOp::SUM;
+c10d::ReduceOp::RedOpType c10d_op(ReduceOp op) {
+  return op == ReduceOp::SUM   ? c10d::ReduceOp::SUM
+         : op == ReduceOp::AVG ? c10d::ReduceOp::AVG
+         : op == ReduceOp::MAX ? c10d::ReduceOp::MAX
+         : op == ReduceOp::MIN ? c10d::ReduceOp::MIN
+                               : c10d::ReduceOp::PRODUCT;
 }
 
 BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow,
                          bool averages)
-    : what_(what), root_(what.root == rank), averages_(averages) {
+    : what_(what), root_(what.root == rank) {
   what_.name = {};
   if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
     const at::Tensor target = what.output.detach();
     const bool keep = what.kind == Kind::all_reduce || root_;
     const bool adds = what.op != ReduceOp::MAX && what.op != ReduceOp::MIN;
     const bool wide = !sums_narrow && adds && target.element_size() == 2;
-    own_.push_back(wide                ? target.to(at::kFloat)
-                   : keep || averages_ ? target
-                                       : target.clone()); // a reduce may write to all ranks
-    const double divisor = what.op == ReduceOp::AVG && !averages_ ? world_size : 1;
-    if (keep && (divisor != 1 || wide)) {
-      finish = [target, reduced = own_[0], wide, divisor] {
+    own_.push_back(wide               ? target.to(at::kFloat)
+                   : keep || averages ? target
+                                      : target.clone()); // a reduce may write to all ranks
+    const bool divides = what.op == ReduceOp::AVG && !averages;
+    what_.op = divides ? ReduceOp::SUM : what.op;
+    if (keep && (divides || wide)) {
+      finish = [target, reduced = own_[0], wide, divisor = divides ? world_size : 1] {
         if (divisor != 1) {
           reduced.div_(divisor);
         }
@@ -69,7 +71,7 @@ BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool 
                                                    : bytes_of(what.shared()));
   if (root_ && (what.kind == Kind::gather || what.kind == Kind::scatter)) {
     const at::Tensor& all = what.kind == Kind::gather ? what.output : what.input;
-    rows_.push_back(rows_of(all));
+    rows_.push_back(mapped(all.unbind(), bytes_of));
   } else if (what.kind == Kind::reduce_scatter) {
     to_ = what.output.detach().view({-1});
   } else if (what.kind == Kind::all_gather || what.kind == Kind::all_to_all) {
@@ -81,10 +83,9 @@ c10::intrusive_ptr<c10d::Work> BackendCall::start(c10d::Backend& backend) {
   std::vector<int64_t> even;
   switch (what_.kind) {
     case Kind::all_reduce:
-      return backend.allreduce(own_, {.reduceOp = c10d_op(what_.op, averages_)});
+      return backend.allreduce(own_, {.reduceOp = c10d_op(what_.op)});
     case Kind::reduce:
-      return backend.reduce(own_,
-                            {.reduceOp = c10d_op(what_.op, averages_), .rootRank = what_.root});
+      return backend.reduce(own_, {.reduceOp = c10d_op(what_.op), .rootRank = what_.root});
     case Kind::broadcast:
       return backend.broadcast(own_, {.rootRank = what_.root});
     case Kind::gather: // Gloo fills one flat buffer and copies from it when its work ends

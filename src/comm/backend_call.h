@@ -15,6 +15,8 @@ namespace hasten::detail {
 /// The operation's tensors in messages: "sum of Float [3] to rank 0".
 std::string collective_text(const Collective& what);
 
+c10d::ReduceOp::RedOpType c10d_op(ReduceOp op);
+
 /// The failure in the current exception of a back end.
 OperationFailure current_failure();
 
@@ -32,9 +34,10 @@ struct BackendCall {
   std::function<void()> finish; // completes the result once the operation has ended; may be empty
 
  private:
-  Collective what_; // keeps the caller's tensors; without the name, which is the caller's text
+  // Keeps the caller's tensors. Without the name, which is the caller's text; `op` is what the back
+  // end does.
+  Collective what_;
   bool root_;
-  bool averages_;
   std::vector<at::Tensor> own_;
   std::vector<std::vector<at::Tensor>> rows_; // of the root
   at::Tensor to_;

@@ -181,13 +181,9 @@ std::string resolved_backend(const std::string& name, const at::Device& device) 
 }
 
 std::vector<std::string> backend_names() {
-  std::vector<std::string> names;
-  detail::backends().withLock([&](const auto& all) {
-    for (const auto& [name, known] : all.by_name) {
-      names.push_back(name);
-    }
+  return detail::backends().withLock([](const auto& all) {
+    return mapped(all.by_name, [](const auto& known) { return known.first; });
   });
-  return names;
 }
 
 BackendFactory backend_factory(const std::string& name) { return detail::known_backend(name).make; }

@@ -49,13 +49,8 @@ static std::vector<int> members_or_all(std::vector<int> members, int world_size)
 /// Groups of different ranks may have the same name.
 static std::string group_key(const std::string& name, const std::vector<int>& members,
                              int world_size) {
-  std::string key = name;
-  if (std::ssize(members) < world_size) {
-    for (const int member : members) {
-      key += (key == name ? " of " : ",") + std::to_string(member);
-    }
-  }
-  return key;
+  const auto list = mapped(members, [](int member) { return std::to_string(member); });
+  return std::ssize(members) < world_size ? name + " of " + joined(list, ",") : name;
 }
 
 GroupCore::GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,

@@ -68,14 +68,13 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   // Set at construction.
   const std::shared_ptr<WorldLink> link;
-  CommunicatorOptions options; // check_shapes as HASTEN_COMM_CHECK says; backend: see connected()
+  // check_shapes as HASTEN_COMM_CHECK says. The back end's communicator sets `backend` before the
+  // first operation.
+  CommunicatorOptions options;
   const std::vector<int> members; // [rank] its rank in the world
   const std::string key; // the group's name in the store and in heartbeats
   const int rank;
   const int world_size;
-
-  /// The back end that moves the group's tensors. Before the first operation.
-  void connected(const std::string& backend) { options.backend = backend; }
 
   /// Throws if the group is closed or dead. Otherwise enters the next operation and returns its
   /// sequence number. `tensors` describes the operation's tensors in messages.

@@ -71,7 +71,7 @@ void HostGroup::connect() {
   Backend made = wanted_ == "gloo" ? nullptr : connect_shared();
   const std::string& name = core_->options.backend;
   if (name == "auto" || name == "gloo" || name == "shm") { // else that of a device
-    core_->connected(made ? "shm" : "gloo");
+    core_->options.backend = made ? "shm" : "gloo";
   }
   const auto kept = std::make_shared<Backend>(made ? made : connect_gloo());
   core_->keep(kept);
@@ -99,7 +99,7 @@ HostGroup::Backend HostGroup::connect_shared() {
     throw InputError("comm::create", "backend=shm, but " + why,
                      "processes of one host that can share memory", "set backend=auto");
   }
-  if (!core_->link->on_hosts(core_->members) && rank() == 0 && core_->link->first_to_say("shm")) {
+  if (!core_->link->on_hosts(core_->members) && rank() == 0 && core_->link->first_to_say_why()) {
     log_info("tensors go through gloo, because the ranks cannot share memory: " + why);
   }
   return nullptr;
@@ -151,11 +151,9 @@ std::shared_ptr<Communicator> HostGroup::new_group(const std::vector<int>& ranks
   if (ranks.size() == 1) {
     return make_local_group(options);
   }
-  std::vector<int> members;
-  for (const int rank : ranks) {
-    members.push_back(core_->members[static_cast<size_t>(rank)]);
-  }
-  return like_this(options, std::move(members));
+  return like_this(options, mapped(ranks, [this](int rank) {
+                     return core_->members[static_cast<size_t>(rank)];
+                   }));
 }
 
 std::shared_ptr<Communicator> HostGroup::like_this(const CommunicatorOptions& options,

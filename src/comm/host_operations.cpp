@@ -75,12 +75,10 @@ Work HostGroup::start_staged(const Collective& what) {
   staged.input = what.input.defined() && (root || what.kind != Kind::scatter)
                      ? what.input.detach().cpu()
                      : at::Tensor();
-  return joined_work({start(staged)},
-                     [to = writes ? what.output.detach() : at::Tensor(), from = staged.output] {
-                       if (to.defined()) {
-                         to.copy_(from);
-                       }
-                     });
+  const Work work = start(staged);
+  return writes ? joined_work({work},
+                              [to = what.output.detach(), from = staged.output] { to.copy_(from); })
+                : work;
 }
 
 Work HostGroup::start(const Collective& what) {

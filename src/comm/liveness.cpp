@@ -413,12 +413,9 @@ std::string Liveness::describe_missing(const std::string& group, const std::vect
 
 std::optional<int> Liveness::left_rank() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (int i = 0; i < config_.world.world_size; ++i) {
-    if (i != rank_ && peers_[static_cast<size_t>(i)].left) {
-      return i;
-    }
-  }
-  return std::nullopt;
+  const auto left = std::ranges::find_if(peers_, &Peer::left);
+  return left == peers_.end() ? std::nullopt
+                              : std::optional(static_cast<int>(left - peers_.begin()));
 }
 
 std::vector<bool> Liveness::lost() const {

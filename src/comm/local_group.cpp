@@ -73,12 +73,10 @@ class LocalGroup final : public Communicator {
  private:
   void check(std::string_view operation, std::string_view name) {
     if (!error_.empty() || closed_) {
-      const std::string label = operation_label(operation, name) + ": ";
-      if (error_.empty()) {
-        throw CommunicationError("comm::" + std::string(operation),
-                                 label + "the group is closed: name=" + options_.name);
-      }
-      throw CommunicationError("comm::" + std::string(operation), label + error_, {}, {}, kind_);
+      const std::string& why =
+          error_.empty() ? "the group is closed: name=" + options_.name : error_;
+      throw CommunicationError("comm::" + std::string(operation),
+                               operation_label(operation, name) + ": " + why, {}, {}, kind_);
     }
   }
 

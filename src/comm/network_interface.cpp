@@ -6,7 +6,6 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -42,21 +41,16 @@ std::string socket_address_text(const sockaddr* address) {
 
 /// The address from which this host would send to `target`; empty without a route. Sends nothing.
 std::string address_towards(const std::string& target) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  hints.ai_flags = AI_NUMERICHOST;
-  addrinfo* to = nullptr;
-  if (getaddrinfo(target.c_str(), "9", &hints, &to) != 0) {
+  const auto to = is_address(target) ? host_addresses(target, 9) : nullptr;
+  if (to == nullptr) {
     return {};
   }
-  const int fd = socket(to->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  const FileDescriptor fd(socket(to->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   sockaddr_storage own{};
   socklen_t size = sizeof own;
   auto* const address = reinterpret_cast<sockaddr*>(&own);
-  const bool found =
-      connect(fd, to->ai_addr, to->ai_addrlen) == 0 && getsockname(fd, address, &size) == 0;
-  freeaddrinfo(to);
-  ::close(fd);
+  const bool found = connect(fd.get(), to->ai_addr, to->ai_addrlen) == 0 &&
+                     getsockname(fd.get(), address, &size) == 0;
   return found ? socket_address_text(address) : "";
 }
 

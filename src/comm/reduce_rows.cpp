@@ -82,7 +82,7 @@ HASTEN_VECTOR_CLONES void mean_of_two(const T* a, const T* b, T* output, size_t 
   }
 }
 
-template <typename T, typename Sum, typename To>
+template <typename T, typename Sum = T, typename To = Sum>
 void reduce_as(ReduceOp op, const std::vector<const char*>& rows, char* output, size_t count) {
   const auto row = [&](size_t rank) { return reinterpret_cast<const T*>(rows[rank]); };
   auto* const to = reinterpret_cast<To*>(output);
@@ -120,7 +120,7 @@ void reduce_floats(ReduceOp op, const std::vector<const char*>& rows, c10::Scala
   using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
   switch (to) {
     case c10::kDouble:
-      return reduce_as<T, double, double>(op, rows, output, count);
+      return reduce_as<T, double>(op, rows, output, count);
     case c10::kFloat:
       return reduce_as<T, Sum, float>(op, rows, output, count);
     case c10::kHalf:
@@ -138,6 +138,7 @@ bool is_reducible(c10::ScalarType type) {
 
 void reduce_rows(ReduceOp op, c10::ScalarType from, const std::vector<const char*>& rows,
                  c10::ScalarType to, char* output, size_t count) {
+  const bool wraps = op == ReduceOp::SUM || op == ReduceOp::PRODUCT;
   switch (from) {
     case c10::kDouble:
       return reduce_floats<double>(op, rows, to, output, count);
@@ -148,25 +149,20 @@ void reduce_rows(ReduceOp op, c10::ScalarType from, const std::vector<const char
     case c10::kBFloat16:
       return reduce_floats<Bf16>(op, rows, to, output, count);
     case c10::kLong: // unsigned, because sums may wrap around
-      if (op == ReduceOp::SUM || op == ReduceOp::PRODUCT) {
-        return reduce_as<uint64_t, uint64_t, uint64_t>(op, rows, output, count);
-      }
-      return reduce_as<int64_t, int64_t, int64_t>(op, rows, output, count);
+      return wraps ? reduce_as<uint64_t>(op, rows, output, count)
+                   : reduce_as<int64_t>(op, rows, output, count);
     case c10::kInt:
-      if (op == ReduceOp::SUM || op == ReduceOp::PRODUCT) {
-        return reduce_as<uint32_t, uint32_t, uint32_t>(op, rows, output, count);
-      }
-      return reduce_as<int32_t, int32_t, int32_t>(op, rows, output, count);
+      return wraps ? reduce_as<uint32_t>(op, rows, output, count)
+                   : reduce_as<int32_t>(op, rows, output, count);
     case c10::kShort:
-      return reduce_as<int16_t, int16_t, int16_t>(op, rows, output, count);
+      return reduce_as<int16_t>(op, rows, output, count);
     case c10::kChar:
-      return reduce_as<int8_t, int8_t, int8_t>(op, rows, output, count);
+      return reduce_as<int8_t>(op, rows, output, count);
     case c10::kBool:
-      return reduce_as<uint8_t, uint8_t, uint8_t>(
-          op == ReduceOp::SUM || op == ReduceOp::MAX ? ReduceOp::MAX : ReduceOp::MIN, rows, output,
-          count);
+      op = op == ReduceOp::SUM || op == ReduceOp::MAX ? ReduceOp::MAX : ReduceOp::MIN;
+      [[fallthrough]];
     default:
-      return reduce_as<uint8_t, uint8_t, uint8_t>(op, rows, output, count);
+      return reduce_as<uint8_t>(op, rows, output, count);
   }
 }
 

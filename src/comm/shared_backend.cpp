@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <utility>
 
+#include "backend_call.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/comm/shared_memory_backend.h"
@@ -17,7 +17,6 @@ namespace hasten::detail {
 
 using std::chrono::milliseconds;
 using Kind = Collective::Kind;
-using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// Throws the reason of the first rank that has one.
 static void throw_reason(const std::vector<nlohmann::json>& all, const std::vector<int>& names) {
@@ -74,24 +73,13 @@ SharedBackend::SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ra
 SharedBackend::~SharedBackend() { ranks_->queue.stop(); }
 
 static ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  for (const auto& [theirs, ours] : {std::pair(c10d::ReduceOp::SUM, ReduceOp::SUM),
-                                     std::pair(c10d::ReduceOp::AVG, ReduceOp::AVG),
-                                     std::pair(c10d::ReduceOp::MAX, ReduceOp::MAX),
-                                     std::pair(c10d::ReduceOp::MIN, ReduceOp::MIN),
-                                     std::pair(c10d::ReduceOp::PRODUCT, ReduceOp::PRODUCT)}) {
-    if (op == theirs) {
+  for (const ReduceOp ours :
+       {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MAX, ReduceOp::MIN, ReduceOp::PRODUCT}) {
+    if (op == c10d_op(ours)) {
       return ours;
     }
   }
   throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
-}
-
-static const at::Tensor& only(std::string_view kind, const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1) {
-    throw InputError("comm::" + std::string(kind), "tensors=" + std::to_string(tensors.size()),
-                     "one tensor");
-  }
-  return tensors[0];
 }
 
 /// All have one number of elements and one dtype.
@@ -106,15 +94,14 @@ static void check_alike(std::string_view kind, const std::vector<at::Tensor>& te
   }
 }
 
-TransferPlan SharedBackend::plan(Kind kind, int64_t root) const {
-  TransferPlan plan;
-  plan.kind = kind;
-  plan.root = static_cast<int>(root);
-  if (root < 0 || root >= getSize()) {
-    throw InputError("comm::shm", "no such rank: root=" + std::to_string(root),
-                     "0 to " + std::to_string(getSize() - 1));
+TransferPlan SharedBackend::plan(Kind kind, const Tensors& tensors, int64_t root,
+                                 const c10d::ReduceOp& op) const {
+  if (tensors.size() != 1) {
+    throw InputError("comm::" + std::string(Collective{kind}.kind_name()),
+                     "tensors=" + std::to_string(tensors.size()), "one tensor");
   }
-  return plan;
+  check_root("shm", root, getSize());
+  return {.kind = kind, .op = reduce_op(op), .root = static_cast<int>(root)};
 }
 
 /// Much data is read where it is, if all ranks have it in shared memory.
@@ -136,8 +123,7 @@ void SharedBackend::look_for_places(TransferPlan& plan) const {
 
 C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
                               milliseconds timeout) {
-  const Collective named{plan.kind};
-  const std::string_view kind = named.kind_name();
+  const std::string_view kind = Collective{plan.kind}.kind_name();
   check_alike(kind, inputs);
   check_alike(kind, outputs);
   const bool reduces = plan.kind == Kind::all_reduce || plan.kind == Kind::reduce ||
@@ -171,15 +157,12 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
   look_for_places(plan);
   plan.text = std::exchange(next_text_, {});
   if (plan.text.empty()) {
-    std::ostringstream text;
-    text << kind << (reduces ? " " : "") << (reduces ? reduce_op_name(plan.op) : "") << " of "
-         << tensor_text(one) << ", root " << plan.root;
-    plan.text = std::move(text).str();
+    const std::string reduction = reduces ? " " + std::string(reduce_op_name(plan.op)) : "";
+    plan.text = std::string(kind) + reduction + " of " + tensor_text(one) + ", root " +
+                std::to_string(plan.root);
   }
-  Tensors keep = inputs;
-  keep.insert(keep.end(), outputs.begin(), outputs.end());
-  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), outputs,
-                                         std::move(keep), timeout);
+  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), inputs,
+                                         outputs, timeout);
 }
 
 /// The rows of a tensor that has one for each rank.
@@ -192,56 +175,44 @@ SharedBackend::Tensors SharedBackend::rows(const at::Tensor& all) const {
   return all.detach().view({getSize(), all.numel() / getSize()}).unbind(0);
 }
 
-C10dWork SharedBackend::allreduce(std::vector<at::Tensor>& tensors,
-                                  const c10d::AllreduceOptions& options) {
-  only("all_reduce", tensors);
-  TransferPlan made = plan(Kind::all_reduce);
-  made.op = reduce_op(options.reduceOp);
-  return start(std::move(made), tensors, tensors, options.timeout);
+C10dWork SharedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return start(plan(Kind::all_reduce, tensors, 0, options.reduceOp), tensors, tensors,
+               options.timeout);
 }
 
 // Transfers end in their order, so the last one's end is that of all.
-C10dWork SharedBackend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
+C10dWork SharedBackend::allreduce_coalesced(Tensors& tensors,
                                             const c10d::AllreduceCoalescedOptions& options) {
   C10dWork last;
   for (const at::Tensor& tensor : tensors) {
-    std::vector<at::Tensor> one{tensor};
+    Tensors one{tensor};
     last = allreduce(one, options);
   }
   return last;
 }
 
-C10dWork SharedBackend::reduce(std::vector<at::Tensor>& tensors,
-                               const c10d::ReduceOptions& options) {
-  only("reduce", tensors);
-  TransferPlan made = plan(Kind::reduce, options.rootRank);
-  made.op = reduce_op(options.reduceOp);
-  return start(std::move(made), tensors, options.rootRank == getRank() ? tensors : Tensors(),
-               options.timeout);
+C10dWork SharedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return start(plan(Kind::reduce, tensors, options.rootRank, options.reduceOp), tensors,
+               options.rootRank == getRank() ? tensors : Tensors(), options.timeout);
 }
 
-C10dWork SharedBackend::broadcast(std::vector<at::Tensor>& tensors,
-                                  const c10d::BroadcastOptions& options) {
-  only("broadcast", tensors);
+C10dWork SharedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const bool root = options.rootRank == getRank();
-  return start(plan(Kind::broadcast, options.rootRank), root ? tensors : Tensors(),
+  return start(plan(Kind::broadcast, tensors, options.rootRank), root ? tensors : Tensors(),
                root ? Tensors() : tensors, options.timeout);
 }
 
-C10dWork SharedBackend::allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                  std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                   const c10d::AllgatherOptions& options) {
-  only("all_gather", inputs);
-  return start(plan(Kind::all_gather), inputs, outputs.at(0), options.timeout);
+  return start(plan(Kind::all_gather, inputs), inputs, outputs.at(0), options.timeout);
 }
 
 C10dWork SharedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                         const c10d::AllgatherOptions& options) {
-  return start(plan(Kind::all_gather), {input}, rows(output), options.timeout);
+  return start({.kind = Kind::all_gather}, {input}, rows(output), options.timeout);
 }
 
-C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                        std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                         const c10d::AllgatherOptions& options) {
   C10dWork last;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -250,40 +221,32 @@ C10dWork SharedBackend::allgather_into_tensor_coalesced(std::vector<at::Tensor>&
   return last;
 }
 
-C10dWork SharedBackend::gather(std::vector<std::vector<at::Tensor>>& outputs,
-                               std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::GatherOptions& options) {
-  only("gather", inputs);
-  return start(plan(Kind::gather, options.rootRank), inputs,
+  return start(plan(Kind::gather, inputs, options.rootRank), inputs,
                options.rootRank == getRank() ? outputs.at(0) : Tensors(), options.timeout);
 }
 
-C10dWork SharedBackend::scatter(std::vector<at::Tensor>& outputs,
-                                std::vector<std::vector<at::Tensor>>& inputs,
+C10dWork SharedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ScatterOptions& options) {
-  only("scatter", outputs);
-  return start(plan(Kind::scatter, options.rootRank),
+  return start(plan(Kind::scatter, outputs, options.rootRank),
                options.rootRank == getRank() ? inputs.at(0) : Tensors(), outputs, options.timeout);
 }
 
-C10dWork SharedBackend::reduce_scatter(std::vector<at::Tensor>& outputs,
-                                       std::vector<std::vector<at::Tensor>>& inputs,
+C10dWork SharedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const c10d::ReduceScatterOptions& options) {
-  only("reduce_scatter", outputs);
-  TransferPlan made = plan(Kind::reduce_scatter);
-  made.op = reduce_op(options.reduceOp);
-  return start(std::move(made), inputs.at(0), outputs, options.timeout);
+  return start(plan(Kind::reduce_scatter, outputs, 0, options.reduceOp), inputs.at(0), outputs,
+               options.timeout);
 }
 
 C10dWork SharedBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::ReduceScatterOptions& options) {
-  std::vector<at::Tensor> outputs{output};
-  std::vector<std::vector<at::Tensor>> inputs{rows(input)};
+  Tensors outputs{output};
+  std::vector<Tensors> inputs{rows(input)};
   return reduce_scatter(outputs, inputs, options);
 }
 
-C10dWork SharedBackend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
-                                                        std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                         const c10d::ReduceScatterOptions& options) {
   C10dWork last;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -302,42 +265,39 @@ C10dWork SharedBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   if (uneven(output_splits) || uneven(input_splits)) {
     throw InputError("comm::all_to_all", "the splits are not equal", "equal splits");
   }
-  return start(plan(Kind::all_to_all), rows(input), rows(output), options.timeout);
+  return start({.kind = Kind::all_to_all}, rows(input), rows(output), options.timeout);
 }
 
-C10dWork SharedBackend::alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+C10dWork SharedBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                  const c10d::AllToAllOptions& options) {
-  return start(plan(Kind::all_to_all), inputs, outputs, options.timeout);
+  return start({.kind = Kind::all_to_all}, inputs, outputs, options.timeout);
 }
 
 C10dWork SharedBackend::barrier(const c10d::BarrierOptions& options) {
-  TransferPlan made = plan(Kind::all_gather);
-  made.text = std::exchange(next_text_, {});
+  TransferPlan made{.kind = Kind::all_gather, .text = std::exchange(next_text_, {})};
   made.text = made.text.empty() ? "barrier" : made.text;
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
                                          Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::exchange(std::shared_ptr<std::vector<std::string>> values) {
-  TransferPlan made = plan(Kind::all_gather);
-  made.text = std::exchange(next_text_, {});
-  made.values = std::move(values);
+  TransferPlan made{
+      .kind = Kind::all_gather, .text = std::exchange(next_text_, {}), .values = std::move(values)};
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
                                          Tensors(), kNoTimeout);
 }
 
 SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
-                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
-                       milliseconds timeout)
+                       Tensors inputs, Tensors outputs, milliseconds timeout)
     : Work(rank),
       ranks_(std::move(ranks)),
       outputs_(std::move(outputs)),
       timeout_(timeout),
       item_(std::make_shared<TransferQueue::Item>(std::move(plan), rank, size)) {
-  ending_->keep = std::move(keep);
+  ending_->keep = {std::move(inputs), outputs_};
   item_->on_end = [ending = ending_](const std::exception_ptr& error) {
     std::vector<std::function<void(std::exception_ptr)>> then;
-    std::vector<at::Tensor> kept; // freed without the mutex
+    std::pair<Tensors, Tensors> kept; // freed without the mutex
     {
       const std::lock_guard<std::mutex> lock(ending->mutex);
       ending->over = true;

@@ -14,6 +14,8 @@
 
 namespace hasten::detail {
 
+using C10dWork = c10::intrusive_ptr<c10d::Work>;
+
 /// The memory of all ranks of a group, and the transfers in it.
 struct SharedRanks {
   std::vector<SharedMemory> memory; // [rank]
@@ -31,6 +33,8 @@ std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& name
 
 class SharedBackend final : public c10d::Backend {
  public:
+  using Tensors = std::vector<at::Tensor>;
+
   SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ranks);
   /// Operations that have not ended fail.
   ~SharedBackend() override;
@@ -40,7 +44,7 @@ class SharedBackend final : public c10d::Backend {
   /// Operations that have started end even if nobody waits.
   void hurry() { ranks_->queue.hurry(); }
   /// Replaces [rank] this rank's bytes by those of all.
-  c10::intrusive_ptr<c10d::Work> exchange(std::shared_ptr<std::vector<std::string>> values);
+  C10dWork exchange(std::shared_ptr<std::vector<std::string>> values);
 
   const std::string getBackendName() const override { return "shm"; }
   /// shared_zeros(), which collectives read in place.
@@ -48,52 +52,42 @@ class SharedBackend final : public c10d::Backend {
     return shared_zeros(size, options);
   }
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors,
-                                        const c10d::ReduceOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
-                                           const c10d::BroadcastOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
-                                           std::vector<at::Tensor>& inputs,
+  C10dWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  C10dWork allreduce_coalesced(Tensors& tensors,
+                               const c10d::AllreduceCoalescedOptions& options) override;
+  C10dWork reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  C10dWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  C10dWork allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                     const c10d::AllgatherOptions& options) override;
+  C10dWork _allgather_base(at::Tensor& output, at::Tensor& input,
+                           const c10d::AllgatherOptions& options) override;
+  C10dWork allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                            const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
-      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-      const c10d::AllgatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs,
-                                        std::vector<at::Tensor>& inputs,
-                                        const c10d::GatherOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs,
-                                         std::vector<std::vector<at::Tensor>>& inputs,
-                                         const c10d::ScatterOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
-                                                std::vector<std::vector<at::Tensor>>& inputs,
-                                                const c10d::ReduceScatterOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
-      std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
-      const c10d::ReduceScatterOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
-                                               std::vector<int64_t>& output_splits,
-                                               std::vector<int64_t>& input_splits,
-                                               const c10d::AllToAllOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs,
-                                          std::vector<at::Tensor>& inputs,
-                                          const c10d::AllToAllOptions& options) override;
-  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+  C10dWork gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                  const c10d::GatherOptions& options) override;
+  C10dWork scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                   const c10d::ScatterOptions& options) override;
+  C10dWork reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                          const c10d::ReduceScatterOptions& options) override;
+  C10dWork _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                const c10d::ReduceScatterOptions& options) override;
+  C10dWork reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                           const c10d::ReduceScatterOptions& options) override;
+  C10dWork alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                         std::vector<int64_t>& input_splits,
+                         const c10d::AllToAllOptions& options) override;
+  C10dWork alltoall(Tensors& outputs, Tensors& inputs,
+                    const c10d::AllToAllOptions& options) override;
+  C10dWork barrier(const c10d::BarrierOptions& options) override;
   void setSequenceNumberForGroup() override {}
 
  private:
-  using Tensors = std::vector<at::Tensor>;
-  /// `kind`, `op` and `root` of `plan` are set. `rows`: whether each side is one tensor of all rows.
-  c10::intrusive_ptr<c10d::Work> start(TransferPlan plan, const Tensors& inputs,
-                                       const Tensors& outputs, std::chrono::milliseconds timeout);
-  TransferPlan plan(TransferPlan::Kind kind, int64_t root = 0) const;
+  /// `kind`, `op` and `root` of `plan` are set.
+  C10dWork start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
+                 std::chrono::milliseconds timeout);
+  /// Of an operation of which this rank has one tensor on a side.
+  TransferPlan plan(TransferPlan::Kind kind, const Tensors& tensors, int64_t root = 0,
+                    const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const;
   void look_for_places(TransferPlan& plan) const;
   Tensors rows(const at::Tensor& all) const;
 
@@ -104,10 +98,11 @@ class SharedBackend final : public c10d::Backend {
 /// An operation of SharedBackend.
 class SharedWork final : public c10d::Work {
  public:
+  using Tensors = SharedBackend::Tensors;
+
   /// Starts it.
   SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
-             std::vector<at::Tensor> outputs, std::vector<at::Tensor> keep,
-             std::chrono::milliseconds timeout);
+             Tensors inputs, Tensors outputs, std::chrono::milliseconds timeout);
   /// Moves it on in this thread, at most for `limit`, or until it has ended.
   void drive(std::chrono::milliseconds limit) { ranks_->queue.drive(*item_, limit); }
   /// Calls `f` once it has ended, in the thread that ends it.
@@ -118,7 +113,7 @@ class SharedWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
-  std::vector<at::Tensor> result() override { return outputs_; }
+  Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
@@ -127,11 +122,11 @@ class SharedWork final : public c10d::Work {
     bool over = false;
     std::vector<std::function<void(std::exception_ptr)>> then{};
     std::exception_ptr error{}; // once over
-    std::vector<at::Tensor> keep; // until then
+    std::pair<Tensors, Tensors> keep; // inputs and outputs, until then
   };
 
   const std::shared_ptr<SharedRanks> ranks_;
-  const std::vector<at::Tensor> outputs_;
+  const Tensors outputs_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Ending> ending_ = std::make_shared<Ending>();
   std::shared_ptr<TransferQueue::Item> item_;

@@ -29,17 +29,17 @@ constexpr const char* kWhere = "comm::shared_memory";
 }
 
 /// A file in memory that nothing but the descriptor names.
-static int nameless_file() {
-  int descriptor = ::memfd_create("hasten", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (descriptor < 0) { // a sandbox without it
+static FileDescriptor nameless_file() {
+  FileDescriptor file(::memfd_create("hasten", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) { // a sandbox without it
     const std::string name = "/" + unique_socket_name("hasten-");
-    descriptor = ::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-    if (descriptor < 0) {
+    file = FileDescriptor(::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+    if (!file) {
       throw_system_error("cannot make a file in memory", errno);
     }
     ::shm_unlink(name.c_str());
   }
-  return descriptor;
+  return file;
 }
 
 // The destructor runs after an exception, because the object is complete when the body begins.
@@ -53,7 +53,7 @@ SharedMemory::SharedMemory(size_t bytes) : SharedMemory() {
   }
   counted_ = count_memory(static_cast<int64_t>(bytes));
   descriptor_ = nameless_file();
-  const int error = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
+  const int error = ::posix_fallocate(descriptor_.get(), 0, static_cast<off_t>(bytes));
   if (error == ENOSPC) {
     throw Error(kWhere, "/dev/shm is too small for " + format_bytes(static_cast<int64_t>(bytes)));
   }
@@ -64,8 +64,8 @@ SharedMemory::SharedMemory(size_t bytes) : SharedMemory() {
   // From here on nobody else can write or resize it. Kernels before 5.1 lack the first seal, and
   // files of shm_open have none: peers map those to read, as they do here.
   constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  if (::fcntl(descriptor_, F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
-    ::fcntl(descriptor_, F_ADD_SEALS, kSize);
+  if (::fcntl(descriptor_.get(), F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0) {
+    ::fcntl(descriptor_.get(), F_ADD_SEALS, kSize);
   }
 }
 
@@ -73,12 +73,12 @@ SharedMemory::SharedMemory(const SharedMemoryAddress& of) : SharedMemory() {
   bytes_ = of.bytes;
   const std::string path =
       "/proc/" + std::to_string(of.pid) + "/fd/" + std::to_string(of.descriptor);
-  descriptor_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor_ < 0) {
+  descriptor_ = FileDescriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!descriptor_) {
     throw_system_error("cannot open the memory of process " + std::to_string(of.pid), errno);
   }
   struct stat found {};
-  const bool same = ::fstat(descriptor_, &found) == 0 && found.st_dev == of.device &&
+  const bool same = ::fstat(descriptor_.get(), &found) == 0 && found.st_dev == of.device &&
                     found.st_ino == of.inode && std::cmp_equal(found.st_size, of.bytes);
   if (!same) { // its number has gone to another process
     throw Error(kWhere, "process " + std::to_string(of.pid) + " offers other memory");
@@ -103,7 +103,6 @@ SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
 }
 
 SharedMemory::~SharedMemory() {
-  hide();
   const auto bytes = static_cast<int64_t>(bytes_);
   if (counted_) {
     uncount_memory(bytes);
@@ -115,7 +114,8 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::map(int protection) {
-  void* const at = ::mmap(nullptr, bytes_, protection, MAP_SHARED | MAP_POPULATE, descriptor_, 0);
+  void* const at =
+      ::mmap(nullptr, bytes_, protection, MAP_SHARED | MAP_POPULATE, descriptor_.get(), 0);
   if (at == MAP_FAILED) {
     throw_system_error("cannot map " + format_bytes(static_cast<int64_t>(bytes_)), errno);
   }
@@ -124,16 +124,10 @@ void SharedMemory::map(int protection) {
 
 SharedMemoryAddress SharedMemory::address() const {
   struct stat own {};
-  if (::fstat(descriptor_, &own) != 0) {
+  if (::fstat(descriptor_.get(), &own) != 0) {
     throw_system_error("cannot describe the memory", errno);
   }
-  return {::getpid(), descriptor_, own.st_dev, own.st_ino, bytes_};
-}
-
-void SharedMemory::hide() {
-  if (descriptor_ >= 0) {
-    ::close(std::exchange(descriptor_, -1));
-  }
+  return {::getpid(), descriptor_.get(), own.st_dev, own.st_ino, bytes_};
 }
 
 } // namespace hasten::detail

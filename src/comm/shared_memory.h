@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 
+#include "hasten/base/files.h"
+
 namespace hasten::detail {
 
 /// Where a process finds a peer's memory while the peer offers it.
@@ -37,14 +39,14 @@ class SharedMemory {
   /// Of own memory, until hide().
   SharedMemoryAddress address() const;
   /// From now on no other process can map it. Those that have go on.
-  void hide();
+  void hide() { descriptor_.close(); }
 
  private:
   void map(int protection);
 
   char* data_ = nullptr;
   size_t bytes_ = 0;
-  int descriptor_ = -1;
+  FileDescriptor descriptor_{};
   bool of_peer_ = false;
   bool counted_ = false; // in the memory meter
 };

@@ -98,18 +98,12 @@ class StepReplay {
 
   /// Takes all events that are due. False if all ranks have ended.
   bool take_events() {
-    for (bool more = true; more;) {
-      more = false;
-      for (Rank& rank : ranks_) {
-        if (rank.waits && has_ended(rank.trace->events[rank.next - 1].operation)) {
-          rank.waits = false;
-        }
-        if (rank.waits || rank.next == rank.trace->events.size() || rank.to_compute() > 0) {
-          continue;
-        }
-        const StepTrace::Event& event = rank.trace->events[rank.next++];
-        more = true;
-        rank.waits = !event.starts;
+    for (Rank& rank : ranks_) {
+      const std::vector<StepTrace::Event>& events = rank.trace->events;
+      rank.waits = rank.waits && !has_ended(events[rank.next - 1].operation);
+      while (!rank.waits && rank.next < events.size() && rank.to_compute() <= 0) {
+        const StepTrace::Event& event = events[rank.next++];
+        rank.waits = !event.starts && !has_ended(event.operation);
         if (event.starts && ++started_.at(event.operation) == ranks_.size()) {
           queues_[rank.trace->operations[event.operation].queue].push_back(event.operation);
         }

@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <c10/util/Logging.h>
+#include <c10/util/ScopeExit.h>
 #include <netinet/in.h>
 #include <resolv.h>
 #include <sys/socket.h>
@@ -22,13 +23,11 @@
 
 namespace hasten::detail {
 
-std::string peer_address(int fd) {
+std::string peer_address(const FileDescriptor& fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   auto* const peer = reinterpret_cast<sockaddr*>(&address);
-  const bool found = fd >= 0 && getpeername(fd, peer, &size) == 0;
-  ::close(fd);
-  return found ? socket_address_text(peer) : "";
+  return getpeername(fd.get(), peer, &size) == 0 ? socket_address_text(peer) : "";
 }
 
 static std::mutex quiet_mutex; // guards the variables below
@@ -100,41 +99,29 @@ std::shared_ptr<StoreServer> serve_store(const World& world) {
   return std::make_shared<StoreServer>(std::move(address));
 }
 
-/// While an object lives, this thread looks up names only in /etc/hosts. c10d looks up the name of
-/// every address to which it connects, for messages. A name server that does not answer would
-/// delay each connection by 5 s or more.
-class NoNameServers {
-#ifdef __GLIBC__
- public:
-  NoNameServers() {
-    if ((_res.options & RES_INIT) == 0) {
-      res_init();
-    }
-    count_ = std::exchange(_res.nscount, 0);
-  }
-  ~NoNameServers() { _res.nscount = count_; }
-  NoNameServers(const NoNameServers&) = delete;
-  NoNameServers& operator=(const NoNameServers&) = delete;
-
- private:
-  int count_ = 0;
-#endif
-};
-
 /// The store that torchrun's agent serves.
 StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
                           const std::atomic<bool>& cancelled) {
   const StoreAddress place{.host = world.master_addr, .port = world.master_port};
   // If no server listens, TCPStore's own first attempt would print a stack trace and sleep for a
   // second.
-  const std::string host = peer_address(connect_to(place, deadline, cancelled));
+  const std::string host = peer_address(FileDescriptor(connect_to(place, deadline, cancelled)));
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;
   options.numWorkers = static_cast<size_t>(world.world_size);
   try {
     const QuietStore quiet; // TCPStore warns about addresses without a name
-    const NoNameServers no_names;
+#ifdef __GLIBC__
+    // This thread looks up names only in /etc/hosts. c10d looks up the name of every address to
+    // which it connects, for messages. A name server that does not answer would delay each
+    // connection by 5 s or more.
+    if ((_res.options & RES_INIT) == 0) {
+      res_init();
+    }
+    const auto servers =
+        c10::make_scope_exit([count = std::exchange(_res.nscount, 0)] { _res.nscount = count; });
+#endif
     return c10::make_intrusive<c10d::TCPStore>(host, options);
   } catch (const std::exception& error) {
     const std::string text = error.what();

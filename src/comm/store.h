@@ -34,8 +34,8 @@ bool launcher_serves(const World& world);
 /// True if this process serves the store.
 bool serves_store(const World& world);
 
-/// The numeric address of the other end of the connection `fd`, which is closed; empty for -1.
-std::string peer_address(int fd);
+/// The numeric address of the other end of the connection; empty for none.
+std::string peer_address(const FileDescriptor& fd);
 
 /// Address of the store of a world without a store_file, unless an agent serves it. A Unix socket
 /// if all ranks are on this host, or if master_addr is a loopback address. Throws InputError for

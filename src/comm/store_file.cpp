@@ -1,12 +1,7 @@
 #include "store_file.h"
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <thread>
 
 #include "hasten/base/error.h"
@@ -48,11 +43,9 @@ void StoreFile::serve(const std::string& address, int generation) {
   // An unused address of the Internet: selects the interface of the default route.
   world_.master_addr =
       store_.socket.empty() ? reachable_address(address, "198.51.100.1") : "@" + store_.socket;
-  std::ostringstream text;
-  text << kStoreFileMark << ' ' << generation << ' ' << world_.master_addr << ' ' << store_.port
-       << '\n';
-  write_file_atomically(world_.store_file, text.str());
-  written_ = text.str();
+  written_ = kStoreFileMark + (" " + std::to_string(generation)) + " " + world_.master_addr + " " +
+             std::to_string(store_.port) + "\n";
+  write_file_atomically(world_.store_file, written_);
 }
 
 void StoreFile::find(int generation, CommClock::time_point deadline) {
@@ -69,9 +62,7 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
         number == generation) {
       store_ = address[0] == '@' ? StoreAddress{.socket = address.substr(1)}
                                  : StoreAddress{.host = address, .port = port, .key = key};
-      const int fd = try_connect(store_);
-      ::close(fd);
-      if (fd >= 0) {
+      if (FileDescriptor(try_connect(store_))) {
         world_.master_addr = address;
         world_.master_port = port;
         return;

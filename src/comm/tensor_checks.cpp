@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 
@@ -120,16 +121,13 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size) {
       std::adjacent_find(ranks.begin(), ranks.end(), std::greater_equal<>()) == ranks.end()) {
     return;
   }
-  std::string list;
-  for (const int member : ranks) {
-    list += (list.empty() ? "" : ", ") + std::to_string(member);
-  }
-  throw InputError("comm::new_group", "ranks=" + list,
+  const auto list = mapped(ranks, [](int member) { return std::to_string(member); });
+  throw InputError("comm::new_group", "ranks=" + joined(list),
                    "ascending ranks from 0 to " + std::to_string(world_size - 1) + ", this rank " +
                        std::to_string(rank) + " among them");
 }
 
-static void check_root(std::string_view operation, int root, int world_size) {
+void check_root(std::string_view operation, int64_t root, int world_size) {
   if (root < 0 || root >= world_size) {
     throw InputError(
         "comm::" + std::string(operation),
@@ -179,14 +177,6 @@ void check_collective(const Collective& what, int rank, int world_size) {
 at::Tensor bytes_of(const at::Tensor& tensor) {
   // A dimension of size 1 may have any stride; view() would keep it.
   return tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);
-}
-
-std::vector<at::Tensor> rows_of(const at::Tensor& tensor) {
-  std::vector<at::Tensor> rows;
-  for (int64_t i = 0; i < tensor.size(0); ++i) {
-    rows.push_back(bytes_of(tensor[i]));
-  }
-  return rows;
 }
 
 } // namespace hasten::detail

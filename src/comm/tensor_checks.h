@@ -21,6 +21,8 @@ std::string tensor_text(const at::Tensor& tensor, size_t first = 0);
 
 /// Throws InputError if a tensor or rank of `what` is not possible in a group of `world_size`.
 void check_collective(const Collective& what, int rank, int world_size);
+/// `root` must be a rank of a group of `world_size`.
+void check_root(std::string_view operation, int64_t root, int world_size);
 /// For all_gather_rows: at least one dimension.
 void check_rows(const at::Tensor& rows);
 /// `ranks` must be ascending and include `rank`.
@@ -28,7 +30,5 @@ void check_members(const std::vector<int>& ranks, int rank, int world_size);
 
 /// The bytes of a contiguous tensor, without a copy. Gloo can move any dtype this way.
 at::Tensor bytes_of(const at::Tensor& tensor);
-/// The bytes of each row of dimension 0.
-std::vector<at::Tensor> rows_of(const at::Tensor& tensor);
 
 } // namespace hasten::detail

@@ -28,11 +28,6 @@ struct HandshakeProgress {
   std::vector<std::optional<Hello>> hellos; // [rank]
 };
 
-int next_world_generation() {
-  static std::atomic<int> count{0};
-  return count++;
-}
-
 /// Runs in the store's thread. Returns the hellos of all ranks. Throws InputError at the first
 /// difference.
 std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& cancelled,
@@ -44,8 +39,8 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
                      "give every process its own RANK, or start with hasten launch");
   }
   if (!world_on_one_host(world)) {
-    own.store_address =
-        peer_address(try_connect({.host = world.master_addr, .port = world.master_port}));
+    own.store_address = peer_address(
+        FileDescriptor(try_connect({.host = world.master_addr, .port = world.master_port})));
   }
   if (own.rank == 0) {
     store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
@@ -167,7 +162,8 @@ std::shared_ptr<WorldLink> WorldLink::join(const World& world, const Communicato
                      "use that world: Accelerator b({}, a.communicator()), or "
                      "communicator->duplicate(); or close it first");
   }
-  const int generation = next_world_generation();
+  static std::atomic<int> worlds{0};
+  const int generation = worlds++;
   if (world.rank == 0 && !world_on_one_host(world) && !store_key_from_environment()) {
     log_warning(
         "this world has no secret: anyone who can reach its network can join it. "
@@ -214,11 +210,6 @@ std::string WorldLink::apart(const std::vector<int>& members) const {
   return "";
 }
 
-bool WorldLink::first_to_say(const std::string& what) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return said_.insert(what).second;
-}
-
 std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& address) {
   std::string host = address;
   if (!is_address(address)) {
@@ -237,9 +228,7 @@ std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& ad
     const std::set<int> before = listening_ports();
     device_ = c10d::ProcessGroupGloo::createDeviceForHostname(host);
     gloo_ports_ = listening_ports();
-    for (const int port : before) {
-      gloo_ports_.erase(port);
-    }
+    std::erase_if(gloo_ports_, [&](int port) { return before.contains(port); });
     device_address_ = host;
   }
   return device_;

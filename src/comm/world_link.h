@@ -94,8 +94,8 @@ class WorldLink {
   /// Which of these ranks see different processes, because they are on different hosts or in
   /// different containers. Empty if all see the same.
   std::string apart(const std::vector<int>& members) const;
-  /// True the first time, for what is said once in a world.
-  bool first_to_say(const std::string& what);
+  /// True the first time: the log says once in a world why the ranks do not share memory.
+  bool first_to_say_why() { return !said_why_.exchange(true); }
 
   /// A device at options.interface_address, by default loopback if all ranks are on this host.
   /// Groups with the same address share one device.
@@ -131,9 +131,9 @@ class WorldLink {
   using ClosedGroups = c10::Synchronized<std::vector<ClosedGroup>>;
   const std::shared_ptr<ClosedGroups> closed_groups_ = std::make_shared<ClosedGroups>();
   std::atomic<bool> shrunk_{false};
+  std::atomic<bool> said_why_{false};
   std::mutex mutex_; // guards the members below
   std::set<std::string> names_;
-  std::set<std::string> said_;
   int open_groups_ = 0;
   std::string device_address_;
   std::shared_ptr<gloo::transport::Device> device_;

@@ -9,7 +9,6 @@
 // the new world on every member, and they shrink again.
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -171,8 +170,7 @@ std::optional<Survivors> HostGroup::shrink() {
   }
   Survivors left;
   left.cause = link->liveness().cause().text;
-  left.ranks.resize(static_cast<size_t>(world_size()));
-  std::iota(left.ranks.begin(), left.ranks.end(), 0);
+  left.ranks = core_->members; // all
   for (bool first = true;; first = false) {
     std::vector<int> members;
     auto next = link->shrink(members);
