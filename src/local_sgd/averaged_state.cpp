@@ -9,6 +9,7 @@
 
 #include "comm/tensor_checks.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 
@@ -67,11 +68,8 @@ void AveragedBuffers::reduce(double weight) {
   if (others_.empty()) {
     return;
   }
-  std::vector<at::Tensor> bytes;
-  for (const at::Tensor& other : others_) {
-    bytes.push_back(bytes_of(other.cpu().contiguous()));
-  }
-  packed_ = at::cat(bytes);
+  packed_ = at::cat(
+      mapped(others_, [](const at::Tensor& other) { return bytes_of(other.cpu().contiguous()); }));
   communicator_->broadcast(packed_, 0, "integer buffers");
 }
 
