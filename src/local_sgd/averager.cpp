@@ -97,10 +97,7 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
 }
 
 void Averager::Impl::lay_out() {
-  int64_t total = 0;
-  for (const Entry& entry : entries) {
-    total += entry.numel;
-  }
+  const int64_t total = sum_of(entries, &Entry::numel);
   fragment_count = std::max<int64_t>(1, std::min(options.fragments, std::ssize(entries)));
   int64_t before = 0;
   int64_t last = -1;
@@ -273,20 +270,11 @@ const AverageReport& Averager::report() {
 
 RoundOutcome Averager::recover() { return impl_->recover(); }
 
-int64_t Averager::numel() const {
-  int64_t sum = 0;
-  for (const auto& entry : impl_->entries) {
-    sum += entry.numel;
-  }
-  return sum;
-}
+int64_t Averager::numel() const { return sum_of(impl_->entries, &Impl::Entry::numel); }
 
 int64_t Averager::nbytes() const {
-  int64_t sum = 0;
-  for (const auto& entry : impl_->entries) {
-    sum += static_cast<int64_t>(entry.tensor.nbytes());
-  }
-  return sum;
+  return sum_of(impl_->entries,
+                [](const auto& entry) { return static_cast<int64_t>(entry.tensor.nbytes()); });
 }
 
 int64_t Averager::fragments() const { return impl_->fragment_count; }
