@@ -172,12 +172,7 @@ void DeferredLog::replay(const std::vector<Step>& steps,
   });
   for (const Step& step : steps) {
     for (const GeneratorState& then : ops_[step.op].generators) {
-      const auto is_same = [&](const GeneratorState& s) {
-        return s.generator() == then.generator();
-      };
-      if (std::ranges::none_of(before, is_same)) {
-        before.push_back(then.again());
-      }
+      add_generator_state(before, then.generator());
       then.restore();
     }
     run(ops_[step.op]);
