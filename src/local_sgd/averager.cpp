@@ -346,10 +346,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   }
   for (const auto& [name, part] : impl_->parts()) {
     if (part != nullptr) {
-      NamedTensors own;
-      values[name] = nlohmann::json::object();
-      part->save_state(own, values[name]);
-      detail::put_below(tensors, std::string(name) + ".", own);
+      values[name] = detail::save_below(*part, tensors, std::string(name) + ".");
     }
   }
 }

@@ -72,10 +72,7 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
       mapped(learned_, [&](int64_t slot) { return slots[static_cast<size_t>(slot)].name; });
   values["comm_hook"] = hook_ ? hook_->description() : "none";
   if (hook_) {
-    NamedTensors of_hook;
-    values["comm_hook_state"] = nlohmann::json::object();
-    hook_->save_state(of_hook, values["comm_hook_state"]);
-    detail::put_below(tensors, "comm_hook.", of_hook);
+    values["comm_hook_state"] = detail::save_below(*hook_, tensors, "comm_hook.");
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);

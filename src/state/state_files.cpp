@@ -128,11 +128,8 @@ void require_finite_values(const nlohmann::json& values, const std::string& whos
 
 nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
                              const std::string& prefix) {
-  NamedTensors own;
-  nlohmann::json values = nlohmann::json::object();
-  object.save_state(own, values);
+  nlohmann::json values = save_below(object, tensors, prefix);
   require_finite_values(values, name);
-  put_below(tensors, prefix, own);
   return values;
 }
 
