@@ -38,6 +38,12 @@ void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTens
   }
 }
 
+void clone_tensors(NamedTensors& tensors) {
+  for (auto& [name, tensor] : tensors) {
+    tensor = tensor.clone();
+  }
+}
+
 nlohmann::json save_below(const Stateful& object, NamedTensors& tensors,
                           const std::string& prefix) {
   NamedTensors own;

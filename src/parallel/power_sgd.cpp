@@ -301,11 +301,8 @@ void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json&
       std::tuple{number("iteration"), number("numbers"), number("sent")}; // in this order
   factors_ = detail::tensors_below(tensors, "factor.");
   errors_ = detail::tensors_below(tensors, "error.");
-  for (NamedTensors* kept : {&factors_, &errors_}) {
-    for (auto& [name, tensor] : *kept) {
-      tensor = tensor.clone();
-    }
-  }
+  detail::clone_tensors(factors_);
+  detail::clone_tensors(errors_);
 }
 
 } // namespace hasten

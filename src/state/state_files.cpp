@@ -143,9 +143,7 @@ void undo_objects(const StateLoad& load, size_t count) {
 void load_objects(StateLoad& load) {
   for (StatefulLoad& object : load.objects) {
     object.object->save_state(object.old_tensors, object.old_values);
-    for (auto& [name, tensor] : object.old_tensors) {
-      tensor = tensor.clone();
-    }
+    clone_tensors(object.old_tensors);
   }
   size_t done = 0;
   try {

@@ -20,6 +20,9 @@ NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefi
 /// Adds `more` to `tensors`, with `prefix` before each name.
 void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
 
+/// Gives every tensor its own memory.
+void clone_tensors(NamedTensors& tensors);
+
 /// Saves `object`, its tensors below `prefix`. Returns its JSON values.
 nlohmann::json save_below(const Stateful& object, NamedTensors& tensors, const std::string& prefix);
 
