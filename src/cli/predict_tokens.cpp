@@ -1,5 +1,4 @@
 // hasten predict for token-classification and fill-mask.
-#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
