@@ -246,9 +246,7 @@ void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& re
   size_t number = 0;
   for (const c10::IValue& value : results) {
     visit_tensors(value, [&](const at::Tensor& tensor) {
-      const auto made = std::ranges::find_if(
-          op.creates, [&](const auto& create) { return create.first == number; });
-      ++number;
+      const auto made = std::ranges::find(op.creates, number++, &std::pair<size_t, size_t>::first);
       if (made == op.creates.end()) {
         return;
       }
