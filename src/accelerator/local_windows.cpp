@@ -73,11 +73,8 @@ void LocalWindows::collect(StateParts& parts) const {
     return;
   }
   const size_t model = scope_->model();
-  NamedTensors own;
   auto& values = parts.own_values["local"];
-  values["scope"] = nlohmann::json::object();
-  scope_->save_state(own, values["scope"]);
-  put_below(parts.own, "local.scope.", own);
+  values["scope"] = save_below(*scope_, parts.own, "local.scope.");
   put_below(parts.own, "local.model.", named_model_tensors(*models_[model].parallel->module()));
   values["attempted"] = windows_.attempted(model) == windows_.completed(model);
   optimizers_.collect_local(model, parts);

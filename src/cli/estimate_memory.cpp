@@ -48,19 +48,13 @@ Shapes shards_of(const Shapes& shapes, int64_t ranks) {
 }
 
 int64_t numel_of(const Shapes& shapes) {
-  int64_t numel = 0;
-  for (const auto& shape : shapes) {
-    numel += c10::multiply_integers(shape);
-  }
-  return numel;
+  return sum_of(shapes, [](const auto& shape) { return c10::multiply_integers(shape); });
 }
 
 int64_t padded_numel(const Shapes& shapes) {
-  int64_t numel = 0;
-  for (const auto& shape : shapes) {
-    numel += flat_padded(c10::multiply_integers(shape), at::kFloat);
-  }
-  return numel;
+  return sum_of(shapes, [](const auto& shape) {
+    return flat_padded(c10::multiply_integers(shape), at::kFloat);
+  });
 }
 
 /// The ranks that share one copy of a sharded model.
@@ -72,12 +66,10 @@ int64_t sharding_ranks(const EstimateMemoryCommand& command) {
 /// Bytes of the small parameters, unsharded: they are copied to be sent in one message.
 int64_t copied_bytes(const Shapes& shards, int64_t ranks) {
   constexpr int64_t kAloneBytes = 256 << 10; // larger shards are sent without a copy
-  int64_t bytes = 0;
-  for (const auto& shape : shards) {
+  return sum_of(shards, [&](const auto& shape) {
     const int64_t shard = 4 * c10::multiply_integers(shape);
-    bytes += shard < kAloneBytes ? ranks * shard : 0;
-  }
-  return bytes;
+    return shard < kAloneBytes ? ranks * shard : 0;
+  });
 }
 
 /// The memory of a sharded model on the rank that needs most. The buffers of unsharded units and

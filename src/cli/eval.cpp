@@ -98,7 +98,7 @@ void write_eval_predictions(const EvalCommand& command, const TextModel& model, 
   for (int64_t row = 0; row < rows.size(); ++row) {
     predictions.truth.push_back(true_label(rows, row, model, head));
   }
-  write_predictions_file(command.predictions, predictions, false);
+  write_predictions_file(command.predictions, predictions);
 }
 
 void print_eval(nlohmann::ordered_json result, const nlohmann::json& report, bool json) {

@@ -77,7 +77,7 @@ int run_command(const GenerateCommand& command) {
       text += (i > 0 ? "\n" : "") + prompts[i] + answers[i].generated_text + "\n";
     }
   }
-  write_answers(command, text, std::ssize(answers));
+  write_answers("cli::generate", command.output, text, std::ssize(answers));
   return kExitOk;
 }
 

@@ -6,7 +6,6 @@
 #include <regex>
 
 #include "hasten/accelerator/accelerator.h"
-#include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"

@@ -182,23 +182,23 @@ Predictions make_predictions(const std::vector<std::string>& texts,
           head};
 }
 
-void write_predictions_file(const std::string& path, const Predictions& predictions,
-                            bool with_logits) {
-  write_file_atomically(path, path.ends_with(".csv") ? predictions_csv(predictions)
-                                                     : predictions_jsonl(predictions, with_logits));
-  log_info("wrote " + format_count(predictions.size()) + " predictions to " + path);
+void write_predictions_file(const std::string& path, const Predictions& predictions) {
+  write_answers(
+      "cli::eval", path,
+      path.ends_with(".csv") ? predictions_csv(predictions) : predictions_jsonl(predictions, false),
+      predictions.size());
 }
 
-/// Writes to --output, or else to stdout.
-void write_answers(const TextsFlags& command, const std::string& text, int64_t answers) {
-  if (!command.output.empty()) {
-    write_file_atomically(command.output, text);
-    log_info("wrote " + format_count(answers) + " predictions to " + command.output);
+void write_answers(const char* where, const std::string& output, const std::string& text,
+                   int64_t answers, const std::string& what) {
+  if (!output.empty()) {
+    write_file_atomically(output, text);
+    log_info("wrote " + format_count(answers) + " " + what + " to " + output);
     return;
   }
   std::cout << text << std::flush;
   if (!std::cout) {
-    throw Error("cli::predict", "cannot write to stdout");
+    throw Error(where, "cannot write to stdout");
   }
 }
 
@@ -247,7 +247,7 @@ void predict_classes(const PredictCommand& command, const TextModel& model,
                         command.file.empty() ? "the texts" : command.file);
   const Predictions all =
       make_predictions(texts, dataset.all_ids(), model.labels(), logits, model.problem_type());
-  write_answers(command,
+  write_answers("cli::predict", command.output,
                 command.output.ends_with(".csv") ? predictions_csv(all)
                 : command.output.empty() && !command.json
                     ? predictions_table(all)

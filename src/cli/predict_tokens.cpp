@@ -1,5 +1,4 @@
 // hasten predict for token-classification and fill-mask.
-#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
@@ -9,6 +8,7 @@
 #include "hasten/tasks/pipelines.h"
 #include "hasten/text/conll.h"
 #include "predictions.h"
+#include "run.h"
 
 namespace hasten::detail {
 
@@ -112,7 +112,7 @@ void predict_tokens(const PredictCommand& command, const TextModel& model,
   for (const Json& answer : answers) {
     text += command.json || !command.output.empty() ? answer.dump() + "\n" : answer_lines(answer);
   }
-  write_answers(command, text, std::ssize(answers));
+  write_answers("cli::predict", command.output, text, std::ssize(answers));
 }
 
 } // namespace hasten::detail

@@ -57,13 +57,9 @@ Predictions make_predictions(const std::vector<std::string>& texts,
                              Head head);
 
 /// Writes a .csv or .jsonl file, by its name. Throws Error if it cannot be written.
-void write_predictions_file(const std::string& path, const Predictions& predictions,
-                            bool with_logits);
+void write_predictions_file(const std::string& path, const Predictions& predictions);
 
 struct TextModel;
-
-/// Writes a command's answers to --output, or else to stdout. Throws Error if it cannot.
-void write_answers(const TextsFlags& command, const std::string& text, int64_t answers);
 
 /// The texts of the command line, of stdin or of --file. `pairs` gets the second texts, if the samples
 /// are pairs. Errors begin with `where`.

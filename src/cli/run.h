@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <string_view>
 
 #include "commands.h"
@@ -20,6 +21,11 @@ namespace detail {
 /// throw SilentExit with that error's exit code.
 void agree_on(Communicator& communicator, std::string_view name,
               const std::function<void()>& stage);
+
+/// Writes a command's answers to the file `output`, or to stdout if that is empty. Throws Error if
+/// it cannot. `what`: the answers in the log's line "wrote 4,000 reviews to …".
+void write_answers(const char* where, const std::string& output, const std::string& text,
+                   int64_t answers, const std::string& what = "predictions");
 
 } // namespace detail
 

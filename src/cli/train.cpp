@@ -127,10 +127,10 @@ std::string train_data_checksum(const TokenizedClassification& data) {
 
 // Checkpoints hold weights and two moments, and an incomplete one can exist during a save.
 int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Module& model) {
-  int64_t bytes = 0;
-  for (const auto& parameter : model.parameters()) { // the base of an adapter is not written
-    bytes += parameter.requires_grad() ? static_cast<int64_t>(parameter.nbytes()) : 0;
-  }
+  // The base of an adapter is not written.
+  const int64_t bytes = sum_of(model.parameters(), [](const at::Tensor& parameter) {
+    return parameter.requires_grad() ? static_cast<int64_t>(parameter.nbytes()) : 0;
+  });
   int64_t saves = 0;
   if (arguments.save_strategy == IntervalStrategy::epoch) {
     saves =

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include "flags.h"
@@ -120,9 +119,6 @@ void declare_checkpointing(FlagTable& flags, TrainingArguments& a) {
               "every:K blocks, ops, budget:BYTES or budget:50%");
 }
 
-// `hasten` does not see LibTorch and so not backend_names().
-constexpr std::array kWorkerBackends{"auto", "gloo", "nccl", "shm"};
-
 void declare_backend(FlagTable& flags, TrainingArguments& a) {
   flags.value("--device", a.device, "NAME",
               "auto (a GPU for each process, else the CPU), cpu, cuda, or cuda:N");
@@ -133,11 +129,11 @@ void declare_backend(FlagTable& flags, TrainingArguments& a) {
 }
 
 void check_backend(const FlagTable& flags, const TrainingArguments& a) {
-  const std::vector<std::string> known(kWorkerBackends.begin(), kWorkerBackends.end());
-  if (std::find(known.begin(), known.end(), a.ddp_backend) == known.end()) {
-    throw InputError(flags.where(), "--backend=" + a.ddp_backend, "one of " + joined(known),
-                     write_nearest(a.ddp_backend, known));
-  }
+  // `hasten` does not see LibTorch and so not backend_names().
+  const std::vector<std::string> known{"auto", "gloo", "nccl", "shm"};
+  flags.require(std::ranges::find(known, a.ddp_backend) != known.end(),
+                "--backend=" + a.ddp_backend, "one of " + joined(known),
+                write_nearest(a.ddp_backend, known));
 }
 
 void declare_run(FlagTable& flags, TrainCommand& command, bool& print_config) {

@@ -116,10 +116,7 @@ void AutocastState::restore() const {
   detail::fp32_ops = fp32_ops_;
 }
 
-bool AutocastState::enabled() const {
-  return std::any_of(std::begin(devices_), std::end(devices_),
-                     [](const OnDevice& on) { return on.enabled; });
-}
+bool AutocastState::enabled() const { return std::ranges::any_of(devices_, &OnDevice::enabled); }
 
 Autocast::Autocast(const AutocastOptions& options) : before_(AutocastState::now()) {
   const at::ScalarType dtype =

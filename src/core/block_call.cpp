@@ -39,10 +39,7 @@ std::shared_ptr<const BlockChain> find_block_chain(const torch::nn::Module* bloc
   BlockRegistry& registry = block_registry();
   std::shared_lock lock(registry.mutex);
   const auto it = registry.entries.find(block);
-  if (it == registry.entries.end()) {
-    return nullptr;
-  }
-  auto alive = it->second.block.lock();
+  auto alive = it == registry.entries.end() ? nullptr : it->second.block.lock();
   if (!alive) {
     return nullptr;
   }
@@ -133,11 +130,9 @@ void detail::BlockDetacher::operator()(const torch::nn::Module* block) const noe
     return; // the block was destroyed and its entry removed
   }
   auto& links = it->second.links;
-  const auto link = std::ranges::find_if(links, [&](const detail::BlockLink& candidate) {
-    return candidate.id == id; // another block may live here by now
-  });
+  const auto link = std::ranges::find(links, id, &detail::BlockLink::id);
   if (link == links.end()) {
-    return;
+    return; // another block lives here by now
   }
   dropped = std::move(*link);
   links.erase(link);

@@ -59,9 +59,8 @@ static bool covers_storage(const at::Tensor& tensor) {
 static GeneratorStates states_before(const OpPassing& passing) {
   GeneratorStates states(1);
   for (const c10::IValue& argument : passing.arguments()) {
-    if (argument.isGenerator() && argument.toGenerator().device().is_cpu() &&
-        argument.toGenerator() != states[0].generator()) {
-      states.emplace_back(argument.toGenerator());
+    if (argument.isGenerator() && argument.toGenerator().device().is_cpu()) {
+      add_generator_state(states, argument.toGenerator());
     }
   }
   return states;
@@ -264,8 +263,7 @@ void DeferredRecorder::note_results(const OpPassing& passing, Passing& described
           std::ranges::none_of(described.outside, is_alias)) {
         const size_t storage = log_->add(tensor);
         known_[tensor.storage().unsafeGetStorageImpl()] = storage;
-        tracked_.push_back({});
-        tracked_.back().used = count_;
+        tracked_.emplace_back().used = count_;
         hash(storage, 0, tensor.storage().nbytes());
         described.op.creates.emplace_back(number, storage);
       }

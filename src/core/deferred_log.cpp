@@ -172,12 +172,7 @@ void DeferredLog::replay(const std::vector<Step>& steps,
   });
   for (const Step& step : steps) {
     for (const GeneratorState& then : ops_[step.op].generators) {
-      const auto is_same = [&](const GeneratorState& s) {
-        return s.generator() == then.generator();
-      };
-      if (std::ranges::none_of(before, is_same)) {
-        before.push_back(then.again());
-      }
+      add_generator_state(before, then.generator());
       then.restore();
     }
     run(ops_[step.op]);
@@ -251,9 +246,7 @@ void DeferredLog::take_results(const DeferredOp& op, const torch::jit::Stack& re
   size_t number = 0;
   for (const c10::IValue& value : results) {
     visit_tensors(value, [&](const at::Tensor& tensor) {
-      const auto made = std::ranges::find_if(
-          op.creates, [&](const auto& create) { return create.first == number; });
-      ++number;
+      const auto made = std::ranges::find(op.creates, number++, &std::pair<size_t, size_t>::first);
       if (made == op.creates.end()) {
         return;
       }

@@ -11,11 +11,11 @@
 #endif
 
 #include <algorithm>
-#include <iterator>
 #include <mutex>
 
 #include "core/cuda_library.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 
@@ -187,14 +187,16 @@ bool GeneratorState::same_as(const GeneratorState& other) const {
          a->next_double_normal_sample() == b->next_double_normal_sample();
 }
 
+void add_generator_state(GeneratorStates& states, const at::Generator& generator) {
+  if (std::ranges::find(states, generator, &GeneratorState::generator) == states.end()) {
+    states.emplace_back(generator);
+  }
+}
+
 GeneratorStates generator_states(const std::vector<at::Device>& devices) {
   GeneratorStates states(1);
   for (const at::Device& device : devices) {
-    const at::Generator& generator = at::globalContext().defaultGenerator(device);
-    if (std::none_of(states.begin(), states.end(),
-                     [&](const GeneratorState& state) { return state.generator() == generator; })) {
-      states.emplace_back(generator);
-    }
+    add_generator_state(states, at::globalContext().defaultGenerator(device));
   }
   return states;
 }
@@ -203,9 +205,8 @@ void set_generator_states(const GeneratorStates& states) {
   std::for_each(states.begin(), states.end(), std::mem_fn(&GeneratorState::restore));
 }
 
-GeneratorScope::GeneratorScope(const GeneratorStates& states) {
-  std::transform(states.begin(), states.end(), std::back_inserter(before_),
-                 std::mem_fn(&GeneratorState::again));
+GeneratorScope::GeneratorScope(const GeneratorStates& states)
+    : before_(mapped(states, &GeneratorState::again)) {
   set_generator_states(states);
 }
 

@@ -34,6 +34,19 @@ struct MemoryCounters {
   std::atomic<int64_t> allocations{0};
   std::atomic<int64_t> limit{std::numeric_limits<int64_t>::max()};
 
+  /// Returns the bytes that are live then. Throws if they exceed the limit.
+  int64_t add(int64_t bytes, const char* what) {
+    const int64_t now_live = live += bytes;
+    if (const int64_t most = limit; now_live > most) {
+      live -= bytes;
+      throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                  "out of memory: " + std::to_string(bytes) + " bytes for " + what +
+                                      ", with " + std::to_string(now_live - bytes) +
+                                      " bytes in use, exceed the limit of " + std::to_string(most));
+    }
+    return now_live;
+  }
+
   void note(int64_t now_live) {
     int64_t most = peak;
     while (now_live > most && !peak.compare_exchange_weak(most, now_live)) {
@@ -104,11 +117,6 @@ void free_counted(void* data) {
   c10::free_cpu(block);
 }
 
-static std::string over_limit(int64_t wanted, int64_t used, int64_t limit, const char* what) {
-  return "out of memory: " + std::to_string(wanted) + " bytes for " + what + ", with " +
-         std::to_string(used) + " bytes in use, exceed the limit of " + std::to_string(limit);
-}
-
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -124,13 +132,9 @@ class CountingAllocator final : public c10::Allocator {
               cpu};
     }
     MemoryCounters& counters = memory_counters();
-    const int64_t live = counters.live += wanted;
+    const int64_t live = counters.add(wanted, "a CPU tensor");
     char* block = nullptr;
     try {
-      if (const int64_t limit = counters.limit; live > limit) {
-        throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                                    over_limit(wanted, live - wanted, limit, "a CPU tensor"));
-      }
       block = static_cast<char*>(c10::alloc_cpu(bytes + kMemoryHeader));
     } catch (...) {
       counters.live -= wanted;
@@ -164,13 +168,7 @@ bool detail::count_memory(int64_t bytes) {
   if (!metered) {
     return false;
   }
-  const int64_t live = counters.live += bytes;
-  if (live > counters.limit) {
-    counters.live -= bytes;
-    throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                                over_limit(bytes, live - bytes, counters.limit, "shared memory"));
-  }
-  counters.note(live);
+  counters.note(counters.add(bytes, "shared memory"));
   return true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <nlohmann/json.hpp>
 
 #include "hasten/core/random.h"
 
@@ -35,6 +36,21 @@ void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTens
   for (const auto& [name, tensor] : more) {
     tensors.emplace(prefix + name, tensor);
   }
+}
+
+void clone_tensors(NamedTensors& tensors) {
+  for (auto& [name, tensor] : tensors) {
+    tensor = tensor.clone();
+  }
+}
+
+nlohmann::json save_below(const Stateful& object, NamedTensors& tensors,
+                          const std::string& prefix) {
+  NamedTensors own;
+  nlohmann::json values = nlohmann::json::object();
+  object.save_state(own, values);
+  put_below(tensors, prefix, own);
+  return values;
 }
 
 uint64_t sample_of(const at::Tensor& tensor, int64_t count) {

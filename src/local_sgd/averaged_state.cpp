@@ -9,6 +9,8 @@
 
 #include "comm/tensor_checks.h"
 #include "hasten/base/log.h"
+#include "hasten/base/text.h"
+#include "hasten/core/named_tensors.h"
 
 namespace hasten::detail {
 
@@ -67,11 +69,8 @@ void AveragedBuffers::reduce(double weight) {
   if (others_.empty()) {
     return;
   }
-  std::vector<at::Tensor> bytes;
-  for (const at::Tensor& other : others_) {
-    bytes.push_back(bytes_of(other.cpu().contiguous()));
-  }
-  packed_ = at::cat(bytes);
+  packed_ = at::cat(
+      mapped(others_, [](const at::Tensor& other) { return bytes_of(other.cpu().contiguous()); }));
   communicator_->broadcast(packed_, 0, "integer buffers");
 }
 
@@ -120,9 +119,7 @@ void AveragedMoments::average(size_t index, double weight) {
   nlohmann::json values = nlohmann::json::object();
   if (own != nullptr) {
     own->save_state(tensors, values);
-    for (auto& [name, tensor] : tensors) {
-      tensor = tensor.clone();
-    }
+    clone_tensors(tensors);
   } else {
     save_optimizer_state(optimizer, names_, tensors, values);
   }
@@ -173,9 +170,7 @@ void AveragedMoments::average(size_t index, double weight) {
   if (own != nullptr) {
     own->load_state(tensors, joined);
   } else if (joined != values) {
-    for (auto& [name, tensor] : tensors) {
-      tensor = tensor.clone(); // what is restored may not alias
-    }
+    clone_tensors(tensors); // what is restored may not alias
     prepare_optimizer_load(optimizer, names_, tensors, joined)();
   }
 }

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cmath>
 #include <sstream>
 #include <unordered_set>
 
@@ -97,10 +96,7 @@ void Averager::Impl::add_entries(const NamedTensorList& tensors) {
 }
 
 void Averager::Impl::lay_out() {
-  int64_t total = 0;
-  for (const Entry& entry : entries) {
-    total += entry.numel;
-  }
+  const int64_t total = sum_of(entries, &Entry::numel);
   fragment_count = std::max<int64_t>(1, std::min(options.fragments, std::ssize(entries)));
   int64_t before = 0;
   int64_t last = -1;
@@ -273,20 +269,11 @@ const AverageReport& Averager::report() {
 
 RoundOutcome Averager::recover() { return impl_->recover(); }
 
-int64_t Averager::numel() const {
-  int64_t sum = 0;
-  for (const auto& entry : impl_->entries) {
-    sum += entry.numel;
-  }
-  return sum;
-}
+int64_t Averager::numel() const { return sum_of(impl_->entries, &Impl::Entry::numel); }
 
 int64_t Averager::nbytes() const {
-  int64_t sum = 0;
-  for (const auto& entry : impl_->entries) {
-    sum += static_cast<int64_t>(entry.tensor.nbytes());
-  }
-  return sum;
+  return sum_of(impl_->entries,
+                [](const auto& entry) { return static_cast<int64_t>(entry.tensor.nbytes()); });
 }
 
 int64_t Averager::fragments() const { return impl_->fragment_count; }
@@ -358,10 +345,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   }
   for (const auto& [name, part] : impl_->parts()) {
     if (part != nullptr) {
-      NamedTensors own;
-      values[name] = nlohmann::json::object();
-      part->save_state(own, values[name]);
-      detail::put_below(tensors, std::string(name) + ".", own);
+      values[name] = detail::save_below(*part, tensors, std::string(name) + ".");
     }
   }
 }

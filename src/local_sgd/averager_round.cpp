@@ -347,27 +347,22 @@ void Averager::Impl::commit() {
 // plus the mean change. The spread is that of the ranks' values before the outer step.
 void Averager::Impl::step_outer() {
   detail::PassSums sums;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    Group& group = groups[g];
-    for (const Slice& slice : open_slices()) {
-      if (slice.group != g) {
-        continue;
-      }
-      at::Tensor mean = range_of(group.buffer, slice);
-      mean.div_(round.total);
-      if (options.comm_hook) {
-        mean.add_(range_of(group.anchor, slice));
-      }
-      if (options.measure_spread) {
-        for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
-          sums += detail::measure_elements(round.corrects ? address(group.snapshot, offset) : data,
-                                           round.corrects ? group.dtype : entry.dtype,
-                                           address(group.buffer, offset), count);
-        });
-      }
-      if (!options.outer) {
-        range_of(group.anchor, slice).copy_(mean);
-      }
+  for (const Slice& slice : open_slices()) {
+    Group& group = groups[slice.group];
+    at::Tensor mean = range_of(group.buffer, slice);
+    mean.div_(round.total);
+    if (options.comm_hook) {
+      mean.add_(range_of(group.anchor, slice));
+    }
+    if (options.measure_spread) {
+      for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
+        sums += detail::measure_elements(round.corrects ? address(group.snapshot, offset) : data,
+                                         round.corrects ? group.dtype : entry.dtype,
+                                         address(group.buffer, offset), count);
+      });
+    }
+    if (!options.outer) {
+      range_of(group.anchor, slice).copy_(mean);
     }
   }
   if (options.outer) {

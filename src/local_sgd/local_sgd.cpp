@@ -227,10 +227,7 @@ void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) c
   }
   values = progress;
   values["trial"] = trial.state();
-  values["average"] = nlohmann::json::object();
-  NamedTensors own;
-  averager->save_state(own, values["average"]);
-  detail::put_below(tensors, "average.", own);
+  values["average"] = detail::save_below(*averager, tensors, "average.");
 }
 
 void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {

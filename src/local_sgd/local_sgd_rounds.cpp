@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <sstream>
 

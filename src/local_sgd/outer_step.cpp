@@ -164,9 +164,7 @@ void OuterOptimizer::load_state(const NamedTensors& tensors, const nlohmann::jso
   for (const auto& [index, value] : values.items()) {
     auto& [own, text] = loaded_[std::stoll(index)];
     own = detail::tensors_below(tensors, index + ".");
-    for (auto& [name, tensor] : own) {
-      tensor = tensor.clone();
-    }
+    detail::clone_tensors(own);
     text = value.dump();
   }
 }

@@ -2,8 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <nlohmann/json.hpp>
-
 #include "plain_reduce.h"
 
 namespace hasten {

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "module_buffers.h"
 #include "verify.h"
 
@@ -78,13 +79,7 @@ void Ddp::make_buckets() {
   std::for_each(last_come.begin(), last_come.end(), close);
 }
 
-std::vector<int64_t> Ddp::bucket_sizes() const {
-  std::vector<int64_t> sizes;
-  for (const Bucket& bucket : buckets_) {
-    sizes.push_back(bucket.numel);
-  }
-  return sizes;
-}
+std::vector<int64_t> Ddp::bucket_sizes() const { return mapped(buckets_, &Bucket::numel); }
 
 void Ddp::check_parameters() const {
   for (const auto& [name, parameter] : parameters_) {
@@ -195,10 +190,7 @@ void Ddp::set_local(bool local) {
 void Ddp::set_aside() {
   at::NoGradGuard no_grad;
   gradients_.install();
-  aside_.clear();
-  for (const at::Tensor& buffer : gradients_.buffers()) {
-    aside_.push_back(buffer.clone());
-  }
+  aside_ = mapped(gradients_.buffers(), [](const at::Tensor& buffer) { return buffer.clone(); });
 }
 
 void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {

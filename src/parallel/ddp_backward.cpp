@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/parallel/ddp.h"
 #include "module_buffers.h"
 #include "sync_batch_norm_function.h"
@@ -17,15 +18,6 @@ namespace detail {
 
 // Rows of the agreement.
 enum AgreementRow { kUsed, kMissing, kFrozen, kDefined, kAgreementRows };
-
-std::string quoted_names(const std::vector<std::string>& names, size_t most = 8) {
-  std::string text;
-  for (size_t i = 0; i < std::min(names.size(), most); ++i) {
-    text += (i > 0 ? ", \"" : "\"") + names[i] + "\"";
-  }
-  return names.size() > most ? text + " and " + std::to_string(names.size() - most) + " more"
-                             : text;
-}
 
 } // namespace detail
 
@@ -255,7 +247,7 @@ void Ddp::start_agreement() {
     rows[kUsed * count + i] = static_cast<uint8_t>(used_[slot]);
     rows[kMissing * count + i] = strict && trainable && !used_[slot];
     if (rows[kMissing * count + i] != 0) {
-      missing_.push_back(slots[slot].name);
+      missing_.push_back('"' + slots[slot].name + '"');
     }
     rows[kFrozen * count + i] = !trainable;
     rows[kDefined * count + i] = static_cast<uint8_t>(defined_[slot]);
@@ -370,7 +362,7 @@ void Ddp::settle_agreement() {
 void Ddp::throw_unused() {
   nlohmann::json mine = nlohmann::json::object();
   if (!missing_.empty()) {
-    mine["unused"] = detail::quoted_names(missing_);
+    mine["unused"] = joined(first_items(missing_, 8));
     mine["replaced"] = detail::replaced_parameter(*module_, parameters_);
   }
   const auto all = communicator_->all_gather_object(mine, "unused parameters");

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/parallel/ddp.h"
 
@@ -67,16 +68,11 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   values["used"] = names(used_);
   values["defined"] = names(defined_);
   values["order_in_use"] = learned_in_use_;
-  values["bucket_order"] = nlohmann::json::array();
-  for (const int64_t slot : learned_) {
-    values["bucket_order"].push_back(slots[static_cast<size_t>(slot)].name);
-  }
+  values["bucket_order"] =
+      mapped(learned_, [&](int64_t slot) { return slots[static_cast<size_t>(slot)].name; });
   values["comm_hook"] = hook_ ? hook_->description() : "none";
   if (hook_) {
-    NamedTensors of_hook;
-    values["comm_hook_state"] = nlohmann::json::object();
-    hook_->save_state(of_hook, values["comm_hook_state"]);
-    detail::put_below(tensors, "comm_hook.", of_hook);
+    values["comm_hook_state"] = detail::save_below(*hook_, tensors, "comm_hook.");
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
@@ -154,9 +150,8 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   defined_ = marks(values.at("defined"));
   const at::NoGradGuard no_grad;
   if (aside) {
-    for (const at::Tensor& buffer : gradients_.buffers()) {
-      aside_.push_back(at::zeros_like(buffer));
-    }
+    aside_ = mapped(gradients_.buffers(),
+                    [](const at::Tensor& buffer) { return at::zeros_like(buffer); });
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);

@@ -336,10 +336,8 @@ void FullyShard::shard_units(Units units) {
   for (size_t u = 0; u < units.size(); ++u) {
     broadcast_start(communicator_.get(), options_, parameters[u]); // unsharded until then
     units[u]->shard();
-    for (detail::ShardFlat& flat : units[u]->flats()) {
-      for (detail::ShardTensor& tensor : flat.tensors) {
-        places_[static_cast<size_t>(tensor.entry - parameters_.data())] = &tensor;
-      }
+    for (detail::ShardTensor& tensor : units[u]->tensors()) {
+      places_[static_cast<size_t>(tensor.entry - parameters_.data())] = &tensor;
     }
   }
   const bool whole = options_.strategy != ShardingStrategy::fsdp;

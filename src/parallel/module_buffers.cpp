@@ -7,6 +7,8 @@
 #include <map>
 #include <unordered_set>
 
+#include "hasten/base/text.h"
+
 namespace hasten::detail {
 
 FlatLayout::NamedParameters unique_tensors(
@@ -46,11 +48,8 @@ bool to_even_out(const FlatLayout::NamedParameters& buffers, BroadcastBuffers po
 }
 
 std::vector<uint32_t> versions_of(const FlatLayout::NamedParameters& buffers) {
-  std::vector<uint32_t> versions;
-  for (const auto& entry : buffers) {
-    versions.push_back(entry.second._version());
-  }
-  return versions;
+  return mapped(buffers,
+                [](const auto& entry) { return static_cast<uint32_t>(entry.second._version()); });
 }
 
 void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParameters& named,
@@ -61,11 +60,8 @@ void even_out_buffers(Communicator& communicator, const FlatLayout::NamedParamet
     by_dtype[entry.second.scalar_type()].push_back(entry.second.detach());
   }
   for (const auto& [dtype, buffers] : by_dtype) {
-    std::vector<at::Tensor> pieces;
-    for (const at::Tensor& buffer : buffers) {
-      pieces.push_back(buffer.reshape({-1}));
-    }
-    at::Tensor flat = at::cat(pieces);
+    at::Tensor flat =
+        at::cat(mapped(buffers, [](const at::Tensor& buffer) { return buffer.reshape({-1}); }));
     const bool average = policy == BroadcastBuffers::average && at::isFloatingType(dtype);
     if (average) {
       if (!ranks.here) {

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/device.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/core/random.h"
@@ -220,10 +221,7 @@ void PowerSgdHook::start(Communicator& communicator, Pending& pending) {
 
 void PowerSgdHook::sum_factors(Communicator& communicator, Pending& pending,
                                at::Tensor Matrix::*factor, const char* name) {
-  std::vector<at::Tensor> own;
-  for (const Matrix& matrix : pending.matrices) {
-    own.push_back(matrix.*factor);
-  }
+  const auto own = mapped(pending.matrices, factor);
   pending.factors = at::flatten_dense_tensors(own);
   const auto sums = at::unflatten_dense_tensors(pending.factors, own);
   for (size_t i = 0; i < sums.size(); ++i) {
@@ -303,11 +301,8 @@ void PowerSgdHook::load_state(const NamedTensors& tensors, const nlohmann::json&
       std::tuple{number("iteration"), number("numbers"), number("sent")}; // in this order
   factors_ = detail::tensors_below(tensors, "factor.");
   errors_ = detail::tensors_below(tensors, "error.");
-  for (NamedTensors* kept : {&factors_, &errors_}) {
-    for (auto& [name, tensor] : *kept) {
-      tensor = tensor.clone();
-    }
-  }
+  detail::clone_tensors(factors_);
+  detail::clone_tensors(errors_);
 }
 
 } // namespace hasten

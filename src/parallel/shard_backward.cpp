@@ -41,8 +41,7 @@ void ShardSchedule::reach(int64_t left) {
                      "a backward between the two, because ranks gather and reduce in it",
                      "use accelerator.backward(loss), or call them around it");
   }
-  const auto found = std::find_if(calls_.begin(), calls_.end(),
-                                  [left](const Call& call) { return call.left == left; });
+  const auto found = std::ranges::find(calls_, left, &Call::left);
   if (found == calls_.end()) {
     throw InputError("parallel::FullyShard",
                      "a backward through a forward that was abandoned or belongs to an earlier "

@@ -30,19 +30,17 @@ void ShardUnit::take(ShardTensor& tensor) {
 
 void ShardUnit::keep_taken() {
   const at::NoGradGuard no_grad;
-  for (ShardFlat& flat : flats_) {
-    for (ShardTensor& tensor : flat.tensors) {
-      if (!tensor.taken.defined()) {
-        continue;
-      }
-      if (tensor.sum.defined()) {
-        tensor.sum.add_(tensor.taken);
-      } else {
-        tensor.sum =
-            (tensor.taken.is_sparse() ? tensor.taken.to_dense() : tensor.taken).to(flat.summed);
-      }
-      tensor.taken.reset();
+  for (ShardTensor& tensor : tensors()) {
+    if (!tensor.taken.defined()) {
+      continue;
     }
+    if (tensor.sum.defined()) {
+      tensor.sum.add_(tensor.taken);
+    } else {
+      tensor.sum = (tensor.taken.is_sparse() ? tensor.taken.to_dense() : tensor.taken)
+                       .to(tensor.flat->summed);
+    }
+    tensor.taken.reset();
   }
 }
 
@@ -196,12 +194,10 @@ void ShardUnit::scale_gradients(double factor) {
 }
 
 void ShardUnit::restart_sum() {
-  for (ShardFlat& flat : flats_) {
-    for (ShardTensor& tensor : flat.tensors) {
-      tensor.taken.reset();
-      tensor.sum.reset();
-      tensor.used = false;
-    }
+  for (ShardTensor& tensor : tensors()) {
+    tensor.taken.reset();
+    tensor.sum.reset();
+    tensor.used = false;
   }
   summed_ = false;
 }

@@ -260,11 +260,9 @@ void ShardUnit::wait_for_unshard() {
     }
   }
   gathers_.clear();
-  for (const ShardFlat& flat : flats_) {
-    for (const ShardTensor& tensor : flat.tensors) {
-      if (!flat.in_place) {
-        put_data(tensor.entry->parameter, tensor.whole);
-      }
+  for (const ShardTensor& tensor : tensors()) {
+    if (!tensor.flat->in_place) {
+      put_data(tensor.entry->parameter, tensor.whole);
     }
   }
   state_ = State::unsharded;

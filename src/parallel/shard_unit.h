@@ -25,6 +25,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <ranges>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -141,7 +142,8 @@ class ShardUnit {
 
   const std::string& name() const { return name_; }
   const MixedPrecisionPolicy& precision() const { return precision_; }
-  std::vector<ShardFlat>& flats() { return flats_; }
+  /// The tensors of all flats.
+  auto tensors() { return flats_ | std::views::transform(&ShardFlat::tensors) | std::views::join; }
   ShardUnitReport& report() { return report_; }
   /// Allocates the sum, for loading a state.
   void restore_sum();

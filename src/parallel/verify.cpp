@@ -8,6 +8,7 @@
 
 #include "comm/tensor_checks.h"
 #include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/parallel/ddp.h"
 #include "verify.h"
@@ -113,11 +114,8 @@ struct Pack {
     if (tensors.size() == 1) {
       sent = tensors[0].contiguous();
     } else {
-      std::vector<at::Tensor> pieces;
-      for (const at::Tensor& tensor : tensors) {
-        pieces.push_back(bytes_of(tensor.contiguous()));
-      }
-      sent = at::cat(pieces);
+      sent = at::cat(
+          mapped(tensors, [](const at::Tensor& tensor) { return bytes_of(tensor.contiguous()); }));
     }
     handle = communicator.broadcast_async(sent, 0, what);
   }

@@ -128,11 +128,8 @@ void require_finite_values(const nlohmann::json& values, const std::string& whos
 
 nlohmann::json save_stateful(const Stateful& object, const std::string& name, NamedTensors& tensors,
                              const std::string& prefix) {
-  NamedTensors own;
-  nlohmann::json values = nlohmann::json::object();
-  object.save_state(own, values);
+  nlohmann::json values = save_below(object, tensors, prefix);
   require_finite_values(values, name);
-  put_below(tensors, prefix, own);
   return values;
 }
 
@@ -146,9 +143,7 @@ void undo_objects(const StateLoad& load, size_t count) {
 void load_objects(StateLoad& load) {
   for (StatefulLoad& object : load.objects) {
     object.object->save_state(object.old_tensors, object.old_values);
-    for (auto& [name, tensor] : object.old_tensors) {
-      tensor = tensor.clone();
-    }
+    clone_tensors(object.old_tensors);
   }
   size_t done = 0;
   try {

@@ -240,6 +240,12 @@ TEST(Text, MappedKeepsTheOrderAndCopiesWhatAMemberRefersTo) {
   EXPECT_EQ(mapped(people, &Named::name), (std::vector<std::string>{"x", "y"}));
 }
 
+TEST(Text, SumOfAddsWhatTheFunctionReturns) {
+  const std::vector<std::string> words{"one", "three"};
+  EXPECT_EQ(sum_of(words, [](const std::string& word) { return word.size(); }), 8U);
+  EXPECT_EQ(sum_of(std::vector<double>(), [](double x) { return x; }), 0.0);
+}
+
 TEST(Text, WrappedBreaksBetweenWordsAndKeepsLongOnes) {
   EXPECT_EQ(wrapped("one two three four five", 22, 2), "one two three four\n  five");
   EXPECT_EQ(wrapped("a /a/path/that/is/longer/than/a/line b", 22, 2),

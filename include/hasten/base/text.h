@@ -29,6 +29,16 @@ auto mapped(const Range& range, const F& f) {
   return results;
 }
 
+/// The sum of what `f` returns for each element; 0 for none.
+template <typename Range, typename F>
+auto sum_of(const Range& range, const F& f) {
+  std::decay_t<std::invoke_result_t<const F&, decltype(*range.begin())>> sum{};
+  for (const auto& element : range) {
+    sum += std::invoke(f, element);
+  }
+  return sum;
+}
+
 /// `value` as a field of a CSV file, with quotes if it needs them.
 std::string csv_field(std::string_view value, char delimiter = ',');
 

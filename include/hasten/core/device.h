@@ -80,6 +80,9 @@ class GeneratorState {
 
 using GeneratorStates = std::vector<GeneratorState>;
 
+/// Adds the generator's present state, unless it has one among `states`.
+void add_generator_state(GeneratorStates& states, const at::Generator& generator);
+
 /// The present states of torch's default generators: first the CPU's, then those of the other
 /// devices in `devices`, each once.
 GeneratorStates generator_states(const std::vector<at::Device>& devices);
@@ -95,7 +98,7 @@ class [[nodiscard]] GeneratorScope {
   ~GeneratorScope() { set_generator_states(before_); }
 
  private:
-  GeneratorStates before_{};
+  GeneratorStates before_;
 };
 
 } // namespace hasten::detail

@@ -20,6 +20,12 @@ NamedTensors tensors_below(const NamedTensors& tensors, const std::string& prefi
 /// Adds `more` to `tensors`, with `prefix` before each name.
 void put_below(NamedTensors& tensors, const std::string& prefix, const NamedTensors& more);
 
+/// Gives every tensor its own memory.
+void clone_tensors(NamedTensors& tensors);
+
+/// Saves `object`, its tensors below `prefix`. Returns its JSON values.
+nlohmann::json save_below(const Stateful& object, NamedTensors& tensors, const std::string& prefix);
+
 /// A hash of about `count` elements, evenly spaced. It shows writes that change no version counter.
 /// 0 for a tensor that has holes or is not on the CPU.
 uint64_t sample_of(const at::Tensor& tensor, int64_t count);

@@ -185,7 +185,7 @@ class Ddp : public DataParallel {
   at::Tensor agreement_; // Note [Agreement]
   at::Tensor order_; // count, then slots, int32; undefined: not requested
   std::string violation_; // of a static graph
-  std::vector<std::string> missing_; // this rank's unused parameters
+  std::vector<std::string> missing_; // this rank's unused parameters, in quotes
   bool buffers_changed_ = true; // on any rank
 };
 
