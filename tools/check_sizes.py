@@ -21,9 +21,9 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 59360),
-    ("hasten_text", ("text", "models", "tasks"), 16100),
-    ("the programs", ("cli",), 6920),
+    ("hasten", (), 59000),
+    ("hasten_text", ("text", "models", "tasks"), 15860),
+    ("the programs", ("cli",), 6895),
 )
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")
