@@ -325,13 +325,17 @@ void SharedWork::on_end(std::function<void(std::exception_ptr)> f) {
 
 bool SharedWork::isCompleted() {
   drive(milliseconds(0));
-  return item_->has_ended();
+  return is_over();
 }
 
-bool SharedWork::isSuccess() const { return item_->has_ended() && !ending_->error; }
+bool SharedWork::isSuccess() const { return is_over() && !ending_->error; }
 
-std::exception_ptr SharedWork::exception() const {
-  return item_->has_ended() ? ending_->error : nullptr;
+std::exception_ptr SharedWork::exception() const { return is_over() ? ending_->error : nullptr; }
+
+// True before the callbacks come, so that they and those who wait for them find it ended.
+bool SharedWork::is_over() const {
+  const std::lock_guard<std::mutex> lock(ending_->mutex);
+  return ending_->over;
 }
 
 bool SharedWork::wait(milliseconds timeout) {

@@ -117,6 +117,8 @@ class SharedWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
+  bool is_over() const;
+
   struct Ending {
     std::mutex mutex; // guards the next two
     bool over = false;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <fstream>
 #include <optional>
 #include <string>
@@ -121,11 +122,15 @@ TEST(SharedBackend, CoalescedCallsAndFuturesEndWithAllResults) {
   Tensors some{torch::ones({3}), torch::full({100'000}, 2.0)};
   const auto work = backend->allreduce_coalesced(some);
   const auto future = work->getFuture(); // ends by itself
+  std::atomic<bool> ended_in_callback{false};
+  future->addCallback([&](c10::ivalue::Future&) { ended_in_callback = work->isSuccess(); });
   while (!future->completed()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   EXPECT_TRUE(work->isCompleted());
   EXPECT_TRUE(work->isSuccess());
+  work->wait();
+  EXPECT_TRUE(ended_in_callback);
   EXPECT_EQ(some[0][2].item<int>(), size);
   EXPECT_EQ(some[1][99'999].item<int>(), 2 * size);
 }
