@@ -21,7 +21,7 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 59000),
+    ("hasten", (), 59010),
     ("hasten_text", ("text", "models", "tasks"), 15860),
     ("the programs", ("cli",), 6895),
 )
