@@ -19,6 +19,7 @@
 #include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/device.h"
+#include "hasten/core/named_tensors.h"
 #include "hasten/core/side_stream.h"
 #if __has_include(<ATen/core/GraphImplInterface.h>) // not in older releases
 #include <ATen/core/GraphImplInterface.h>
@@ -215,9 +216,7 @@ std::shared_ptr<CapturedLoss> LossGraphs::capture(const Batch& batch) {
     }
   }
   made->batch = batch;
-  for (auto& [name, tensor] : made->batch.tensors) {
-    tensor = tensor.clone();
-  }
+  clone_tensors(made->batch.tensors);
   at::MempoolId_t pool =
       graphs_.empty() ? at::MempoolId_t{0, 0} : graphs_.begin()->second->forward->pool();
   synchronize(device_);
