@@ -399,11 +399,11 @@ void Averager::Impl::commit_direct() {
   const double divisor = means() ? 1 : round.total;
   for (Operation& operation : round.operations) {
     operation.handle.wait();
-    const auto start = Clock::now();
     const Slice& slice = all_slices[operation.slice];
     if (slice.direct && divisor == 1) {
-      continue;
+      continue; // it has the mean
     }
+    const auto start = Clock::now();
     for_pieces(slice, [&](const Entry& entry, char* data, int64_t offset, int64_t count) {
       if (slice.direct) {
         detail::divide_elements(data, entry.dtype, count, divisor);
