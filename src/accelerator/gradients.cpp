@@ -161,6 +161,7 @@ GradientNorms OptimizerSet::norms_in_order(const SlotList& list, double p) const
   return found;
 }
 
+// Norms go through abs(), because some devices' NaN has a sign, which would be printed.
 void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const char* where,
                                      double norm) const {
   run_.communicator()->check("gradient norm"); // the norm is undefined after the loss of a rank
@@ -170,12 +171,12 @@ void OptimizerSet::refuse_non_finite(const std::vector<SlotList>& lists, const c
     const GradientNorms found = norms_in_order(list, INFINITY);
     for (size_t i = 0; i < found.norms.size(); ++i, ++of) {
       if (!std::isfinite(found.norms[i]) && ++count == 1) {
-        first = found.names[i] + " (largest |g|=" + std::to_string(found.norms[i]) + ")";
+        first = found.names[i] + " (largest |g|=" + std::to_string(std::abs(found.norms[i])) + ")";
       }
     }
   }
   throw TrainingError(where,
-                      "the gradient is not finite: norm=" + std::to_string(norm) +
+                      "the gradient is not finite: norm=" + std::to_string(std::abs(norm)) +
                           (count == 0 ? ", although every gradient is finite: the sum is too large"
                                       : ", first in " + first + ", in " + std::to_string(count) +
                                             " of " + std::to_string(of) + " parameters"),

@@ -80,6 +80,9 @@ static at::Device context_device(const AcceleratorOptions& options, const World&
   if (options.tf32) {
     allow_tf32(choice.device);
   }
+  if (options.full_determinism) {
+    use_deterministic_algorithms(choice.device);
+  }
   return choice.device;
 }
 

@@ -11,6 +11,7 @@
 #endif
 
 #include <algorithm>
+#include <cstdlib>
 #include <mutex>
 
 #include "core/cuda_library.h"
@@ -124,6 +125,17 @@ void allow_tf32(const at::Device& device) {
   }
   at::globalContext().setAllowTF32CuBLAS(true);
   at::globalContext().setAllowTF32CuDNN(true);
+}
+
+void use_deterministic_algorithms(const at::Device& device) {
+  if (device.is_cpu()) {
+    return;
+  }
+  ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  at::Context& torch = at::globalContext();
+  torch.setDeterministicAlgorithms(true, /*warn_only=*/false);
+  torch.setDeterministicFillUninitializedMemory(false); // a pass over memory that is written anyway
+  torch.setDeterministicCuDNN(true);
 }
 
 void synchronize(const at::Device& device) {

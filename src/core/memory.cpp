@@ -1,5 +1,6 @@
 #include "hasten/core/memory.h"
 
+#include <ATen/Context.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -189,11 +190,17 @@ void install_memory_meter() {
   });
 }
 
+/// CUDA's allocator knows no device before CUDA has begun.
+static c10::DeviceAllocator& allocator_of(const at::Device& device) {
+  at::globalContext().lazyInitDevice(device.type());
+  return *c10::getDeviceAllocator(device.type());
+}
+
 static constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 MemoryStats memory_stats(const at::Device& device) {
   if (!device.is_cpu()) {
-    const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+    const auto stats = allocator_of(device).getDeviceStats(device.index());
     return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak,
             stats.allocation[kAll].allocated, stats.num_ooms};
   }
@@ -203,7 +210,7 @@ MemoryStats memory_stats(const at::Device& device) {
 
 void reset_peak_memory(const at::Device& device) {
   if (!device.is_cpu()) {
-    c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+    allocator_of(device).resetPeakStats(device.index());
     return;
   }
   detail::MemoryCounters& counters = detail::current_counters();
@@ -224,10 +231,10 @@ int64_t memory_left(const at::Device& device) {
   if (device.is_cpu()) {
     return available_memory_bytes();
   }
-  auto* const allocator = c10::getDeviceAllocator(device.type());
-  const auto stats = allocator->getDeviceStats(device.index());
+  c10::DeviceAllocator& allocator = allocator_of(device);
+  const auto stats = allocator.getDeviceStats(device.index());
   try {
-    return static_cast<int64_t>(allocator->getMemoryInfo(device.index()).first) +
+    return static_cast<int64_t>(allocator.getMemoryInfo(device.index()).first) +
            stats.reserved_bytes[kAll].current - stats.allocated_bytes[kAll].current;
   } catch (const c10::Error&) {
     return 0; // not every allocator knows
@@ -242,7 +249,7 @@ int64_t memory_share(const at::Device& device, const std::string& name) {
 
 void empty_cache(const at::Device& device) {
   if (!device.is_cpu()) {
-    c10::getDeviceAllocator(device.type())->emptyCache();
+    allocator_of(device).emptyCache();
   }
 }
 

@@ -168,6 +168,7 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "shard_size",
       "device",
       "cuda_graphs",
+      "full_determinism",
       "use_cpu",
       "ddp_backend",
       "per_device_eval_batch_size",

@@ -198,6 +198,7 @@ void require_parts(const TrainerParts& parts) {
 AcceleratorOptions accelerator_options(const TrainingArguments& arguments) {
   return {.gradient_accumulation_steps = arguments.gradient_accumulation_steps,
           .tf32 = arguments.tf32,
+          .full_determinism = arguments.full_determinism,
           .seed = arguments.seed,
           .device = arguments.use_cpu ? "cpu" : arguments.device,
           .strategy = arguments.strategy,

@@ -58,6 +58,18 @@ TEST(DevicePrecision, Tf32IsForNvidiaGpus) {
   EXPECT_FALSE(at::globalContext().allowTF32CuBLAS());
 }
 
+TEST(DevicePrecision, FullDeterminismIsTorchsSettingForADevice) {
+  for (const std::string device : {"cpu", "test_device"}) {
+    AcceleratorOptions asked = options(Precision::no);
+    asked.device = device;
+    asked.full_determinism = true;
+    const Accelerator accelerator(asked);
+    EXPECT_EQ(at::globalContext().deterministicAlgorithms(), device != "cpu") << device;
+  }
+  at::globalContext().setDeterministicAlgorithms(false, false);
+  at::globalContext().setDeterministicCuDNN(false);
+}
+
 TEST(DevicePrecision, OperatorsRunInTheDtypesOfTorchsListForTheDevice) {
   const at::Tensor x = at::rand({4, 8}, test_device());
   const at::Tensor weight = at::rand({8, 8}, test_device());

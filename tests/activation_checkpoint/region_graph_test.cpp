@@ -116,7 +116,7 @@ TEST(RegionGraph, ABackwardInsideABackwardGoesThroughTheSameRegion) {
 
 TEST(RegionGraph, OutsideOfBackwardEachUnpackingRecomputes) {
   using torch::autograd::SavedVariable;
-  const Tensor x = on_device::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1024}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   std::optional<SavedVariable> saved;
   const LiveBytes bytes;
@@ -134,7 +134,7 @@ TEST(RegionGraph, OutsideOfBackwardEachUnpackingRecomputes) {
   for (int i = 1; i <= 2; ++i) {
     EXPECT_TRUE(torch::equal(saved->unpack(), x.sin()));
     EXPECT_EQ(counted.count(), i);
-    EXPECT_EQ(bytes.extra(), 4000) << "the output alone";
+    EXPECT_EQ(bytes.extra(), 4096) << "the output alone";
   }
   y.sum().backward();
   EXPECT_EQ(counted.count(), 3);
@@ -164,7 +164,7 @@ TEST(RegionGraph, ASavedInputIsTheInputsOwnMemory) {
 }
 
 TEST(RegionGraph, BackwardFreesAsItGoesAlsoWhereTheGraphIsRetained) {
-  const Tensor x = on_device::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1024}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const auto alive = [&](bool region, bool retain_graph) {
     const LiveBytes bytes;
@@ -184,8 +184,8 @@ TEST(RegionGraph, BackwardFreesAsItGoesAlsoWhereTheGraphIsRetained) {
   };
   const std::vector<int64_t> plain = alive(false, false);
   ASSERT_EQ(plain.size(), 3);
-  EXPECT_EQ(plain[1] - plain[0], -4000);
-  EXPECT_EQ(plain[2] - plain[1], -4000);
+  EXPECT_EQ(plain[1] - plain[0], -4096);
+  EXPECT_EQ(plain[2] - plain[1], -4096);
   EXPECT_EQ(alive(true, false), plain);
   EXPECT_EQ(alive(true, true), plain);
   const std::vector<int64_t> kept = alive(false, true);
@@ -206,7 +206,7 @@ struct SavesItsOutput : torch::autograd::Function<SavesItsOutput> {
 // If the recomputation ended while the function saves its output, the output and the function's node
 // would own each other.
 TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
-  const Tensor x = on_device::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1024}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const LiveBytes bytes;
   const Recomputes counted;
@@ -220,7 +220,7 @@ TEST(EarlyStop, ACustomFunctionThatSavesItsOutputIsNotKept) {
 // The engine runs the backward inside the region. Stopping in the middle would leave this thread's
 // engine in a bad state.
 TEST(EarlyStop, DoesNotEndInsideABackwardOfTheRegionItself) {
-  const Tensor x = on_device::randn({1000}, torch::kDouble).requires_grad_();
+  const Tensor x = on_device::randn({1024}, torch::kDouble).requires_grad_();
   const auto fn = [](const Tensor& in) {
     return torch::autograd::grad({in.exp().sin().sum()}, {in}, {}, true, true)[0];
   };
@@ -270,9 +270,9 @@ TEST(EarlyStop, TheGuardOfForwardBeatsTheOption) {
 }
 
 TEST(EarlyStop, RunsNoKernelThatBackwardDoesNotNeed) {
-  const Tensor x = on_device::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1024}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
-  const Tensor ones = on_device::ones({1000});
+  const Tensor ones = on_device::ones({1024});
   install_memory_meter();
   int calls = 0;
   const auto sine = [&](const Tensor& in) {

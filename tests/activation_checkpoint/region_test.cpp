@@ -269,7 +269,7 @@ TEST(ActivationCheckpoint, ThreadsDoNotMeet) {
 
 // A branch whose output is dropped after forward is recomputed with the other, but not kept.
 TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
-  const Tensor x = on_device::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1024}).requires_grad_();
   x.mutable_grad() = torch::zeros_like(x);
   const LiveBytes bytes;
   const auto at_the_end = [&](bool both) {
@@ -290,7 +290,7 @@ TEST(ActivationCheckpoint, WhatNoBackwardWillNeedIsNotKept) {
 }
 
 TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
-  const Tensor x = on_device::randn({1000}).requires_grad_();
+  const Tensor x = on_device::randn({1024}).requires_grad_();
   const auto fn = [](const Tensor& in) {
     Tensor y = in;
     for (int i = 0; i < 10; ++i) {
@@ -303,17 +303,17 @@ TEST(ActivationCheckpoint, ARegionKeepsItsInputsAndNothingElse) {
   const LiveBytes bytes;
   {
     const Tensor y = fn(x);
-    EXPECT_EQ(bytes.extra(), 10 * 4000);
+    EXPECT_EQ(bytes.extra(), 10 * 4096);
   }
   Tensor y = activation_checkpoint(fn, x);
-  EXPECT_EQ(bytes.extra(), 4000) << "the output";
+  EXPECT_EQ(bytes.extra(), 4096) << "the output";
   y.sum().backward({}, /*retain_graph=*/true);
-  EXPECT_EQ(bytes.extra(), 4000) << "what was recomputed is gone";
+  EXPECT_EQ(bytes.extra(), 4096) << "what was recomputed is gone";
   // A backward of a part of the region frees the rest at its end.
   auto [u, v] = activation_checkpoint(
       [](const Tensor& in) { return std::make_pair(in.sin().sin(), in.cos().cos()); }, x);
   u.sum().backward({}, /*retain_graph=*/true);
-  EXPECT_EQ(bytes.extra(), 3 * 4000);
+  EXPECT_EQ(bytes.extra(), 3 * 4096);
   y = u = v = Tensor();
   EXPECT_EQ(bytes.extra(), 0);
   // The output is dropped without a backward.

@@ -65,8 +65,8 @@ double largest_difference(const std::vector<at::Tensor>& a, const std::vector<at
 
 TEST(AdamW, TwentyStepsEqualTorchsOwn) {
   for (const bool amsgrad : {false, true}) {
-    for (const auto& [dtype, tolerance] :
-         {std::pair(at::kFloat, 1e-6), std::pair(at::kDouble, 1e-13)}) {
+    for (const auto& [dtype, tolerance] : // a GPU's kernels round their products otherwise
+         {std::pair(at::kFloat, 2e-6), std::pair(at::kDouble, 1e-13)}) {
       auto ours = detail::optim_parameters(dtype);
       auto theirs = detail::optim_parameters(dtype);
       const auto start = detail::optim_parameters(dtype);

@@ -1,6 +1,9 @@
 #include "support/device_graph.h"
 
+#if __has_include(<ATen/core/GraphImplInterface.h>) // not in older releases
 #include <ATen/core/GraphImplInterface.h>
+#define HASTEN_HAS_GRAPHS 1
+#endif
 
 #include <cstring>
 #include <memory>
@@ -22,6 +25,8 @@ void refuse_in_capture(const char* what) {
                 "operation not permitted when the stream is capturing: ", what);
   }
 }
+
+#ifdef HASTEN_HAS_GRAPHS
 
 class TestGraph final : public at::GraphImplInterface {
  public:
@@ -107,5 +112,11 @@ void install_graphs() {
         return std::make_unique<TestGraph>(args);
       });
 }
+
+#else
+
+void install_graphs() {}
+
+#endif
 
 } // namespace hasten::testing_support::machine

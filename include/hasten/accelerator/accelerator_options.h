@@ -62,6 +62,11 @@ struct AcceleratorOptions {
   /// the whole process. InputError if the device is not an NVIDIA GPU with compute capability 8.0 or
   /// above. False leaves torch's settings: products in fp32, convolutions in TF32.
   bool tf32 = false;
+  /// A run that is repeated on the same GPU gives the same bits, if the program's own code does: torch's
+  /// deterministic kernels, for the whole process. They are slower, and an operator without one throws
+  /// torch's error. Without it some kernels add in no fixed order. Makes no difference on the CPU, where
+  /// runs always repeat. Source: torch.use_deterministic_algorithms.
+  bool full_determinism = false;
   /// Options for fp16. `growth_interval` counts windows with an optimizer step. With several ranks
   /// the first window's weight is guessed from the number of batches and ranks, so gradients may
   /// overflow fp16; the optimizer step of that window is then skipped. A rank inside a LocalSGD

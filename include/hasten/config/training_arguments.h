@@ -283,6 +283,9 @@ struct TrainingArguments {
 
   /// Seed of dropout, and of the model's initial weights if the program makes the model.
   uint64_t seed = 42;
+  /// On a GPU a run that is repeated, or resumed, gives the same bits: AcceleratorOptions::full_determinism.
+  /// An accelerator that is passed in has its own. On the CPU this is always so.
+  bool full_determinism = false;
   /// Seed of the order of samples; default: seed.
   std::optional<uint64_t> data_seed{};
   SamplingStrategy train_sampling_strategy = SamplingStrategy::group_by_length;

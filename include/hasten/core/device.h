@@ -38,6 +38,11 @@ std::string why_no_bf16(const at::Device& device);
 /// Throws InputError if the device is not an NVIDIA GPU with compute capability 8.0 or above.
 void allow_tf32(const at::Device& device);
 
+/// Lets operators on devices use kernels that give the same bits in each run, in the whole process.
+/// cuBLAS reads CUBLAS_WORKSPACE_CONFIG at its first product: it is set if it is not there. Does nothing
+/// for the CPU.
+void use_deterministic_algorithms(const at::Device& device);
+
 /// Waits until the device has done what was started on it. Does nothing on the CPU.
 void synchronize(const at::Device& device);
 
