@@ -252,9 +252,10 @@ void declare_optimizer(FlagTable& flags, TrainingArguments& a) {
               "warm-up as a fraction of all steps; older than --warmup-steps");
   flags.group("Randomness");
   flags.value("--seed", a.seed, "N", "random seed of initial weights, dropout, split and order");
-  flags.flag("--full-determinism", a.full_determinism,
-             "on a GPU: slower kernels, with which a run can be repeated bit for bit, as always on the "
-             "CPU");
+  flags.flag(
+      "--full-determinism", a.full_determinism,
+      "on a GPU: slower kernels, with which a run can be repeated bit for bit, as always on the "
+      "CPU");
   flags.value("--data-seed", a.data_seed, "N",
               "random seed of the order of samples (default: --seed)");
 }

@@ -63,7 +63,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
       a.output_dir, a.overwrite_output_dir, a.resume_from_checkpoint, a.allow_changed_arguments,
       a.num_train_epochs, a.max_steps, a.per_device_train_batch_size, a.per_device_eval_batch_size,
       a.gradient_accumulation_steps, a.auto_find_batch_size, a.memory_limit, a.bf16, a.fp16,
-      a.precision, a.tf32, a.full_determinism, a.cuda_graphs, a.strategy, a.shard_size, a.local_sgd_steps, a.device,
+      a.precision, a.tf32, a.cuda_graphs, a.strategy, a.shard_size, a.local_sgd_steps, a.device,
       a.use_cpu, a.ddp_backend, a.ddp_timeout, a.heartbeat_timeout, a.label_smoothing_factor,
       a.class_weights, a.gradient_checkpointing, a.optim, a.optim_args, a.learning_rate,
       a.weight_decay, a.adam_beta1, a.adam_beta2, a.adam_epsilon, a.max_grad_norm, a.grad_norm_type,
@@ -73,7 +73,7 @@ void visit_arguments(Arguments& a, Visit&& visit) {
       a.metric_for_best_model, a.greater_is_better, a.early_stopping_patience,
       a.early_stopping_threshold, a.report_to, a.logging_dir, a.disable_tqdm, a.seed, a.data_seed,
       a.train_sampling_strategy, a.dataloader_drop_last, a.dataloader_num_workers,
-      a.dataloader_prefetch_factor, a.max_length);
+      a.dataloader_prefetch_factor, a.max_length, a.full_determinism);
 }
 
 template <typename T>

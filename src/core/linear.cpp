@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/chunk.h>
@@ -29,6 +30,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "hasten/core/autocast.h"
 #include "hasten/core/gradient_place.h"
@@ -82,11 +84,15 @@ static bool by_onednn(const at::Tensor& a) {
   return a.scalar_type() != at::kFloat || linear_uses_onednn();
 }
 
-/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; rows >= kFewestRows. oneDNN's last piece
-/// may overlap rows that are already computed, which get the same values again.
+/// a b (+ bias) for a [rows, k] and b [k, n] of any strides; on a CPU rows >= kFewestRows. oneDNN's last
+/// piece may overlap rows that are already computed, which get the same values again.
 static at::Tensor matrix_product(const at::Tensor& a, const at::Tensor& b,
                                  const std::optional<at::Tensor>& bias) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (!a.is_cpu()) {
+    const c10::impl::ExcludeDispatchKeyGuard narrowed(c10::autocast_dispatch_keyset);
+    return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
+  }
   const int64_t rows = a.size(0);
   at::Tensor out = at::empty({rows, b.size(1)}, a.options());
   if (!by_onednn(a)) {
@@ -112,12 +118,15 @@ static at::Tensor matrix_product(const at::Tensor& a, const at::Tensor& b,
 // cache, and allocating it costs no page faults.
 constexpr int64_t kConvertedPiece = 1 << 16; // elements
 
-/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n], in `out` if that is defined, or
-/// added to it with `add_to_out` (oneDNN only). oneDNN's last piece is padded with zero rows. In 16 bits
+/// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]; on a CPU in `out` if that is
+/// defined, or added to it with `add_to_out` (oneDNN only). oneDNN's last piece is padded with zero rows. In 16 bits
 /// the result of each piece is rounded to 16 bits, but their sum is not.
 static at::Tensor sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out,
                                 bool add_to_out = false) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  if (!a.is_cpu()) {
+    return a.is_cuda() ? at::mm(a.t(), b, at::kFloat) : at::mm(a.t(), b).to(at::kFloat);
+  }
   const int64_t rows = a.size(0);
   if (!out.defined()) {
     out = at::empty({a.size(1), b.size(1)}, a.options().dtype(at::kFloat));
@@ -190,38 +199,47 @@ static at::Tensor linear_operator(const at::Tensor& a, const at::Tensor& b,
   return handle.call(a, b, bias);
 }
 
-// A product of activation(x) [rows, in] with a weight, and its gradients, in fp32, or in bf16 with an
-// fp32 or bf16 weight. A converted weight is not kept but converted again in backward.
+// A product of activation(x) [..., in] with a weight, and its gradients, in fp32, or narrow: in 16 bits
+// with a weight of fp32 or of these. On a CPU a converted weight is not kept but converted again in
+// backward. On a GPU, where each operator is a launch, it is kept, as torch's autocast does.
 //
 // It is a node of its own so that it can free x before it computes the gradient of x. That is when
-// many blocks need most memory.
+// many blocks need most memory. On a GPU it stands for the eight nodes that autocast and a linear layer
+// make, whose time the host would need.
 class LinearNode final : public torch::autograd::Node {
  public:
-  LinearNode(bool narrow, Activation activation, const at::Tensor& x, at::ScalarType x_type)
+  LinearNode(std::optional<at::ScalarType> narrow, Activation activation, const at::Tensor& x)
       : narrow_(narrow),
         activation_(std::move(activation)),
-        x_type_(x_type),
-        x_(x, /*is_output=*/false) {}
+        x_type_(x.scalar_type()),
+        x_sizes_(x.sizes().vec()) {}
 
-  static at::Tensor run(bool narrow, const Activation& activation,
-                        const at::Tensor& x, // [rows, …]; fp32 or bf16 if narrow
-                        const at::Tensor& weight, const at::Tensor& bias) {
-    const auto in = [&](const at::Tensor& tensor) {
-      return narrow ? tensor.to(at::kBFloat16) : tensor;
-    };
+  static at::Tensor run(std::optional<at::ScalarType> narrow, const Activation& activation,
+                        const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     at::Tensor product;
-    at::Tensor kept; // x as backward reads it
+    at::Tensor kept; // x [rows, in] as backward reads it
+    at::Tensor narrow_weight;
     {
       const at::NoGradGuard no_grad;
-      kept = activation.name.empty() ? in(x) : x;
-      product = linear_operator(in(activation(kept)), in(weight).t(),
-                                bias.defined() ? std::optional(in(bias)) : std::nullopt);
+      const at::Tensor rows = x.reshape({-1, x.size(-1)});
+      kept = activation.name.empty() ? in(narrow, rows) : rows;
+      narrow_weight = in(narrow, weight);
+      product = linear_operator(in(narrow, activation(kept)), narrow_weight.t(),
+                                bias.defined() ? std::optional(in(narrow, bias)) : std::nullopt);
+      std::vector<int64_t> sizes = x.sizes().vec();
+      sizes.back() = weight.size(0);
+      const at::AutoDispatchBelowADInplaceOrView below; // no view, for operators in place
+      product = product.view(sizes);
     }
     if (torch::autograd::compute_requires_grad(x, weight, bias)) {
-      const bool reads_x = weight.requires_grad() || !activation.name.empty();
-      auto made = std::make_unique<LinearNode>(narrow, activation, reads_x ? kept : at::Tensor(),
-                                               x.scalar_type());
+      auto made = std::make_unique<LinearNode>(narrow, activation, x);
+      if (weight.requires_grad() || !activation.name.empty()) {
+        made->x_ = torch::autograd::SavedVariable(kept, false);
+      }
       made->weight_ = torch::autograd::SavedVariable(weight, false);
+      if (!x.is_cpu() && x.requires_grad() && !narrow_weight.is_same(weight)) {
+        made->narrow_weight_ = torch::autograd::SavedVariable(narrow_weight, false);
+      }
       // An intrusive_ptr since LibTorch 2.13, a shared_ptr before.
       const decltype(torch::autograd::Edge::function) node(std::move(made));
       node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
@@ -235,6 +253,7 @@ class LinearNode final : public torch::autograd::Node {
   void release_variables() override {
     x_.reset_data();
     weight_.reset_data();
+    narrow_weight_.reset_data();
   }
 
  protected:
@@ -244,46 +263,52 @@ class LinearNode final : public torch::autograd::Node {
       return made;
     }
     at::Tensor gradient = std::move(gradients[0]);
-    const auto in = [&](const at::Tensor& tensor) {
-      return narrow_ ? tensor.to(at::kBFloat16) : tensor;
-    };
-    gradient = in(gradient).contiguous();
+    gradient = in(narrow_, gradient.reshape({-1, gradient.size(-1)})).contiguous();
     at::Tensor x = x_.unpack();
     const at::Tensor weight = weight_.unpack();
+    const at::Tensor narrow_weight = narrow_weight_.unpack();
     if (!torch::autograd::get_current_graph_task_keep_graph()) {
       release_variables();
     }
     // A gradient of the gradient needs differentiable operators.
     const bool again = at::GradMode::is_enabled();
+    const at::ScalarType type = weight.scalar_type();
     if (task_should_compute_output(1)) {
-      const at::Tensor a = in(activation_(x));
+      const at::Tensor a = in(narrow_, activation_(x));
       // A place of 16 bits would round the sum after each piece.
-      const bool placed = !again && weight.scalar_type() == at::kFloat;
-      made[1] = (again ? at::mm(gradient.t(), a)
-                       : sum_over_rows(gradient, a, placed ? gradient_place(weight) : at::Tensor()))
-                    .to(weight.scalar_type());
+      const bool placed = weight.is_cpu() && type == at::kFloat;
+      const bool by_torch = again || (!weight.is_cpu() && type != at::kFloat);
+      made[1] =
+          (by_torch ? at::mm(gradient.t(), a)
+                    : sum_over_rows(gradient, a, placed ? gradient_place(weight) : at::Tensor()))
+              .to(type);
     }
     if (task_should_compute_output(2)) {
-      made[2] = (again ? at::sum(gradient, {0}, false, at::kFloat) : column_sums(gradient))
-                    .to(weight.scalar_type());
+      made[2] = again || !weight.is_cpu() ? at::sum(gradient, {0}, false, type)
+                                          : column_sums(gradient).to(type);
     }
     if (activation_.name.empty()) {
       x.reset();
     }
     if (task_should_compute_output(0)) {
-      const at::Tensor w = in(weight);
-      made[0] = activation_.backward(
-          (again ? at::mm(gradient, w) : matrix_product(gradient, w, std::nullopt)).to(x_type_), x);
+      const at::Tensor w = narrow_weight.defined() && !again ? narrow_weight : in(narrow_, weight);
+      const at::Tensor product =
+          again ? at::mm(gradient, w) : matrix_product(gradient, w, std::nullopt);
+      made[0] = activation_.backward(product.to(x_type_), x).view(x_sizes_);
     }
     return made;
   }
 
  private:
-  bool narrow_;
+  static at::Tensor in(std::optional<at::ScalarType> narrow, const at::Tensor& tensor) {
+    return narrow ? tensor.to(*narrow) : tensor;
+  }
+
+  std::optional<at::ScalarType> narrow_;
   Activation activation_;
   at::ScalarType x_type_;
-  torch::autograd::SavedVariable x_;
-  torch::autograd::SavedVariable weight_{};
+  std::vector<int64_t> x_sizes_;
+  torch::autograd::SavedVariable x_{}, weight_{}, narrow_weight_{};
 };
 
 static bool plain(const at::Tensor& tensor, at::ScalarType type) {
@@ -306,14 +331,18 @@ static bool float_or_bf16(const at::Tensor& tensor) {
   return plain(tensor, at::kFloat) || plain(tensor, at::kBFloat16);
 }
 
-/// Views x [..., in] as [rows, in], and the result as [..., out].
-static at::Tensor linear_by_rows(bool narrow, const Activation& activation, const at::Tensor& x,
-                                 const at::Tensor& weight, const at::Tensor& bias) {
-  const at::Tensor product =
-      LinearNode::run(narrow, activation, x.reshape({-1, x.size(-1)}), weight, bias);
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = weight.size(0);
-  return product.view(shape);
+/// Whether autocast computes this product in 16 bits on a device. torch's linear has the error for shapes
+/// that do not fit.
+static bool narrow_on_device(bool gated, const at::Tensor& x, const at::Tensor& weight,
+                             const at::Tensor& bias) {
+  const auto fits = [&](const at::Tensor& tensor) {
+    return tensor.device() == x.device() && tensor.layout() == at::kStrided &&
+           (tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16 ||
+            tensor.scalar_type() == at::kHalf);
+  };
+  return fits(x) && fits(weight) && weight.dim() == 2 &&
+         (!bias.defined() || (fits(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0))) &&
+         x.dim() >= 2 && x.numel() > 0 && x.size(-1) == (gated ? 2 : 1) * weight.size(1);
 }
 
 static const char* gelu_kind(const std::string& name) { return name == "gelu" ? "none" : "tanh"; }
@@ -361,14 +390,22 @@ at::Tensor Activation::backward(const at::Tensor& gradient, const at::Tensor& x)
 
 at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias) {
-  const auto dtype = autocast_dtype(at::kCPU);
+  const auto torch_linear = [&] {
+    return at::linear(activation(x), weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  };
+  const auto dtype = autocast_dtype(x.is_meta() ? at::kCPU : x.device().type());
+  if (!x.is_cpu()) {
+    return dtype && detail::narrow_on_device(activation.gated, x, weight, bias)
+               ? detail::LinearNode::run(dtype, activation, x, weight, bias)
+               : torch_linear();
+  }
   const bool fp32 = !dtype && detail::plain(x, at::kFloat) && detail::plain(weight, at::kFloat);
   const bool bf16 = dtype == at::kBFloat16 && linear_uses_bf16() && detail::float_or_bf16(x) &&
                     detail::float_or_bf16(weight);
   if ((fp32 || bf16) && detail::large_enough(activation.gated, x, weight, bias)) {
-    return detail::linear_by_rows(bf16, activation, x, weight, bias);
+    return detail::LinearNode::run(bf16 ? dtype : std::nullopt, activation, x, weight, bias);
   }
-  return at::linear(activation(x), weight, bias.defined() ? std::optional(bias) : std::nullopt);
+  return torch_linear();
 }
 
 at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -412,5 +449,6 @@ bool linear_uses_bf16() { return false; }
 // a [rows, k] times b [k, n], plus bias.
 TORCH_LIBRARY(hasten, library) {
   library.def("linear(Tensor a, Tensor b, Tensor? bias) -> Tensor");
-  library.impl("linear", c10::DispatchKey::CPU, &hasten::detail::matrix_product);
+  library.impl("linear", c10::DispatchKey::CompositeExplicitAutograd,
+               &hasten::detail::matrix_product);
 }

@@ -363,7 +363,8 @@ TORCH_LIBRARY_FRAGMENT(_c10d_functional, library) {
   library.def("hasten_test_reduce(Tensor x) -> Tensor");
   library.impl("hasten_test_reduce", c10::DispatchKey::CompositeExplicitAutograd, &fake_reduction);
   library.def("hasten_test_reduce_(Tensor(a!) x) -> ()");
-  library.impl("hasten_test_reduce_", c10::DispatchKey::CompositeExplicitAutograd, &fake_reduction_in_place);
+  library.impl("hasten_test_reduce_", c10::DispatchKey::CompositeExplicitAutograd,
+               &fake_reduction_in_place);
 }
 static Tensor call_reduction(const Tensor& x) {
   static const auto handle = c10::Dispatcher::singleton()

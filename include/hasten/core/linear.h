@@ -18,8 +18,12 @@ namespace hasten {
 /// In fp32 it makes the weight's gradient where a bucket of DDP or a buffer of FSDP has its place, without a
 /// copy, and frees x before it makes x's gradient. Under autocast in bf16 it uses oneDNN, for
 /// fp32 and bf16 weights: it saves x in bf16 and no converted weight (torch keeps one until
-/// backward, 2 bytes per parameter), and sums the weight's gradient in fp32. All other cases use
-/// torch's linear: other devices and dtypes, fp16, and products too small to gain.
+/// backward, 2 bytes per parameter), and sums the weight's gradient in fp32.
+///
+/// On a GPU under autocast it is one node of the graph, where torch makes eight, and the gradients of
+/// weight and bias are fp32 from the product on, without torch's rounding to 16 bits. It keeps the
+/// converted weight until backward, as torch does. All other cases use torch's linear: other dtypes,
+/// fp16 on a CPU, and products too small to gain.
 at::Tensor fast_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias = {});
 
 /// An activation function by the name that transformers gives it: "gelu", "gelu_new", "relu", "silu",
