@@ -105,7 +105,7 @@ StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
   const StoreAddress place{.host = world.master_addr, .port = world.master_port};
   // If no server listens, TCPStore's own first attempt would print a stack trace and sleep for a
   // second.
-  const std::string host = peer_address(FileDescriptor(connect_to(place, deadline, cancelled)));
+  const std::string host = peer_address(connect_to(place, deadline, cancelled));
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;

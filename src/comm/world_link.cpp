@@ -39,8 +39,8 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
                      "give every process its own RANK, or start with hasten launch");
   }
   if (!world_on_one_host(world)) {
-    own.store_address = peer_address(
-        FileDescriptor(try_connect({.host = world.master_addr, .port = world.master_port})));
+    own.store_address =
+        peer_address(try_connect({.host = world.master_addr, .port = world.master_port}));
   }
   if (own.rank == 0) {
     store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
