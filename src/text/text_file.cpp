@@ -198,11 +198,7 @@ TextFiles TextFiles::open(const std::string& names, const char* where, const std
 }
 
 int64_t TextFiles::bytes() const {
-  int64_t bytes = 0;
-  for (const auto& file : *this) {
-    bytes += static_cast<int64_t>(file->size());
-  }
-  return bytes;
+  return sum_of(*this, [](const auto& file) { return static_cast<int64_t>(file->size()); });
 }
 
 std::string TextFiles::names() const {
