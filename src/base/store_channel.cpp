@@ -14,11 +14,11 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 
 namespace hasten::detail {
 
@@ -82,12 +82,10 @@ std::string read_secret_file(const std::string& path) {
 }
 
 std::optional<StoreKey> store_key_from_environment() {
-  const char* text = std::getenv("HASTEN_SECRET");
-  const char* path = std::getenv("HASTEN_SECRET_FILE");
-  std::string secret = text == nullptr ? "" : text;
-  const bool file = secret.empty() && path != nullptr && *path != '\0';
+  std::string secret = environment_value("HASTEN_SECRET").value_or("");
+  const auto file = secret.empty() ? environment_value("HASTEN_SECRET_FILE") : std::nullopt;
   if (file) {
-    secret = read_secret_file(path);
+    secret = read_secret_file(*file);
     secret.erase(secret.find_last_not_of(" \t\r\n") + 1);
   }
   if (secret.empty() && !file) {
@@ -123,9 +121,9 @@ std::string launcher_socket_start(int master_port) {
 }
 
 std::string launcher_socket(const World& world) {
-  const char* name = std::getenv("HASTEN_STORE_SOCKET");
-  const bool own = name != nullptr && !world.agent_store && world.store_file.empty() &&
-                   std::string_view(name).starts_with(launcher_socket_start(world.master_port));
+  const std::string name = environment_value("HASTEN_STORE_SOCKET").value_or("");
+  const bool own = !world.agent_store && world.store_file.empty() &&
+                   name.starts_with(launcher_socket_start(world.master_port));
   return own ? name : "";
 }
 

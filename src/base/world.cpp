@@ -4,7 +4,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -22,15 +21,6 @@ namespace detail {
 
 constexpr int kMaxThreads = 4096;
 constexpr const char* kWorldWhere = "base::world_from_environment";
-
-/// The variable's value. Empty if it is not set or empty.
-std::optional<std::string> environment_value(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
-  if (value == nullptr || *value == '\0') {
-    return std::nullopt;
-  }
-  return value;
-}
 
 constexpr int kAnyNumber = std::numeric_limits<int>::max();
 
