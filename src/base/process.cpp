@@ -186,10 +186,8 @@ std::vector<std::string> merged_environment(
 }
 
 std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
-  std::vector<char*> pointers;
-  for (const std::string& string : strings) {
-    pointers.push_back(const_cast<char*>(string.c_str()));
-  }
+  auto pointers =
+      mapped(strings, [](const std::string& text) { return const_cast<char*>(text.c_str()); });
   pointers.push_back(nullptr);
   return pointers;
 }
