@@ -367,7 +367,7 @@ c10::intrusive_ptr<c10::ivalue::Future> SharedWork::getFuture() {
       future->markCompleted(c10::IValue(outputs));
     }
   });
-  ranks_->queue.hurry(*item_); // its callbacks come without anybody who waits
+  ranks_->queue.hurry(); // its callbacks come without anybody who waits
   return future;
 }
 

@@ -96,13 +96,6 @@ void TransferQueue::drive(const Item& item, milliseconds limit) {
   }
 }
 
-void TransferQueue::hurry(Item& item) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  item.hurried = true;
-  hurried_ = true;
-  wanted_.notify_one();
-}
-
 void TransferQueue::hurry() {
   const std::lock_guard<std::mutex> lock(mutex_);
   hurried_ = true;
@@ -147,8 +140,8 @@ void TransferQueue::leave_turn() {
     lock.lock();
   }
   turn_ = false;
-  unfinished_ = std::ranges::any_of(
-      queue_, [](const auto& item) { return !item->transfer.is_small() || item->hurried; });
+  unfinished_ =
+      std::ranges::any_of(queue_, [](const auto& item) { return !item->transfer.is_small(); });
   if (waiters_ > 0 || stopping_) {
     changed_.notify_all();
   } else if (needs_thread()) {

@@ -45,7 +45,6 @@ class TransferQueue {
     bool has_ended() const { return ended.load(std::memory_order_acquire); }
 
     // Used by the queue.
-    bool hurried = false;
     uint32_t first = 0; // its first round
     uint32_t published = 0;
     uint32_t consumed = 0;
@@ -62,9 +61,7 @@ class TransferQueue {
   void start(std::shared_ptr<Item> item);
   /// Moves transfers on in this thread until `item` has ended or `limit` has passed.
   void drive(const Item& item, std::chrono::milliseconds limit);
-  /// From now on the transfer and those before it end without anybody who waits.
-  void hurry(Item& item);
-  /// The same for all that have started.
+  /// From now on the transfers that have started end without anybody who waits.
   void hurry();
   /// Ends the thread, and every transfer that has not ended or starts later with an exception.
   void stop() noexcept;

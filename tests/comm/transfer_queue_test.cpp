@@ -263,7 +263,7 @@ TEST(TransferQueue, AHurriedTransferEndsWithoutAnybodyWhoWaits) {
   as_ranks(2, [](int rank, TransferQueue& queue, SharedPlaces&) {
     Operation operation(Kind::all_reduce, 10, 0, rank, 2);
     queue.start(operation.item);
-    queue.hurry(*operation.item);
+    queue.hurry();
     for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
       std::this_thread::sleep_for(milliseconds(1));
     }
