@@ -69,8 +69,8 @@ class TransferQueue {
  private:
   void run();
   // The functions of the thread that has the turn.
-  void take_new();
-  /// Moves on what can be without waiting; with `all`, also transfers that are not small.
+  /// Takes the new transfers and moves on what can be without waiting; with `all`, also transfers
+  /// that are not small.
   void progress(bool all);
   bool advance_all(bool all);
   bool advance(Item& item, bool first);
@@ -78,7 +78,7 @@ class TransferQueue {
   bool consume_round(Item& item);
   Transfer::Payloads payloads(uint32_t round) const;
   void require_equal(const Item& item) const;
-  void end_first(const std::exception_ptr& error);
+  void end_first();
   void leave_turn();
   // With the mutex.
   bool needs_thread() const;
