@@ -294,48 +294,15 @@ SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, T
       outputs_(std::move(outputs)),
       timeout_(timeout),
       item_(std::make_shared<TransferQueue::Item>(std::move(plan), rank, size)) {
-  ending_->keep = {std::move(inputs), outputs_};
-  item_->on_end = [ending = ending_](const std::exception_ptr& error) {
-    std::vector<std::function<void(std::exception_ptr)>> then;
-    std::pair<Tensors, Tensors> kept; // freed without the mutex
-    {
-      const std::lock_guard<std::mutex> lock(ending->mutex);
-      ending->over = true;
-      ending->error = error;
-      then.swap(ending->then);
-      kept.swap(ending->keep);
-    }
-    for (const auto& f : then) {
-      f(error);
-    }
-  };
+  item_->on_end([inputs = std::move(inputs), outputs = outputs_](const std::exception_ptr&) {
+    // Keeps the tensors until then.
+  });
   ranks_->queue.start(item_);
-}
-
-void SharedWork::on_end(std::function<void(std::exception_ptr)> f) {
-  {
-    const std::lock_guard<std::mutex> lock(ending_->mutex);
-    if (!ending_->over) {
-      ending_->then.push_back(std::move(f));
-      return;
-    }
-  }
-  f(ending_->error);
 }
 
 bool SharedWork::isCompleted() {
   drive(milliseconds(0));
-  return is_over();
-}
-
-bool SharedWork::isSuccess() const { return is_over() && !ending_->error; }
-
-std::exception_ptr SharedWork::exception() const { return is_over() ? ending_->error : nullptr; }
-
-// True before the callbacks come, so that they and those who wait for them find it ended.
-bool SharedWork::is_over() const {
-  const std::lock_guard<std::mutex> lock(ending_->mutex);
-  return ending_->over;
+  return item_->outcome().has_value();
 }
 
 bool SharedWork::wait(milliseconds timeout) {
@@ -351,8 +318,8 @@ bool SharedWork::wait(milliseconds timeout) {
           "every rank to run it", "", ErrorKind::timed_out);
     }
   }
-  if (ending_->error) {
-    std::rethrow_exception(ending_->error);
+  if (const std::exception_ptr error = exception()) {
+    std::rethrow_exception(error);
   }
   return true;
 }

@@ -15,6 +15,22 @@ constexpr milliseconds kSleep{50};
 // About 20 microseconds. A peer that is later is worth a futex.
 constexpr int kSpins = 1000;
 
+void TransferQueue::Item::on_end(std::function<void(std::exception_ptr)> f) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!why) {
+      then.push_back(std::move(f));
+      return;
+    }
+  }
+  f(*why);
+}
+
+std::optional<std::exception_ptr> TransferQueue::Item::outcome() const {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return why;
+}
+
 TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names)
     : names_(std::move(names)),
       rounds_(rank, memory),
@@ -277,9 +293,16 @@ void TransferQueue::require_equal(const Item& item) const {
 void TransferQueue::end_first() {
   const std::shared_ptr<Item> item = std::move(queue_.front());
   queue_.pop_front();
-  if (item->on_end) {
-    item->on_end(error_);
+  std::vector<std::function<void(std::exception_ptr)>> then; // called without the mutex
+  {
+    const std::lock_guard<std::mutex> lock(item->mutex);
+    item->why = error_;
+    then.swap(item->then);
   }
+  for (const auto& f : then) {
+    f(error_);
+  }
+  then.clear(); // and what they keep
   const std::lock_guard<std::mutex> lock(mutex_);
   item->ended.store(true, std::memory_order_release);
   if (waiters_ > 0) {

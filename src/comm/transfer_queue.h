@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -39,9 +40,13 @@ class TransferQueue {
     Item(TransferPlan plan, int rank, int world_size)
         : transfer(std::move(plan), rank, world_size) {}
     Transfer transfer;
-    /// Called once by the thread that ends it, with an exception if it failed. Must not throw.
-    std::function<void(std::exception_ptr)> on_end{};
-    /// Whether on_end has been called.
+    /// Calls `f` once it has ended, in the thread that ends it, with an exception if it failed. `f`
+    /// must not throw.
+    void on_end(std::function<void(std::exception_ptr)> f);
+    /// Why it failed, null if it did not. Empty before its end. Known before on_end()'s calls come,
+    /// so that they and those who wait for them find it ended.
+    std::optional<std::exception_ptr> outcome() const;
+    /// Whether on_end()'s calls have come.
     bool has_ended() const { return ended.load(std::memory_order_acquire); }
 
     // Used by the queue.
@@ -49,6 +54,9 @@ class TransferQueue {
     uint32_t published = 0;
     uint32_t consumed = 0;
     std::atomic<bool> ended{false};
+    mutable std::mutex mutex; // guards the members below
+    std::optional<std::exception_ptr> why{};
+    std::vector<std::function<void(std::exception_ptr)>> then{};
   };
 
   /// `names`: the ranks in messages. `memory`: see Rounds.

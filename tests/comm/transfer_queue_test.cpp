@@ -116,7 +116,7 @@ struct Operation {
     }
     plan.text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count);
     item = std::make_shared<Item>(std::move(plan), rank, world);
-    item->on_end = [this](const std::exception_ptr& e) { error = e; };
+    item->on_end([this](const std::exception_ptr& e) { error = e; });
   }
 
   float expected(int rank, int world, size_t output, size_t i) const {
