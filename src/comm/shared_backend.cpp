@@ -42,26 +42,25 @@ nlohmann::json or_reason(const Make& make) {
 
 std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& names,
                                           const ExchangeJson& exchange) {
-  SharedMemory own;
+  std::unique_ptr<SharedMemory> own;
   const std::vector<nlohmann::json> addresses = exchange(or_reason([&]() -> nlohmann::json {
-    own = SharedMemory(Rounds::kBytes);
-    return own.address();
+    own = std::make_unique<SharedMemory>(Rounds::kBytes);
+    return own->address();
   }));
   throw_reason(addresses, names);
-  std::vector<SharedMemory> all;
-  throw_reason(exchange(or_reason([&]() -> nlohmann::json {
-                 for (const nlohmann::json& address : addresses) {
-                   all.push_back(std::cmp_equal(all.size(), rank)
-                                     ? SharedMemory()
-                                     : SharedMemory(address.get<SharedMemoryAddress>()));
-                 }
-                 return true;
-               })),
-               names);
-  own.hide();
-  all[static_cast<size_t>(rank)] = std::move(own);
-  std::vector<char*> memory = mapped(all, [](const SharedMemory& one) { return one.data(); });
-  // The queue's thread uses the addresses, which moving the vector keeps.
+  std::vector<std::unique_ptr<SharedMemory>> all;
+  throw_reason(
+      exchange(or_reason([&]() -> nlohmann::json {
+        for (const nlohmann::json& address : addresses) {
+          all.push_back(std::cmp_equal(all.size(), rank)
+                            ? std::move(own)
+                            : std::make_unique<SharedMemory>(address.get<SharedMemoryAddress>()));
+        }
+        return true;
+      })),
+      names);
+  all[static_cast<size_t>(rank)]->hide();
+  const std::vector<char*> memory = mapped(all, [](const auto& one) { return one->data(); });
   return std::shared_ptr<SharedRanks>(
       new SharedRanks{std::move(all), SharedPlaces(rank, static_cast<int>(names.size())),
                       TransferQueue(rank, memory, names)});

@@ -18,7 +18,7 @@ using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// The memory of all ranks of a group, and the transfers in it.
 struct SharedRanks {
-  std::vector<SharedMemory> memory; // [rank]
+  std::vector<std::unique_ptr<SharedMemory>> memory; // [rank]
   SharedPlaces places;
   TransferQueue queue;
 };
