@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "backend_call.h"
@@ -147,12 +148,9 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
     plan.count *= one.element_size();
   }
   const auto begin = [](const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); };
-  for (const at::Tensor& tensor : inputs) {
-    plan.inputs.push_back(begin(tensor));
-  }
-  for (const at::Tensor& tensor : outputs) {
-    plan.outputs.push_back(begin(tensor));
-  }
+  const auto begins = mapped(inputs, begin);
+  plan.inputs.assign(begins.begin(), begins.end());
+  plan.outputs = mapped(outputs, begin);
   look_for_places(plan);
   plan.text = std::exchange(next_text_, {});
   if (plan.text.empty()) {
@@ -344,10 +342,8 @@ namespace hasten {
 c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout) {
-  std::vector<int> names;
-  for (int i = 0; i < size; ++i) {
-    names.push_back(i);
-  }
+  std::vector<int> names(static_cast<size_t>(size));
+  std::iota(names.begin(), names.end(), 0);
   int round = 0;
   auto ranks = detail::share_memory(rank, names, [&](const nlohmann::json& own) {
     const auto key = [&](int of) {
