@@ -3,10 +3,9 @@
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cstdlib>
-
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/process.h"
 #include "hasten/base/store_channel.h"
 #include "hasten/config/training_arguments.h"
 #include "hasten/core/device.h"
@@ -14,8 +13,7 @@
 namespace hasten::detail {
 
 bool debugs(const AcceleratorOptions& options) {
-  const char* text = std::getenv("HASTEN_DEBUG");
-  return options.debug || (text != nullptr && std::string_view(text) == "1");
+  return options.debug || environment_value("HASTEN_DEBUG") == "1";
 }
 
 const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {

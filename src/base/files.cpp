@@ -1,6 +1,7 @@
 #include "hasten/base/files.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <xxhash.h>
@@ -51,6 +52,9 @@ int write_all(int fd, std::string_view bytes) noexcept {
     const ssize_t written = ::write(fd, bytes.data(), bytes.size());
     if (written >= 0) {
       bytes.remove_prefix(static_cast<size_t>(written));
+    } else if (errno == EAGAIN) {
+      pollfd ready{fd, POLLOUT, 0};
+      ::poll(&ready, 1, -1);
     } else if (errno != EINTR) {
       return errno;
     }

@@ -86,20 +86,12 @@ double cgroup_folder_cores(const std::filesystem::path& folder) {
   double quota = 0; // microseconds, of all cores together
   double period = 0; // microseconds
   if (std::ifstream v2(folder / "cpu.max"); v2) {
-    std::string text;
-    v2 >> text >> period; // "max 100000" or "150000 100000"
-    if (!v2 || text == "max") {
-      return kNone;
-    }
-    quota = std::strtod(text.c_str(), nullptr);
+    v2 >> quota >> period; // "max 100000" or "150000 100000"
   } else {
-    std::ifstream v1_quota(folder / "cpu.cfs_quota_us");
-    std::ifstream v1_period(folder / "cpu.cfs_period_us");
-    if (!(v1_quota >> quota) || !(v1_period >> period)) {
-      return kNone;
-    }
+    std::ifstream(folder / "cpu.cfs_quota_us") >> quota;
+    std::ifstream(folder / "cpu.cfs_period_us") >> period;
   }
-  return quota > 0 && period > 0 ? quota / period : kNone; // -1: no quota
+  return quota > 0 && period > 0 ? quota / period : kNone; // "max", -1, no file: no quota
 }
 
 double cgroup_cores(const std::filesystem::path& root) {
@@ -134,17 +126,11 @@ int affinity_cores() {
 std::optional<int64_t> number_in_file(const std::filesystem::path& path,
                                       const std::string& key = {}) {
   std::ifstream file(path);
-  for (std::string word; file >> word;) {
-    if (key.empty() || word == key) {
-      int64_t number = 0;
-      if (key.empty()) {
-        file.clear();
-        file.seekg(0);
-      }
-      return file >> number ? std::optional(number) : std::nullopt;
-    }
+  std::string word;
+  while (word != key && file >> word) {
   }
-  return std::nullopt;
+  int64_t number = 0;
+  return file >> number ? std::optional(number) : std::nullopt;
 }
 
 /// The memory that the group's limit leaves. Empty if the group has no limit.

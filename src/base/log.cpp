@@ -3,12 +3,12 @@
 #include <sys/ioctl.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "hasten/base/files.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "terminal.h"
 
@@ -56,10 +56,7 @@ int window_columns(int fd) {
   return ::ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-bool dumb_terminal() {
-  const char* term = std::getenv("TERM");
-  return term != nullptr && std::string_view(term) == "dumb";
-}
+bool dumb_terminal() { return environment_value("TERM") == "dumb"; }
 
 void write_log_line(LogLevel level, std::string_view line) {
   std::string text;
@@ -109,9 +106,8 @@ int terminal_columns(int fd) {
 
 std::string styled(std::string_view text, Style style, int fd) {
   static constexpr const char* kCodes[] = {"1", "31", "33", "32"}; // [style]
-  const char* no_color = std::getenv("NO_COLOR");
   if (terminal_columns(fd) == 0 || detail::dumb_terminal() ||
-      (no_color != nullptr && *no_color != '\0')) {
+      detail::environment_value("NO_COLOR")) {
     return std::string(text);
   }
   return std::string("\x1b[") + kCodes[static_cast<size_t>(style)] + "m" + std::string(text) +

@@ -46,6 +46,11 @@ ProcessStat process_stat(int pid) {
           .start_time = parse_number<uint64_t>(fields[20]).value_or(0)};
 }
 
+std::optional<std::string> environment_value(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
+}
+
 // Everything that the child needs, made before vfork. Between vfork and exec the child shares this
 // process's memory and may only make system calls.
 struct ChildPlan {
@@ -181,10 +186,8 @@ std::vector<std::string> merged_environment(
 }
 
 std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
-  std::vector<char*> pointers;
-  for (const std::string& string : strings) {
-    pointers.push_back(const_cast<char*>(string.c_str()));
-  }
+  auto pointers =
+      mapped(strings, [](const std::string& text) { return const_cast<char*>(text.c_str()); });
   pointers.push_back(nullptr);
   return pointers;
 }

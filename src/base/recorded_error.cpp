@@ -6,6 +6,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/process.h"
 
 namespace hasten {
 
@@ -15,8 +16,8 @@ void set_said_by_peer(bool said) noexcept { peer_says_it = said; }
 bool said_by_peer() noexcept { return peer_says_it; }
 
 bool launcher_says_errors() noexcept {
-  const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
-  return std::getenv("HASTEN_LAUNCHER") != nullptr && path != nullptr && *path != '\0';
+  return std::getenv("HASTEN_LAUNCHER") != nullptr &&
+         detail::environment_value("TORCHELASTIC_ERROR_FILE").has_value();
 }
 
 std::string message_of(const std::exception& error) {
@@ -26,8 +27,8 @@ std::string message_of(const std::exception& error) {
 
 bool record_error(const std::exception& error, bool shown) noexcept {
   try {
-    const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
-    if (path == nullptr || *path == '\0' || std::filesystem::exists(path)) {
+    const auto path = detail::environment_value("TORCHELASTIC_ERROR_FILE");
+    if (!path || std::filesystem::exists(*path)) {
       return false;
     }
     const auto now = std::chrono::duration_cast<std::chrono::microseconds>(
@@ -45,7 +46,7 @@ bool record_error(const std::exception& error, bool shown) noexcept {
             {"microseconds", now},
             {"of_a_peer", of_a_peer},
             {"shown", shown}}}}}};
-    write_file_atomically(path,
+    write_file_atomically(*path,
                           json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
     return true;
   } catch (...) {

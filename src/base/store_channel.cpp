@@ -14,11 +14,11 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 
 namespace hasten::detail {
 
@@ -82,12 +82,10 @@ std::string read_secret_file(const std::string& path) {
 }
 
 std::optional<StoreKey> store_key_from_environment() {
-  const char* text = std::getenv("HASTEN_SECRET");
-  const char* path = std::getenv("HASTEN_SECRET_FILE");
-  std::string secret = text == nullptr ? "" : text;
-  const bool file = secret.empty() && path != nullptr && *path != '\0';
+  std::string secret = environment_value("HASTEN_SECRET").value_or("");
+  const auto file = secret.empty() ? environment_value("HASTEN_SECRET_FILE") : std::nullopt;
   if (file) {
-    secret = read_secret_file(path);
+    secret = read_secret_file(*file);
     secret.erase(secret.find_last_not_of(" \t\r\n") + 1);
   }
   if (secret.empty() && !file) {
@@ -123,9 +121,9 @@ std::string launcher_socket_start(int master_port) {
 }
 
 std::string launcher_socket(const World& world) {
-  const char* name = std::getenv("HASTEN_STORE_SOCKET");
-  const bool own = name != nullptr && !world.agent_store && world.store_file.empty() &&
-                   std::string_view(name).starts_with(launcher_socket_start(world.master_port));
+  const std::string name = environment_value("HASTEN_STORE_SOCKET").value_or("");
+  const bool own = !world.agent_store && world.store_file.empty() &&
+                   name.starts_with(launcher_socket_start(world.master_port));
   return own ? name : "";
 }
 
@@ -319,13 +317,13 @@ std::shared_ptr<addrinfo> host_addresses(const std::string& host, int port) {
   return found ? std::shared_ptr<addrinfo>(first, ::freeaddrinfo) : nullptr;
 }
 
-int try_connect(const StoreAddress& address) {
+FileDescriptor try_connect(const StoreAddress& address) {
   constexpr int kType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
   if (!address.socket.empty()) {
     const auto [name, size] = abstract_address(address.socket);
     FileDescriptor fd(::socket(AF_UNIX, kType, 0));
-    return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&name), size) == 0 ? fd.release()
-                                                                                    : -1;
+    const bool good = ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&name), size) == 0;
+    return good ? std::move(fd) : FileDescriptor();
   }
   const auto addresses = host_addresses(address.host, address.port);
   for (const addrinfo* a = addresses.get(); a != nullptr; a = a->ai_next) {
@@ -341,18 +339,18 @@ int try_connect(const StoreAddress& address) {
     if (connected) {
       const int on = 1;
       ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-      return fd.release();
+      return fd;
     }
   }
-  return -1;
+  return {};
 }
 
 /// Null if the connection broke meanwhile.
-std::unique_ptr<StoreChannel> proved_channel(int fd, const StoreAddress& address,
+std::unique_ptr<StoreChannel> proved_channel(FileDescriptor fd, const StoreAddress& address,
                                              StoreClock::time_point deadline) {
-  auto channel = std::make_unique<StoreChannel>(fd);
+  auto channel = std::make_unique<StoreChannel>(std::move(fd));
   if (!address.socket.empty()) {
-    const auto uid = socket_peer_uid(fd);
+    const auto uid = socket_peer_uid(channel->fd());
     if (!own_or_root(uid)) {
       throw InputError(
           kStoreWhere,
@@ -373,12 +371,12 @@ std::unique_ptr<StoreChannel> proved_channel(int fd, const StoreAddress& address
   return proof == StoreChannel::Proof::right ? std::move(channel) : nullptr;
 }
 
-int connect_to(const StoreAddress& address, StoreClock::time_point deadline,
-               const std::atomic<bool>& cancelled) {
+FileDescriptor connect_to(const StoreAddress& address, StoreClock::time_point deadline,
+                          const std::atomic<bool>& cancelled) {
   const auto resolved_by = std::min(deadline, StoreClock::now() + kResolveLimit);
   bool resolved = !address.socket.empty();
   while (!cancelled && StoreClock::now() < deadline) {
-    if (const int fd = try_connect(address); fd >= 0) {
+    if (FileDescriptor fd = try_connect(address)) {
       return fd;
     }
     resolved = resolved || host_addresses(address.host, address.port) != nullptr;
@@ -401,8 +399,8 @@ std::unique_ptr<StoreChannel> connect_store(const StoreAddress& address,
                                             StoreClock::time_point deadline,
                                             const std::atomic<bool>& cancelled) {
   while (true) {
-    const int fd = connect_to(address, deadline, cancelled);
-    if (auto channel = proved_channel(fd, address, deadline)) {
+    FileDescriptor fd = connect_to(address, deadline, cancelled);
+    if (auto channel = proved_channel(std::move(fd), address, deadline)) {
       return channel;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));

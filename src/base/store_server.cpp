@@ -25,7 +25,7 @@ namespace hasten::detail {
 
 /// A connection to the store.
 struct StoreClient {
-  explicit StoreClient(int fd) : channel(fd) {}
+  explicit StoreClient(int fd) : channel(FileDescriptor(fd)) {}
 
   StoreChannel channel;
   StoreClock::time_point since = StoreClock::now();

@@ -1,17 +1,16 @@
 #include "hasten/base/timeouts.h"
 
-#include <cstdlib>
 #include <limits>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 
 namespace hasten {
 
 static std::chrono::milliseconds timeout_of(const char* variable, double otherwise) {
-  const char* text = std::getenv(variable);
-  if (text != nullptr && *text != '\0') {
-    otherwise = parse_number<double>(text).value_or(std::numeric_limits<double>::quiet_NaN());
+  if (const auto text = detail::environment_value(variable)) {
+    otherwise = parse_number<double>(*text).value_or(std::numeric_limits<double>::quiet_NaN());
     check_timeout("base::timeouts", variable, otherwise);
   }
   return from_seconds(otherwise);

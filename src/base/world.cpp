@@ -4,7 +4,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -22,15 +21,6 @@ namespace detail {
 
 constexpr int kMaxThreads = 4096;
 constexpr const char* kWorldWhere = "base::world_from_environment";
-
-/// The variable's value. Empty if it is not set or empty.
-std::optional<std::string> environment_value(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
-  if (value == nullptr || *value == '\0') {
-    return std::nullopt;
-  }
-  return value;
-}
 
 constexpr int kAnyNumber = std::numeric_limits<int>::max();
 
@@ -143,12 +133,8 @@ int launcher_process(const std::string& variable) {
 
 /// A number that is the same in all ranks of this host and very probably another in other worlds.
 int64_t mpi_job(const std::string& rank_variable) {
-  std::string name;
-  for (const char* variable : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}) {
-    if (const auto value = environment_value(variable); value && name.empty()) {
-      name = *value;
-    }
-  }
+  const std::string older = environment_value("OMPI_MCA_ess_base_jobid").value_or("");
+  const std::string name = environment_value("PMIX_NAMESPACE").value_or(older);
   if (name.empty() || rank_variable == "PMI_RANK") {
     return launcher_process(rank_variable);
   }
@@ -348,10 +334,8 @@ WorldFamily torchrun_family() {
   if (store_file_name().empty()) {
     family.needed.insert(family.needed.end(), {"MASTER_ADDR", "MASTER_PORT"});
   }
-  for (const char* local : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
-    if (environment_value("LOCAL_RANK") || environment_value("LOCAL_WORLD_SIZE")) {
-      family.needed.emplace_back(local);
-    }
+  if (environment_value("LOCAL_RANK") || environment_value("LOCAL_WORLD_SIZE")) {
+    family.needed.insert(family.needed.end(), {"LOCAL_RANK", "LOCAL_WORLD_SIZE"});
   }
   return family;
 }
@@ -411,7 +395,7 @@ World world_from_environment() {
   }
   if (used != nullptr) {
     World world = used->read();
-    others.erase(std::remove(others.begin(), others.end(), used->name + "'s"), others.end());
+    std::erase(others, used->name + "'s");
     world.passed_over = joined(others);
     world.store_file = detail::store_file_name();
     return world;

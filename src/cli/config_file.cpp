@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -14,6 +13,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
+#include "hasten/base/process.h"
 
 namespace hasten::detail {
 
@@ -55,8 +55,7 @@ std::string config_path_of(const std::vector<std::string>& arguments) {
       return arguments[i].substr(9);
     }
   }
-  const char* path = std::getenv("HASTEN_CONFIG");
-  return path == nullptr ? std::string() : path;
+  return environment_value("HASTEN_CONFIG").value_or("");
 }
 
 /// --help is printed whatever the file and the environment hold.
@@ -140,14 +139,14 @@ void FlagTable::read_environment(const std::vector<std::string>& arguments) {
     }
     for (const std::string& flag : entry.names) {
       const std::string name = std::string(kVariableStart) + known.emplace_back(variable_of(flag));
-      const char* text = std::getenv(name.c_str());
-      if (text == nullptr || *text == '\0') {
+      const auto text = environment_value(name);
+      if (!text) {
         continue;
       }
       if (!from_environment_.emplace(first, name).second) {
         throw InputError(where(), name + ": " + first + " is given twice", "one of them");
       }
-      entry.set(name, text);
+      entry.set(name, *text);
       configured_.insert(first);
     }
   }

@@ -60,10 +60,12 @@ class CostMeasurement {
   static double since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
-  /// The lower quartile: other programs make some calls slower, and none faster.
-  static double usual(std::vector<double> values) {
-    std::ranges::sort(values);
-    return values[values.size() / 4];
+  /// The lower quartile of what each call took on the rank that was the slowest in it: other programs
+  /// make some calls slower, and none faster. Collective.
+  double usual(const std::vector<double>& seconds) {
+    const at::Tensor slowest = at::tensor(seconds, at::kDouble);
+    group_.all_reduce(slowest, ReduceOp::MAX, kName);
+    return std::get<0>(slowest.sort())[slowest.numel() / 4].item<double>();
   }
 
   /// Every call has other data, as far as there is, which the caches do not have.
@@ -98,7 +100,7 @@ class CostMeasurement {
     operation.fit();
   }
 
-  /// The usual seconds of a call on the rank that is the slowest in it. Collective.
+  /// The usual seconds of a call. Collective.
   double agreed(int calls, const std::function<void()>& call) {
     std::vector<double> seconds;
     for (int i = -1; i < calls; ++i) { // the first warms up
@@ -109,16 +111,9 @@ class CostMeasurement {
         seconds.push_back(since(start));
       }
     }
-    const double result = usual(most(seconds));
+    const double result = usual(seconds);
     spent_ += result * (calls + 1);
     return result;
-  }
-
-  /// The maximum over ranks, element by element. Collective.
-  std::vector<double> most(const std::vector<double>& values) {
-    const at::Tensor all = at::tensor(values, at::kDouble);
-    group_.all_reduce(all, ReduceOp::MAX, kName);
-    return {all.const_data_ptr<double>(), all.const_data_ptr<double>() + all.numel()};
   }
 
   /// Compares computation alone with computation during a transfer, which takes less time.
@@ -151,9 +146,8 @@ class CostMeasurement {
       with.push_back(since(start));
       durations.push_back(std::chrono::duration<double>(work.ended() - start).count());
     }
-    model_.stretch = std::clamp(usual(most(durations)) / alone, 1.0, 8.0);
-    model_.stolen =
-        std::clamp((usual(most(with)) - usual(most(without))) / alone, 0.0, model_.stretch);
+    model_.stretch = std::clamp(usual(durations) / alone, 1.0, 8.0);
+    model_.stolen = std::clamp((usual(with) - usual(without)) / alone, 0.0, model_.stretch);
   }
 
   Communicator& group_;

@@ -27,13 +27,11 @@ constexpr const char* kSameOperations =
     "run the same operations in the same order, with the same shapes and dtypes, on all ranks";
 
 static CommunicatorOptions with_environment(CommunicatorOptions options) {
-  const char* check = std::getenv("HASTEN_COMM_CHECK");
-  if (check != nullptr && std::string_view(check) == "0") {
-    if (options.check_shapes == ShapeCheck::first) {
-      options.check_shapes = ShapeCheck::never;
-    }
-  } else if (check != nullptr && *check != '\0') {
+  const auto check = environment_value("HASTEN_COMM_CHECK");
+  if (check && check != "0") {
     options.check_shapes = ShapeCheck::always;
+  } else if (check && options.check_shapes == ShapeCheck::first) {
+    options.check_shapes = ShapeCheck::never;
   }
   return options;
 }

@@ -6,6 +6,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/base/process.h"
 #include "hasten/base/store_server.h"
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
@@ -19,12 +20,11 @@ static std::string wanted_backend(const std::string& name) {
   if (name == "shm" || name == "gloo") {
     return name;
   }
-  const char* chosen = std::getenv("HASTEN_COMM_BACKEND");
-  const std::string_view text = chosen == nullptr ? "" : chosen;
-  if (!text.empty() && text != "gloo" && text != "shm") {
-    throw InputError("comm::create", "HASTEN_COMM_BACKEND=" + std::string(text), "gloo or shm");
+  const auto chosen = environment_value("HASTEN_COMM_BACKEND");
+  if (chosen && chosen != "gloo" && chosen != "shm") {
+    throw InputError("comm::create", "HASTEN_COMM_BACKEND=" + *chosen, "gloo or shm");
   }
-  return text.empty() ? "auto" : std::string(text);
+  return chosen.value_or("auto");
 }
 
 HostGroup::HostGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,

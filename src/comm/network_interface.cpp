@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/store_channel.h"
 
 namespace hasten::detail {
@@ -75,8 +76,8 @@ std::string interface_address(const std::string& name, std::string& names) {
 }
 
 std::string reachable_address(const std::string& interface, const std::string& target) {
-  const char* variable = std::getenv("GLOO_SOCKET_IFNAME");
-  const std::string name = interface.empty() && variable ? variable : interface;
+  const std::string name =
+      interface.empty() ? environment_value("GLOO_SOCKET_IFNAME").value_or("") : interface;
   if (is_address(name)) {
     return name;
   }

@@ -82,21 +82,14 @@ void Rounds::advance(std::atomic<uint32_t>& counter, uint32_t value) {
   counter.store(value, std::memory_order_seq_cst);
   for (const RoundMemory* peer : all_) {
     if (peer->sleepers.load(std::memory_order_seq_cst) > 0) {
-      wake(counter);
+      ::syscall(SYS_futex, &counter, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
       return;
     }
   }
 }
 
-void Rounds::wake(const std::atomic<uint32_t>& counter) {
-  ::syscall(SYS_futex, &counter, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-}
-
 void Rounds::sleep(const Blocked& until, int spins, std::chrono::milliseconds limit) {
-  if (until.over()) {
-    return;
-  }
-  for (int i = 0; i < spins; ++i) {
+  for (int i = 0; i <= spins; ++i) {
     if (until.over()) {
       return;
     }

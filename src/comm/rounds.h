@@ -80,14 +80,13 @@ class Rounds {
     }
   };
   const Blocked& blocked() const { return blocked_; }
-  /// Returns when the counter changes, after `limit`, or for no reason. First looks at it `spins`
-  /// times, then sleeps. Any thread, also beside the one that uses the other functions.
+  /// Returns when the counter changes, after `limit`, or for no reason. First looks at it once and
+  /// `spins` times more, then sleeps. Any thread, also beside the one that uses the other functions.
   void sleep(const Blocked& until, int spins, std::chrono::milliseconds limit);
-  /// Wakes the threads of this host that sleep on that counter.
-  static void wake(const std::atomic<uint32_t>& counter);
 
  private:
   RoundMemory& own() const { return *all_[rank_]; }
+  /// Also wakes who sleeps on the counter.
   void advance(std::atomic<uint32_t>& counter, uint32_t value);
   /// Whether that counter of all ranks is above the round. If not, blocked() is the first that is not.
   bool all_above(std::atomic<uint32_t> RoundMemory::*counter, uint32_t round);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "backend_call.h"
@@ -42,26 +43,25 @@ nlohmann::json or_reason(const Make& make) {
 
 std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& names,
                                           const ExchangeJson& exchange) {
-  SharedMemory own;
+  std::unique_ptr<SharedMemory> own;
   const std::vector<nlohmann::json> addresses = exchange(or_reason([&]() -> nlohmann::json {
-    own = SharedMemory(Rounds::kBytes);
-    return own.address();
+    own = std::make_unique<SharedMemory>(Rounds::kBytes);
+    return own->address();
   }));
   throw_reason(addresses, names);
-  std::vector<SharedMemory> all;
-  throw_reason(exchange(or_reason([&]() -> nlohmann::json {
-                 for (const nlohmann::json& address : addresses) {
-                   all.push_back(std::cmp_equal(all.size(), rank)
-                                     ? SharedMemory()
-                                     : SharedMemory(address.get<SharedMemoryAddress>()));
-                 }
-                 return true;
-               })),
-               names);
-  own.hide();
-  all[static_cast<size_t>(rank)] = std::move(own);
-  std::vector<char*> memory = mapped(all, [](const SharedMemory& one) { return one.data(); });
-  // The queue's thread uses the addresses, which moving the vector keeps.
+  std::vector<std::unique_ptr<SharedMemory>> all;
+  throw_reason(
+      exchange(or_reason([&]() -> nlohmann::json {
+        for (const nlohmann::json& address : addresses) {
+          all.push_back(std::cmp_equal(all.size(), rank)
+                            ? std::move(own)
+                            : std::make_unique<SharedMemory>(address.get<SharedMemoryAddress>()));
+        }
+        return true;
+      })),
+      names);
+  all[static_cast<size_t>(rank)]->hide();
+  const std::vector<char*> memory = mapped(all, [](const auto& one) { return one->data(); });
   return std::shared_ptr<SharedRanks>(
       new SharedRanks{std::move(all), SharedPlaces(rank, static_cast<int>(names.size())),
                       TransferQueue(rank, memory, names)});
@@ -148,12 +148,9 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
     plan.count *= one.element_size();
   }
   const auto begin = [](const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); };
-  for (const at::Tensor& tensor : inputs) {
-    plan.inputs.push_back(begin(tensor));
-  }
-  for (const at::Tensor& tensor : outputs) {
-    plan.outputs.push_back(begin(tensor));
-  }
+  const auto begins = mapped(inputs, begin);
+  plan.inputs.assign(begins.begin(), begins.end());
+  plan.outputs = mapped(outputs, begin);
   look_for_places(plan);
   plan.text = std::exchange(next_text_, {});
   if (plan.text.empty()) {
@@ -294,48 +291,15 @@ SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, T
       outputs_(std::move(outputs)),
       timeout_(timeout),
       item_(std::make_shared<TransferQueue::Item>(std::move(plan), rank, size)) {
-  ending_->keep = {std::move(inputs), outputs_};
-  item_->on_end = [ending = ending_](const std::exception_ptr& error) {
-    std::vector<std::function<void(std::exception_ptr)>> then;
-    std::pair<Tensors, Tensors> kept; // freed without the mutex
-    {
-      const std::lock_guard<std::mutex> lock(ending->mutex);
-      ending->over = true;
-      ending->error = error;
-      then.swap(ending->then);
-      kept.swap(ending->keep);
-    }
-    for (const auto& f : then) {
-      f(error);
-    }
-  };
+  item_->on_end([inputs = std::move(inputs), outputs = outputs_](const std::exception_ptr&) {
+    // Keeps the tensors until then.
+  });
   ranks_->queue.start(item_);
-}
-
-void SharedWork::on_end(std::function<void(std::exception_ptr)> f) {
-  {
-    const std::lock_guard<std::mutex> lock(ending_->mutex);
-    if (!ending_->over) {
-      ending_->then.push_back(std::move(f));
-      return;
-    }
-  }
-  f(ending_->error);
 }
 
 bool SharedWork::isCompleted() {
   drive(milliseconds(0));
-  return is_over();
-}
-
-bool SharedWork::isSuccess() const { return is_over() && !ending_->error; }
-
-std::exception_ptr SharedWork::exception() const { return is_over() ? ending_->error : nullptr; }
-
-// True before the callbacks come, so that they and those who wait for them find it ended.
-bool SharedWork::is_over() const {
-  const std::lock_guard<std::mutex> lock(ending_->mutex);
-  return ending_->over;
+  return item_->outcome().has_value();
 }
 
 bool SharedWork::wait(milliseconds timeout) {
@@ -351,8 +315,8 @@ bool SharedWork::wait(milliseconds timeout) {
           "every rank to run it", "", ErrorKind::timed_out);
     }
   }
-  if (ending_->error) {
-    std::rethrow_exception(ending_->error);
+  if (const std::exception_ptr error = exception()) {
+    std::rethrow_exception(error);
   }
   return true;
 }
@@ -367,7 +331,7 @@ c10::intrusive_ptr<c10::ivalue::Future> SharedWork::getFuture() {
       future->markCompleted(c10::IValue(outputs));
     }
   });
-  ranks_->queue.hurry(*item_); // its callbacks come without anybody who waits
+  ranks_->queue.hurry(); // its callbacks come without anybody who waits
   return future;
 }
 
@@ -378,10 +342,8 @@ namespace hasten {
 c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout) {
-  std::vector<int> names;
-  for (int i = 0; i < size; ++i) {
-    names.push_back(i);
-  }
+  std::vector<int> names(static_cast<size_t>(size));
+  std::iota(names.begin(), names.end(), 0);
   int round = 0;
   auto ranks = detail::share_memory(rank, names, [&](const nlohmann::json& own) {
     const auto key = [&](int of) {

@@ -18,7 +18,7 @@ using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// The memory of all ranks of a group, and the transfers in it.
 struct SharedRanks {
-  std::vector<SharedMemory> memory; // [rank]
+  std::vector<std::unique_ptr<SharedMemory>> memory; // [rank]
   SharedPlaces places;
   TransferQueue queue;
 };
@@ -106,32 +106,21 @@ class SharedWork final : public c10d::Work {
   /// Moves it on in this thread, at most for `limit`, or until it has ended.
   void drive(std::chrono::milliseconds limit) { ranks_->queue.drive(*item_, limit); }
   /// Calls `f` once it has ended, in the thread that ends it.
-  void on_end(std::function<void(std::exception_ptr)> f);
+  void on_end(std::function<void(std::exception_ptr)> f) { item_->on_end(std::move(f)); }
 
   bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
+  bool isSuccess() const override { return item_->outcome() == std::exception_ptr(nullptr); }
+  std::exception_ptr exception() const override { return item_->outcome().value_or(nullptr); }
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  bool is_over() const;
-
-  struct Ending {
-    std::mutex mutex; // guards the next two
-    bool over = false;
-    std::vector<std::function<void(std::exception_ptr)>> then{};
-    std::exception_ptr error{}; // once over
-    std::pair<Tensors, Tensors> keep; // inputs and outputs, until then
-  };
-
   const std::shared_ptr<SharedRanks> ranks_;
   const Tensors outputs_;
   const std::chrono::milliseconds timeout_;
-  const std::shared_ptr<Ending> ending_ = std::make_shared<Ending>();
-  std::shared_ptr<TransferQueue::Item> item_;
+  const std::shared_ptr<TransferQueue::Item> item_;
 };
 
 } // namespace hasten::detail

@@ -89,19 +89,6 @@ SharedMemory::SharedMemory(const SharedMemoryAddress& of) : SharedMemory() {
   hide();
 }
 
-SharedMemory::SharedMemory(SharedMemory&& other) noexcept : SharedMemory() {
-  *this = std::move(other);
-}
-
-SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  std::swap(descriptor_, other.descriptor_);
-  std::swap(of_peer_, other.of_peer_);
-  std::swap(counted_, other.counted_);
-  return *this;
-}
-
 SharedMemory::~SharedMemory() {
   const auto bytes = static_cast<int64_t>(bytes_);
   if (counted_) {

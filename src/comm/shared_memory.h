@@ -22,7 +22,6 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(SharedMemoryAddress, pid, descriptor, device,
 
 class SharedMemory {
  public:
-  SharedMemory() = default; // of none
   /// Allocates zeros, so that later accesses cannot fail. Counts in the memory meter. Throws Error if
   /// the host, its control group or /dev/shm has less memory, with the bytes that are missing, and
   /// c10::OutOfMemoryError if a MemoryLimit permits less.
@@ -30,8 +29,8 @@ class SharedMemory {
   /// Maps a peer's memory to read. Throws Error if it cannot: the peer has ended, or it belongs to
   /// another user or container.
   explicit SharedMemory(const SharedMemoryAddress& of);
-  SharedMemory(SharedMemory&& other) noexcept;
-  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
   ~SharedMemory();
 
   char* data() const { return data_; }
@@ -42,6 +41,7 @@ class SharedMemory {
   void hide() { descriptor_.close(); }
 
  private:
+  SharedMemory() = default;
   void map(int protection);
 
   char* data_ = nullptr;

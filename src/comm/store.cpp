@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "network_interface.h"
 #include "sealed_store.h"
 #include "socket_store.h"
@@ -105,7 +106,7 @@ StorePtr open_agent_store(const World& world, CommClock::time_point deadline,
   const StoreAddress place{.host = world.master_addr, .port = world.master_port};
   // If no server listens, TCPStore's own first attempt would print a stack trace and sleep for a
   // second.
-  const std::string host = peer_address(FileDescriptor(connect_to(place, deadline, cancelled)));
+  const std::string host = peer_address(connect_to(place, deadline, cancelled));
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.port);
   options.waitWorkers = false;
@@ -137,8 +138,8 @@ StorePtr open_store(const World& world, const StoreAddress& address, std::string
   StorePtr store;
   std::optional<StoreKey> key;
   if (world.agent_store) { // the store outlives a restart of the workers
-    const char* attempt = std::getenv("TORCHELASTIC_RESTART_COUNT");
-    prefix = std::string("hasten/") + (attempt != nullptr ? attempt : "0") + "/" + prefix;
+    const std::string attempt = environment_value("TORCHELASTIC_RESTART_COUNT").value_or("0");
+    prefix = "hasten/" + attempt + "/" + prefix;
     key = store_key_from_environment();
     store = open_agent_store(world, deadline, cancelled);
   } else {

@@ -62,7 +62,7 @@ void StoreFile::find(int generation, CommClock::time_point deadline) {
         number == generation) {
       store_ = address[0] == '@' ? StoreAddress{.socket = address.substr(1)}
                                  : StoreAddress{.host = address, .port = port, .key = key};
-      if (FileDescriptor(try_connect(store_))) {
+      if (try_connect(store_)) {
         world_.master_addr = address;
         world_.master_port = port;
         return;

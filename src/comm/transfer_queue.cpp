@@ -15,13 +15,27 @@ constexpr milliseconds kSleep{50};
 // About 20 microseconds. A peer that is later is worth a futex.
 constexpr int kSpins = 1000;
 
-/// Who spins takes a core, so there is one for each rank.
-static int spins_for(int world_size) { return allowed_cores() >= world_size ? kSpins : 0; }
+void TransferQueue::Item::on_end(std::function<void(std::exception_ptr)> f) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!why) {
+      then.push_back(std::move(f));
+      return;
+    }
+  }
+  f(*why);
+}
+
+std::optional<std::exception_ptr> TransferQueue::Item::outcome() const {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return why;
+}
 
 TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names)
     : names_(std::move(names)),
       rounds_(rank, memory),
-      spins_(spins_for(rounds_.world_size())),
+      // Who spins takes a core, so there is one for each rank.
+      spins_(allowed_cores() >= rounds_.world_size() ? kSpins : 0),
       thread_([this] { run(); }) {}
 
 TransferQueue::~TransferQueue() { stop(); }
@@ -39,7 +53,6 @@ void TransferQueue::stop() noexcept {
     thread_.join();
   }
   error_ = std::make_exception_ptr(std::runtime_error("the group is closed"));
-  take_new();
   progress(true);
 }
 
@@ -57,7 +70,6 @@ void TransferQueue::start(std::shared_ptr<Item> item) {
     turn_ = true;
   }
   if (small) {
-    take_new();
     progress(false);
   }
   leave_turn();
@@ -80,7 +92,6 @@ void TransferQueue::drive(const Item& item, milliseconds limit) {
     }
     turn_ = true;
     lock.unlock();
-    take_new();
     progress(limit.count() > 0);
     const Rounds::Blocked blocked = blocked_;
     leave_turn();
@@ -94,13 +105,6 @@ void TransferQueue::drive(const Item& item, milliseconds limit) {
   if (--waiters_ == 0 && needs_thread()) {
     wanted_.notify_one();
   }
-}
-
-void TransferQueue::hurry(Item& item) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  item.hurried = true;
-  hurried_ = true;
-  wanted_.notify_one();
 }
 
 void TransferQueue::hurry() {
@@ -120,15 +124,9 @@ void TransferQueue::run() {
     }
     turn_ = true;
     lock.unlock();
-    take_new();
     progress(true);
     const Rounds::Blocked blocked = blocked_;
     const bool empty = queue_.empty();
-    lock.lock();
-    if (empty && new_.empty()) {
-      hurried_ = false;
-    }
-    lock.unlock();
     leave_turn();
     if (!empty) {
       rounds_.sleep(blocked, 0, kSleep);
@@ -142,13 +140,13 @@ void TransferQueue::leave_turn() {
   // Small transfers that came meanwhile are published now.
   while (!new_.empty() && new_.front()->transfer.is_small()) {
     lock.unlock();
-    take_new();
     progress(false);
     lock.lock();
   }
   turn_ = false;
-  unfinished_ = std::ranges::any_of(
-      queue_, [](const auto& item) { return !item->transfer.is_small() || item->hurried; });
+  hurried_ = hurried_ && !(queue_.empty() && new_.empty());
+  unfinished_ =
+      std::ranges::any_of(queue_, [](const auto& item) { return !item->transfer.is_small(); });
   if (waiters_ > 0 || stopping_) {
     changed_.notify_all();
   } else if (needs_thread()) {
@@ -156,13 +154,12 @@ void TransferQueue::leave_turn() {
   }
 }
 
-void TransferQueue::take_new() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::ranges::move(new_, std::back_inserter(queue_));
-  new_.clear();
-}
-
 void TransferQueue::progress(bool all) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::ranges::move(new_, std::back_inserter(queue_));
+    new_.clear();
+  }
   blocked_ = {};
   while (!queue_.empty()) {
     bool moved = false;
@@ -173,7 +170,7 @@ void TransferQueue::progress(bool all) {
     }
     const Item& first = *queue_.front();
     if (error_ || first.transfer.ends_at(first.consumed)) {
-      end_first(error_);
+      end_first();
     } else if (!moved) {
       return;
     }
@@ -293,12 +290,19 @@ void TransferQueue::require_equal(const Item& item) const {
   }
 }
 
-void TransferQueue::end_first(const std::exception_ptr& error) {
+void TransferQueue::end_first() {
   const std::shared_ptr<Item> item = std::move(queue_.front());
   queue_.pop_front();
-  if (item->on_end) {
-    item->on_end(error);
+  std::vector<std::function<void(std::exception_ptr)>> then; // called without the mutex
+  {
+    const std::lock_guard<std::mutex> lock(item->mutex);
+    item->why = error_;
+    then.swap(item->then);
   }
+  for (const auto& f : then) {
+    f(error_);
+  }
+  then.clear(); // and what they keep
   const std::lock_guard<std::mutex> lock(mutex_);
   item->ended.store(true, std::memory_order_release);
   if (waiters_ > 0) {

@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -39,17 +40,23 @@ class TransferQueue {
     Item(TransferPlan plan, int rank, int world_size)
         : transfer(std::move(plan), rank, world_size) {}
     Transfer transfer;
-    /// Called once by the thread that ends it, with an exception if it failed. Must not throw.
-    std::function<void(std::exception_ptr)> on_end{};
-    /// Whether on_end has been called.
+    /// Calls `f` once it has ended, in the thread that ends it, with an exception if it failed. `f`
+    /// must not throw.
+    void on_end(std::function<void(std::exception_ptr)> f);
+    /// Why it failed, null if it did not. Empty before its end. Known before on_end()'s calls come,
+    /// so that they and those who wait for them find it ended.
+    std::optional<std::exception_ptr> outcome() const;
+    /// Whether on_end()'s calls have come.
     bool has_ended() const { return ended.load(std::memory_order_acquire); }
 
     // Used by the queue.
-    bool hurried = false;
     uint32_t first = 0; // its first round
     uint32_t published = 0;
     uint32_t consumed = 0;
     std::atomic<bool> ended{false};
+    mutable std::mutex mutex; // guards the members below
+    std::optional<std::exception_ptr> why{};
+    std::vector<std::function<void(std::exception_ptr)>> then{};
   };
 
   /// `names`: the ranks in messages. `memory`: see Rounds.
@@ -62,9 +69,7 @@ class TransferQueue {
   void start(std::shared_ptr<Item> item);
   /// Moves transfers on in this thread until `item` has ended or `limit` has passed.
   void drive(const Item& item, std::chrono::milliseconds limit);
-  /// From now on the transfer and those before it end without anybody who waits.
-  void hurry(Item& item);
-  /// The same for all that have started.
+  /// From now on the transfers that have started end without anybody who waits.
   void hurry();
   /// Ends the thread, and every transfer that has not ended or starts later with an exception.
   void stop() noexcept;
@@ -72,8 +77,8 @@ class TransferQueue {
  private:
   void run();
   // The functions of the thread that has the turn.
-  void take_new();
-  /// Moves on what can be without waiting; with `all`, also transfers that are not small.
+  /// Takes the new transfers and moves on what can be without waiting; with `all`, also transfers
+  /// that are not small.
   void progress(bool all);
   bool advance_all(bool all);
   bool advance(Item& item, bool first);
@@ -81,7 +86,7 @@ class TransferQueue {
   bool consume_round(Item& item);
   Transfer::Payloads payloads(uint32_t round) const;
   void require_equal(const Item& item) const;
-  void end_first(const std::exception_ptr& error);
+  void end_first();
   void leave_turn();
   // With the mutex.
   bool needs_thread() const;

@@ -39,8 +39,8 @@ std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& 
                      "give every process its own RANK, or start with hasten launch");
   }
   if (!world_on_one_host(world)) {
-    own.store_address = peer_address(
-        FileDescriptor(try_connect({.host = world.master_addr, .port = world.master_port})));
+    own.store_address =
+        peer_address(try_connect({.host = world.master_addr, .port = world.master_port}));
   }
   if (own.rank == 0) {
     store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
@@ -211,16 +211,13 @@ std::string WorldLink::apart(const std::vector<int>& members) const {
 }
 
 std::shared_ptr<gloo::transport::Device> WorldLink::device(const std::string& address) {
-  std::string host = address;
-  if (!is_address(address)) {
-    const bool one_host = std::all_of(
-        ranks_.hellos.begin(), ranks_.hellos.end(),
-        [this](const Hello& hello) { return hello.network_host == ranks_.hellos[0].network_host; });
-    host = "127.0.0.1";
-    if (!one_host || !address.empty()) {
-      host = reachable_address(address, store_address_of(ranks_.hellos, world().rank));
-    }
-  }
+  const bool one_host = std::ranges::all_of(ranks_.hellos, [this](const Hello& hello) {
+    return hello.network_host == ranks_.hellos[0].network_host;
+  });
+  const std::string host =
+      one_host && address.empty()
+          ? "127.0.0.1"
+          : reachable_address(address, store_address_of(ranks_.hellos, world().rank));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!device_ || device_address_ != host) {
     const NoBrokenPipeSignal none; // for the device's thread
@@ -340,10 +337,8 @@ void WorldLink::remove_group(ClosedGroup closed, bool orderly) {
 /// The ranks meet before they disconnect. Otherwise data that peers have not read would be lost,
 /// and with rank 0 the store.
 bool WorldLink::meet() {
-  std::vector<std::string> keys;
-  for (int i = 0; i < world().world_size; ++i) {
-    keys.push_back("close/" + std::to_string(i));
-  }
+  const std::vector<std::string> keys = mapped(
+      ranks_.hellos, [](const Hello& hello) { return "close/" + std::to_string(hello.rank); });
   auto enough = std::make_shared<std::atomic<bool>>(false);
   std::future<bool> future =
       store_->post<bool>([keys, enough, own = keys[static_cast<size_t>(world().rank)]](

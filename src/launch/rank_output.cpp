@@ -103,22 +103,6 @@ struct RankOutput::Shared {
   std::future<void> done = copied.get_future();
 };
 
-/// 0, or errno.
-int write_everything(int fd, std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t written = ::write(fd, bytes.data(), bytes.size());
-    if (written < 0 && errno == EAGAIN) { // another process made the terminal non-blocking
-      pollfd ready{fd, POLLOUT, 0};
-      ::poll(&ready, 1, -1);
-    } else if (written < 0 && errno != EINTR) {
-      return errno;
-    } else if (written > 0) {
-      bytes.remove_prefix(static_cast<size_t>(written));
-    }
-  }
-  return 0;
-}
-
 /// Writes complete lines of `stream`, each after the prefix, in one write. With `all` also the
 /// incomplete last line.
 void write_lines(TeedStream& stream, bool all) {
@@ -133,7 +117,7 @@ void write_lines(TeedStream& stream, bool all) {
     text += stream.prefix + stream.line + '\n';
     stream.line.clear();
   }
-  if (stream.console >= 0 && write_everything(stream.console, text) != 0) {
+  if (stream.console >= 0 && write_all(stream.console, text) != 0) {
     stream.console = -1;
   }
 }
@@ -147,7 +131,7 @@ void copy_some(TeedStream& stream) {
   }
   if (got > 0) {
     const std::string_view bytes(block, static_cast<size_t>(got));
-    const int error = stream.file ? write_everything(stream.file.get(), bytes) : 0;
+    const int error = stream.file ? write_all(stream.file.get(), bytes) : 0;
     if (error != 0) {
       log_warning(stream.path + " ends here: " + std::generic_category().message(error));
       stream.file.close();

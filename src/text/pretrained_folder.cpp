@@ -1,7 +1,6 @@
 #include "hasten/text/pretrained_folder.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <regex>
 #include <system_error>
@@ -9,6 +8,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 
 namespace hasten {
@@ -33,22 +33,19 @@ std::optional<HubName> hub_name(const std::string& given) {
 }
 
 std::filesystem::path hub_cache() {
-  const auto home = [] {
-    const char* value = std::getenv("HOME");
-    return std::string(value == nullptr ? "" : value);
-  };
+  const std::string home = environment_value("HOME").value_or("");
   const std::pair<const char*, const char*> variables[] = {
       {"HF_HUB_CACHE", ""}, {"HF_HOME", "hub"}, {"XDG_CACHE_HOME", "huggingface/hub"}};
   for (const auto& [name, below] : variables) {
-    if (const char* value = std::getenv(name); value != nullptr && *value != '\0') {
-      std::string folder = value;
-      if (folder == "~" || folder.starts_with("~/")) { // huggingface_hub expands it, too
-        folder.replace(0, 1, home());
+    if (auto folder = environment_value(name)) {
+      if (folder == "~" || folder->starts_with("~/")) { // huggingface_hub expands it, too
+        folder->replace(0, 1, home);
       }
-      return *below == '\0' ? std::filesystem::path(folder) : std::filesystem::path(folder) / below;
+      return *below == '\0' ? std::filesystem::path(*folder)
+                            : std::filesystem::path(*folder) / below;
     }
   }
-  return std::filesystem::path(home()) / ".cache/huggingface/hub";
+  return std::filesystem::path(home) / ".cache/huggingface/hub";
 }
 
 // A branch or tag is a file with the hash of its commit. Other revisions are such hashes.

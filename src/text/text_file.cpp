@@ -113,8 +113,7 @@ void TextFile::check_start(const char* where) {
 
 // Replaces the content by the text of all gzip members in it.
 void TextFile::unpack(const char* where) {
-  const char* variable = std::getenv("TMPDIR");
-  const std::string folder = variable == nullptr || *variable == '\0' ? "/tmp" : variable;
+  const std::string folder = detail::environment_value("TMPDIR").value_or("/tmp");
   std::string name = folder + "/hasten-XXXXXX";
   detail::FileDescriptor to(::mkostemp(name.data(), O_CLOEXEC));
   int error = to ? 0 : errno;
@@ -198,11 +197,7 @@ TextFiles TextFiles::open(const std::string& names, const char* where, const std
 }
 
 int64_t TextFiles::bytes() const {
-  int64_t bytes = 0;
-  for (const auto& file : *this) {
-    bytes += static_cast<int64_t>(file->size());
-  }
-  return bytes;
+  return sum_of(*this, [](const auto& file) { return static_cast<int64_t>(file->size()); });
 }
 
 std::string TextFiles::names() const {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <unordered_map>
@@ -544,25 +543,20 @@ class TokenCache {
   std::chrono::steady_clock::time_point last_report_{};
 };
 
-std::filesystem::path environment_folder(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
 } // namespace detail
 
 std::filesystem::path cache_folder(const std::filesystem::path& given) {
   if (!given.empty()) {
     return given;
   }
-  if (auto own = detail::environment_folder("HASTEN_CACHE"); !own.empty()) {
-    return own;
+  if (const auto own = detail::environment_value("HASTEN_CACHE")) {
+    return *own;
   }
-  // The XDG specification says to ignore a relative path.
-  if (auto xdg = detail::environment_folder("XDG_CACHE_HOME"); xdg.is_absolute()) {
+  const std::filesystem::path xdg = detail::environment_value("XDG_CACHE_HOME").value_or("");
+  if (xdg.is_absolute()) { // the XDG specification says to ignore a relative path
     return xdg / "hasten";
   }
-  const auto home = detail::environment_folder("HOME");
+  const std::filesystem::path home = detail::environment_value("HOME").value_or("");
   return home.empty() ? home : home / ".cache" / "hasten";
 }
 

@@ -64,15 +64,14 @@ inline void expect_serves(const StoreAddress& address) {
 }
 
 /// Expects that the server ends the connection `fd` and still serves others.
-inline void expect_ended_by(const StoreAddress& address, int fd) {
-  pollfd ready{fd, POLLIN, 0};
+inline void expect_ended_by(const StoreAddress& address, const FileDescriptor& fd) {
+  pollfd ready{fd.get(), POLLIN, 0};
   ASSERT_EQ(::poll(&ready, 1, 60'000), 1);
   char block[4096];
   ssize_t got = 0;
-  while ((got = ::recv(fd, block, sizeof block, 0)) > 0 || (got < 0 && errno == EAGAIN)) {
+  while ((got = ::recv(fd.get(), block, sizeof block, 0)) > 0 || (got < 0 && errno == EAGAIN)) {
     ::poll(&ready, 1, 60'000);
   }
-  ::close(fd);
   expect_serves(address);
 }
 

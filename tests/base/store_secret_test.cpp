@@ -75,8 +75,8 @@ static std::string recorded_session(const StoreAddress& address, std::string& an
   std::string sent;
   std::thread tap([&, fd = listen_fd] {
     const int client = ::accept(fd, nullptr, nullptr);
-    const int behind = try_connect(server.address());
-    pollfd ends[2] = {{client, POLLIN, 0}, {behind, POLLIN, 0}};
+    const FileDescriptor behind = try_connect(server.address());
+    pollfd ends[2] = {{client, POLLIN, 0}, {behind.get(), POLLIN, 0}};
     char block[4096];
     for (bool open = true; open;) {
       ::poll(ends, 2, -1);
@@ -93,7 +93,6 @@ static std::string recorded_session(const StoreAddress& address, std::string& an
       }
     }
     ::close(client);
-    ::close(behind);
   });
   {
     const auto channel = connect_store(middle, soon(), kNever);
@@ -108,8 +107,8 @@ TEST(StoreSecret, ARecordedSessionIsWorthNothing) {
   std::string answers;
   const std::string sent = recorded_session(tcp_address(1), answers);
   StoreServer server(tcp_address(1));
-  const int fd = try_connect(server.address());
-  ASSERT_EQ(::send(fd, sent.data(), sent.size(), 0), static_cast<ssize_t>(sent.size()));
+  const FileDescriptor fd = try_connect(server.address());
+  ASSERT_EQ(::send(fd.get(), sent.data(), sent.size(), 0), static_cast<ssize_t>(sent.size()));
   expect_ended_by(server.address(), fd);
   const auto channel = connect_store(server.address(), soon(), kNever);
   EXPECT_EQ(ask(*channel, StoreOp::wait, {"k"}, 0), "none");
@@ -121,8 +120,8 @@ struct SealedPair {
     int ends[2];
     EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
     server_fd = ends[1];
-    client = std::make_unique<StoreChannel>(ends[0]);
-    server = std::make_unique<StoreChannel>(ends[1]);
+    client = std::make_unique<StoreChannel>(FileDescriptor(ends[0]));
+    server = std::make_unique<StoreChannel>(FileDescriptor(ends[1]));
     std::thread prover(
         [this] { EXPECT_EQ(client->prove(key, soon()), StoreChannel::Proof::right); });
     std::string_view frame;
@@ -181,13 +180,13 @@ TEST(StoreSecret, FramesCannotBeRepeatedReorderedReflectedOrChanged) {
 
 TEST(StoreSecret, ConnectionsThatProveNothingAreFewAndShort) {
   StoreServer server(tcp_address(1), {.strangers = 4, .proof = std::chrono::milliseconds(300)});
-  std::vector<int> fds;
+  std::vector<FileDescriptor> fds;
   for (int i = 0; i < 40; ++i) {
     fds.push_back(try_connect(server.address()));
-    ASSERT_GE(fds.back(), 0);
+    ASSERT_TRUE(fds.back());
   }
   expect_serves(server.address()); // while the others are connected
-  for (const int fd : fds) {
+  for (const FileDescriptor& fd : fds) {
     expect_ended_by(server.address(), fd);
   }
 }
@@ -240,11 +239,11 @@ TEST(StoreStranger, AnotherUserNeitherReadsNorWrites) {
   }();
   const StoreAddress address = server.address();
   EXPECT_EQ(run_as_stranger([&] {
-              const int fd = try_connect(address);
-              ::send(fd, frames.data(), frames.size(), MSG_NOSIGNAL);
+              const FileDescriptor fd = try_connect(address);
+              ::send(fd.get(), frames.data(), frames.size(), MSG_NOSIGNAL);
               char byte = 0;
               ssize_t got = 0;
-              while ((got = ::recv(fd, &byte, 1, 0)) < 0 && errno == EAGAIN) {
+              while ((got = ::recv(fd.get(), &byte, 1, 0)) < 0 && errno == EAGAIN) {
                 ::usleep(1000);
               }
               return got > 0 ? 1 : 0; // an answer
@@ -265,13 +264,10 @@ TEST(StoreStranger, AnothersFloodDoesNotStopTheStore) {
     const pid_t flood = start_stranger([&]() -> int {
       const std::string junk(100'000, 'j');
       while (true) {
-        int fds[64];
-        for (int& fd : fds) {
+        FileDescriptor fds[64];
+        for (FileDescriptor& fd : fds) {
           fd = try_connect(address);
-          ::send(fd, junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-        }
-        for (const int fd : fds) {
-          ::close(fd);
+          ::send(fd.get(), junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
         }
       }
     });

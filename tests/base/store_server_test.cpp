@@ -86,17 +86,17 @@ TEST(StoreServer, FramesHaveALimitAndWhatIsNoRequestEndsTheConnection) {
     // Before the proof a frame has at most 128 bytes.
     const uint64_t limit = server == &local ? StoreChannel::kMaxFrame : uint64_t{128};
     for (const uint64_t size : {limit + 1, ~uint64_t{0}}) {
-      const int fd = try_connect(server->address());
-      ASSERT_EQ(::send(fd, &size, sizeof size, 0), ssize_t{sizeof size});
+      const FileDescriptor fd = try_connect(server->address());
+      ASSERT_EQ(::send(fd.get(), &size, sizeof size, 0), ssize_t{sizeof size});
       expect_ended_by(server->address(), fd);
     }
     // At the limit the server waits for the rest. A truncated frame has no effect.
-    const int fd = try_connect(server->address());
-    ASSERT_EQ(::send(fd, &limit, sizeof limit, 0), ssize_t{sizeof limit});
-    ASSERT_EQ(::send(fd, "half", 4, 0), 4);
-    pollfd ready{fd, POLLIN, 0};
+    FileDescriptor fd = try_connect(server->address());
+    ASSERT_EQ(::send(fd.get(), &limit, sizeof limit, 0), ssize_t{sizeof limit});
+    ASSERT_EQ(::send(fd.get(), "half", 4, 0), 4);
+    pollfd ready{fd.get(), POLLIN, 0};
     EXPECT_EQ(::poll(&ready, 1, 50), 0);
-    ::close(fd);
+    fd.close();
     expect_serves(server->address());
   }
   for (const std::string& bad : {std::string("?"), request(1, static_cast<StoreOp>(99), {}),

@@ -84,23 +84,19 @@ HASTEN_RANK_FUNCTION(TrainsAmongStrangers) {
   if (world.rank == 0) {
     const detail::StoreAddress store{.socket = "hasten1-" + std::to_string(::geteuid()) + "-" +
                                                std::to_string(world.master_port)};
-    const int fd = detail::try_connect(store);
-    EXPECT_GE(fd, 0); // the socket exists
-    ::close(fd);
+    EXPECT_TRUE(detail::try_connect(store)); // the socket exists
     const std::set<int> ports = detail::listening_ports(); // Gloo's
     EXPECT_FALSE(ports.empty());
     flood.emplace(start_stranger([&]() -> int {
       const std::string junk(100'000, 'j');
       while (true) {
         for (int i = 0; i < 100; ++i) {
-          const int at_store = detail::try_connect(store);
-          ::send(at_store, junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-          ::close(at_store);
+          const detail::FileDescriptor at_store = detail::try_connect(store);
+          ::send(at_store.get(), junk.data(), junk.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
         }
         for (const int port : ports) {
-          const int at_gloo = detail::try_connect({.host = "127.0.0.1", .port = port});
-          ::send(at_gloo, junk.data(), 100, MSG_NOSIGNAL | MSG_DONTWAIT);
-          ::close(at_gloo);
+          const auto at_gloo = detail::try_connect({.host = "127.0.0.1", .port = port});
+          ::send(at_gloo.get(), junk.data(), 100, MSG_NOSIGNAL | MSG_DONTWAIT);
         }
       }
     }));
@@ -128,8 +124,9 @@ HASTEN_RANK_FUNCTION(StartsAGroupBesideAStranger) {
     int ready[2];
     ASSERT_EQ(::pipe2(ready, O_CLOEXEC), 0);
     guest.emplace(start_stranger([&]() -> int {
+      std::vector<detail::FileDescriptor> connections; // open while the process waits
       for (const int port : ports) {
-        detail::try_connect({.host = "127.0.0.1", .port = port});
+        connections.push_back(detail::try_connect({.host = "127.0.0.1", .port = port}));
       }
       ::write(ready[1], "r", 1);
       ::pause();

@@ -116,7 +116,7 @@ struct Operation {
     }
     plan.text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count);
     item = std::make_shared<Item>(std::move(plan), rank, world);
-    item->on_end = [this](const std::exception_ptr& e) { error = e; };
+    item->on_end([this](const std::exception_ptr& e) { error = e; });
   }
 
   float expected(int rank, int world, size_t output, size_t i) const {
@@ -263,7 +263,7 @@ TEST(TransferQueue, AHurriedTransferEndsWithoutAnybodyWhoWaits) {
   as_ranks(2, [](int rank, TransferQueue& queue, SharedPlaces&) {
     Operation operation(Kind::all_reduce, 10, 0, rank, 2);
     queue.start(operation.item);
-    queue.hurry(*operation.item);
+    queue.hurry();
     for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
       std::this_thread::sleep_for(milliseconds(1));
     }

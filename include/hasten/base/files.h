@@ -41,7 +41,8 @@ bool is_temporary_name(std::string_view name);
 
 namespace detail {
 
-/// Writes all bytes, in one write(2) if the kernel accepts them. Returns 0 or errno.
+/// Writes all bytes, in one write(2) if the kernel accepts them. Waits where another process has made
+/// a terminal non-blocking. Returns 0 or errno.
 int write_all(int fd, std::string_view bytes) noexcept;
 
 /// Throws for a system call that failed with errno `error`: "path: No space left on device".

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -66,6 +67,9 @@ struct ProcessStat {
   uint64_t start_time = 0;
 };
 ProcessStat process_stat(int pid);
+
+/// The environment variable's value. Empty if it is not set or empty.
+std::optional<std::string> environment_value(const std::string& name);
 
 } // namespace detail
 

@@ -111,8 +111,8 @@ class StoreChannel {
   enum class Next { none, frame, broken };
   enum class Proof { right, wrong, none };
 
-  /// Takes ownership of `fd`, which is non-blocking.
-  explicit StoreChannel(int fd) : fd_(fd) {}
+  /// `fd` is non-blocking.
+  explicit StoreChannel(FileDescriptor fd) : fd_(std::move(fd)) {}
 
   int fd() const { return fd_.get(); }
   /// Reads what has arrived, up to a limit. False if the connection has ended.
@@ -153,14 +153,14 @@ class StoreChannel {
 };
 
 /// Tries once to connect, at most one second for each address of the host. Returns a
-/// non-blocking descriptor, or -1.
-int try_connect(const StoreAddress& address);
+/// non-blocking descriptor, or none.
+FileDescriptor try_connect(const StoreAddress& address);
 
 /// Connects to `address` and blocks until a store listens there, until `deadline` or until
 /// `cancelled`. Throws CommunicationError if no store answers, and InputError if the host's
 /// name does not resolve for 10 s.
-int connect_to(const StoreAddress& address, StoreClock::time_point deadline,
-               const std::atomic<bool>& cancelled);
+FileDescriptor connect_to(const StoreAddress& address, StoreClock::time_point deadline,
+                          const std::atomic<bool>& cancelled);
 
 /// Like connect_to(), then checks the other side. Also throws InputError if the store belongs
 /// to another user or has another secret.
