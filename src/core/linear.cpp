@@ -119,8 +119,8 @@ static at::Tensor matrix_product(const at::Tensor& a, const at::Tensor& b,
 constexpr int64_t kConvertedPiece = 1 << 16; // elements
 
 /// a^T b in fp32, summed over the rows of a [rows, m] and b [rows, n]; on a CPU in `out` if that is
-/// defined, or added to it with `add_to_out` (oneDNN only). oneDNN's last piece is padded with zero rows. In 16 bits
-/// the result of each piece is rounded to 16 bits, but their sum is not.
+/// defined, or added to it with `add_to_out` (oneDNN only). oneDNN's last piece is padded with zero
+/// rows. In 16 bits the result of each piece is rounded to 16 bits, but their sum is not.
 static at::Tensor sum_over_rows(const at::Tensor& a, const at::Tensor& b, at::Tensor out,
                                 bool add_to_out = false) {
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -216,13 +216,12 @@ class LinearNode final : public torch::autograd::Node {
 
   static at::Tensor run(std::optional<at::ScalarType> narrow, const Activation& activation,
                         const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-    at::Tensor product;
-    at::Tensor kept; // x [rows, in] as backward reads it
-    at::Tensor narrow_weight;
+    const at::Tensor rows = x.reshape({-1, x.size(-1)});
+    // As backward reads it. It has a graph for the gradient of a gradient, which else would lack x.
+    const at::Tensor kept = activation.name.empty() ? in(narrow, rows) : rows;
+    at::Tensor product, narrow_weight;
     {
       const at::NoGradGuard no_grad;
-      const at::Tensor rows = x.reshape({-1, x.size(-1)});
-      kept = activation.name.empty() ? in(narrow, rows) : rows;
       narrow_weight = in(narrow, weight);
       product = linear_operator(in(narrow, activation(kept)), narrow_weight.t(),
                                 bias.defined() ? std::optional(in(narrow, bias)) : std::nullopt);
