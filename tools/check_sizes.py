@@ -21,8 +21,8 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 59010),
-    ("hasten_text", ("text", "models", "tasks"), 15860),
+    ("hasten", (), 58970),
+    ("hasten_text", ("text", "models", "tasks"), 15845),
     ("the programs", ("cli",), 6895),
 )
 # What may stand between a function's parameter list and its body.
