@@ -8,7 +8,8 @@
 #      HASTEN_CUDA: AUTO (CUDA where all of it is found), ON (an error where it is not), or OFF.
 # Out: LibTorch::cpu (torch_cpu, c10 and the OpenMP run time torch itself uses),
 #      LibTorch::cuda (also torch_cuda, c10_cuda, the CUDA run time and the headers that a C++
-#      file with NCCL needs; no CUDA compiler), LibTorch_VERSION, LibTorch_LIB_DIR.
+#      file with NCCL needs; no CUDA compiler), LibTorch_VERSION, LibTorch_LIB_DIR,
+#      LibTorch_HAS_GRAPHS (graphs of any device, which older releases lack).
 
 # Sets `result` to the version of the LibTorch in `folder`, to nothing if there is none.
 function(_libtorch_version folder result)
@@ -169,6 +170,10 @@ find_file(LibTorch_gomp_LIBRARY
   NAMES libgomp.so.1 HINTS ${_torch_lib} NO_DEFAULT_PATH)
 
 if(LibTorch_INCLUDE_DIR)
+  set(LibTorch_HAS_GRAPHS FALSE)
+  if(EXISTS "${LibTorch_INCLUDE_DIR}/ATen/core/GraphImplInterface.h")
+    set(LibTorch_HAS_GRAPHS TRUE)
+  endif()
   get_filename_component(_torch_root "${LibTorch_INCLUDE_DIR}" DIRECTORY)
   _libtorch_version("${_torch_root}" LibTorch_VERSION)
 endif()
