@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "hasten/base/log.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 
 namespace hasten {
@@ -192,8 +192,8 @@ std::string sparkline(const std::vector<double>& values, size_t most) {
 
 bool locale_is_utf8() {
   for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) { // the first that is set counts
-    if (const char* value = std::getenv(name); value != nullptr && *value != '\0') {
-      return ::strcasestr(value, "UTF") != nullptr;
+    if (const auto value = environment_value(name)) {
+      return ::strcasestr(value->c_str(), "UTF") != nullptr;
     }
   }
   return false;
