@@ -246,7 +246,7 @@ void TrainStep::note_overflow() {
   }
 }
 
-// A gradient of an earlier step is gone.
+// A gradient of an earlier step is gone. abs(), because some devices' NaN has a sign.
 void TrainStep::stop_at_gradient(int64_t step, std::optional<double> earlier) const {
   parts_.communicator().check("gradient norm");
   GradientNorms norms{.total = earlier.value_or(0)};
@@ -258,7 +258,7 @@ void TrainStep::stop_at_gradient(int64_t step, std::optional<double> earlier) co
   throw TrainingError(
       "trainer::train",
       "the gradient is not finite in step " + std::to_string(step) + " of " +
-          std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(norms.total) +
+          std::to_string(plan_.max_steps) + ": grad_norm=" + std::to_string(std::abs(norms.total)) +
           (scales_losses()
                ? " with loss_scale=" + std::to_string(parts_.accelerator->loss_scale().value())
                : "") +
