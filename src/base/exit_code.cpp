@@ -57,6 +57,7 @@ int exit_code_of(int local_rank, int world_size, const std::function<int()>& bod
 namespace detail {
 
 int record_main(const std::function<int()>& main) {
+  std::signal(SIGXFSZ, SIG_IGN); // a write beyond ulimit -f fails, with an error that says so
   World world;
   const int code = exit_code_of(0, 1, [&] {
     world = world_from_environment();

@@ -38,7 +38,10 @@ void throw_file_error(const char* where, const std::filesystem::path& path, int 
     default:
       const ErrorKind kind = kind_of_errno(error);
       throw Error(where, path_problem(path, error), {},
-                  kind == ErrorKind::full_disk ? "free space or write elsewhere" : "", kind);
+                  error == EFBIG                 ? "raise ulimit -f"
+                  : kind == ErrorKind::full_disk ? "free space or write elsewhere"
+                                                 : "",
+                  kind);
   }
 }
 

@@ -155,6 +155,17 @@ int64_t memory_left_below(const std::filesystem::path& root) {
   return least == std::numeric_limits<int64_t>::max() ? 0 : least;
 }
 
+int64_t memory_kills_below(const std::filesystem::path& root) {
+  for (const auto& folder : cgroup_folders(root, "memory")) {
+    for (const char* file : {"memory.events", "memory.oom_control"}) { // v2, v1
+      if (const auto kills = number_in_file(folder / file, "oom_kill")) {
+        return *kills;
+      }
+    }
+  }
+  return 0;
+}
+
 } // namespace detail
 
 int allowed_cores() {
@@ -162,6 +173,8 @@ int allowed_cores() {
   const int cores = detail::affinity_cores();
   return quota >= cores ? cores : std::max(1, static_cast<int>(quota));
 }
+
+int64_t memory_kills() { return detail::memory_kills_below("/"); }
 
 int64_t available_memory_bytes() { return detail::memory_left_below("/"); }
 

@@ -41,7 +41,9 @@ ProcessStat process_stat(int pid) {
   if (fields.size() < 21 || fields[1].empty()) {
     return {};
   }
+  constexpr uint64_t kExiting = 4; // PF_EXITING
   return {.state = fields[1][0], // field 3 of the file
+          .ending = (parse_number<uint64_t>(fields[7]).value_or(0) & kExiting) != 0,
           .parent = parse_number<int>(fields[2]).value_or(0),
           .start_time = parse_number<uint64_t>(fields[20]).value_or(0)};
 }
@@ -260,8 +262,11 @@ std::string describe(const ProcessEnd& end) {
     return "exited with code " + std::to_string(end.code);
   }
   const char* text = ::sigdescr_np(end.signal);
+  const char* limit = end.signal == SIGXFSZ   ? "; raise ulimit -f"
+                      : end.signal == SIGXCPU ? "; raise ulimit -t"
+                                              : "";
   return "was killed by signal " + std::to_string(end.signal) + " (" + (text ? text : "unknown") +
-         ")";
+         limit + ")";
 }
 
 std::pair<int, int> listen_on_loopback() {
@@ -351,6 +356,21 @@ void throw_if_interrupted() {
   if (signal != 0 && (signal != SIGTERM || termination_deferrals == 0)) {
     throw Interrupted(signal);
   }
+}
+
+bool is_ending(int pid) {
+  const detail::ProcessStat stat = detail::process_stat(pid);
+  if (stat.ending || stat.state == '\0' || stat.state == 'Z' || stat.state == 'X') {
+    return true;
+  }
+  const std::string file = "/proc/" + std::to_string(pid) + "/status";
+  for (const char* pending : {"SigPnd:", "ShdPnd:"}) { // a thread's, the process's
+    const std::string mask = proc_value(file.c_str(), pending);
+    if ((std::strtoull(mask.c_str(), nullptr, 16) >> (SIGKILL - 1) & 1) != 0) {
+      return true;
+    }
+  }
+  return false;
 }
 
 uint64_t process_start_time(int pid) { return detail::process_stat(pid).start_time; }

@@ -50,9 +50,8 @@ BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool 
     const bool keep = what.kind == Kind::all_reduce || root_;
     const bool adds = what.op != ReduceOp::MAX && what.op != ReduceOp::MIN;
     const bool wide = !sums_narrow && adds && target.element_size() == 2;
-    own_.push_back(wide               ? target.to(at::kFloat)
-                   : keep || averages ? target
-                                      : target.clone()); // a reduce may write to all ranks
+    // A reduce may write to all ranks, and may read a rank's tensor after the return.
+    own_.push_back(wide ? target.to(at::kFloat) : keep ? target : target.clone());
     const bool divides = what.op == ReduceOp::AVG && !averages;
     what_.op = divides ? ReduceOp::SUM : what.op;
     if (keep && (divides || wide)) {

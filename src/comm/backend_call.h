@@ -25,7 +25,7 @@ struct BackendCall {
   /// Makes the copies that the operation needs: of 16-bit tensors, to add in fp32, and of what a
   /// rank that is not the root gives to a reduce. `what` is checked. `sums_narrow`: the back end adds
   /// 16-bit tensors as they should be, in fp32, or in their own dtype if that is wanted. `averages`: it
-  /// has AVG, and a reduce leaves the tensors of ranks that are not the root as they are.
+  /// has AVG.
   BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow = false,
               bool averages = false);
   /// The back end writes into the tensors of this object, which must be kept.

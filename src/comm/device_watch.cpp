@@ -181,12 +181,19 @@ static Watched& watched() {
   return *all;
 }
 
-/// False once there is nothing more to watch.
+/// False once there is nothing more to watch. Looks without the lock, because the search for the cause
+/// of a failure takes seconds.
 static bool look_at_all() {
-  return watched().withLock([](auto& all) {
-    std::erase_if(all, [](const auto& one) {
-      const auto connections = one.lock();
-      return !connections || !connections->look();
+  auto over = watched().withLock([](const auto& all) { return all; });
+  std::erase_if(over, [](const auto& one) {
+    const auto connections = one.lock();
+    return connections && connections->look();
+  });
+  return watched().withLock([&](auto& all) {
+    std::erase_if(all, [&](const auto& one) {
+      return std::ranges::any_of(over, [&](const auto& ended) {
+        return !one.owner_before(ended) && !ended.owner_before(one);
+      });
     });
     return !all.empty();
   });

@@ -36,6 +36,16 @@ static CommunicatorOptions with_environment(CommunicatorOptions options) {
   return options;
 }
 
+std::map<std::string, std::string> transport_options(const CommunicatorOptions& options) {
+  const ShapeCheck check = with_environment(options).check_shapes;
+  return {{"HASTEN_COMM_BACKEND or backend", wanted_backend(options.backend)},
+          {"HASTEN_COMM_CHECK or check_shapes", check == ShapeCheck::always  ? "always"
+                                                : check == ShapeCheck::never ? "never"
+                                                                             : "first"},
+          {"sum_in_fp32", options.sum_in_fp32 ? "true" : "false"},
+          {"name of the group", options.name}};
+}
+
 static std::vector<int> members_or_all(std::vector<int> members, int world_size) {
   if (members.empty()) {
     members.resize(static_cast<size_t>(world_size));

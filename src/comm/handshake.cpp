@@ -3,6 +3,7 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <utility>
@@ -17,7 +18,8 @@ std::string link_target(const char* path) {
   return size > 0 ? std::string(target.data(), static_cast<size_t>(size)) : "";
 }
 
-Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend) {
+Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend,
+                std::map<std::string, std::string> options) {
   std::ifstream boot_file("/proc/sys/kernel/random/boot_id");
   std::string boot;
   boot_file >> boot;
@@ -28,6 +30,7 @@ Hello own_hello(const World& world, const std::string& device_kind, const std::s
   hello.torch_version = TORCH_VERSION;
   hello.device_kind = device_kind;
   hello.backend = backend;
+  hello.options = std::move(options);
   hello.process_host = boot + " " + link_target("/proc/self/ns/pid");
   hello.network_host = boot + " " + link_target("/proc/self/ns/net");
   hello.pid = getpid();
@@ -40,13 +43,15 @@ std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
     return "";
   }
   const auto fields = [](const Hello& hello) {
-    return std::array<std::pair<const char*, std::string>, 5>{{
+    std::vector<std::pair<std::string, std::string>> all{
+        {"hasten version", hello.hasten_version}, // another one may lack the others
         {"world size", std::to_string(hello.world_size)},
-        {"hasten version", hello.hasten_version},
         {"torch version", hello.torch_version},
         {"device kind", hello.device_kind},
         {"back end", hello.backend},
-    }};
+    };
+    all.insert(all.end(), hello.options.begin(), hello.options.end());
+    return all;
   };
   for (const std::optional<Hello>& hello : hellos) {
     if (!hello) {
@@ -54,10 +59,10 @@ std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
     }
     const auto own = fields(*hello);
     const auto expected = fields(*hellos[0]);
-    for (size_t i = 0; i < own.size(); ++i) {
+    for (size_t i = 0; i < std::min(own.size(), expected.size()); ++i) {
       if (own[i].second != expected[i].second) {
-        return std::string(own[i].first) + ": rank " + std::to_string(hello->rank) + " has " +
-               own[i].second + ", rank 0 has " + expected[i].second;
+        return own[i].first + ": rank " + std::to_string(hello->rank) + " has " + own[i].second +
+               ", rank 0 has " + expected[i].second;
       }
     }
   }

@@ -15,8 +15,7 @@
 
 namespace hasten::detail {
 
-/// Of "auto", and of the host half of a device's back end: "auto" is shm where it is possible.
-static std::string wanted_backend(const std::string& name) {
+std::string wanted_backend(const std::string& name) {
   if (name == "shm" || name == "gloo") {
     return name;
   }

@@ -18,6 +18,10 @@ namespace hasten::detail {
 
 using std::chrono::milliseconds;
 
+constexpr const char* kCheckHost =
+    "check that rank's host and the network, then restart from the last checkpoint; to wait longer "
+    "raise HASTEN_HEARTBEAT_TIMEOUT";
+
 std::string seconds_text(CommClock::duration duration) {
   return format_fixed(std::chrono::duration<double>(duration).count(), 1) + " s";
 }
@@ -204,10 +208,9 @@ void Liveness::merge(const std::vector<int>& ranks,
     const auto at = static_cast<size_t>(i);
     if (!failed_ && !leaving_ && !beside_[at] && !peers_[at].left &&
         watch_.silence(i) > watch_.limit() * 4 / 5) {
-      report_and_adopt(loss(
-          i, "died or cannot be reached: no heartbeat for " + seconds_text(watch_.silence(i)),
-          "check that rank's host, then restart from the last checkpoint; to wait longer raise "
-          "HASTEN_HEARTBEAT_TIMEOUT"));
+      report_and_adopt(
+          loss(i, "died or cannot be reached: no heartbeat for " + seconds_text(watch_.silence(i)),
+               kCheckHost));
     }
   }
 }
@@ -272,12 +275,16 @@ void Liveness::store_lost(const std::string& why) {
                            (why.empty() ? "" : " (" + why.substr(0, why.find('\n')) + ")");
   if (rank_ended) {
     adopt(death(0));
+  } else if (rank_serves && why.find("has not answered") != std::string::npos) {
+    adopt(loss(0, "died or cannot be reached: " + why.substr(0, why.find('\n')), kCheckHost));
   } else if (rank_serves) {
-    adopt(loss(0, "died or left: its " + what, "read rank 0's last messages"));
+    adopt(loss(0, "died or left: its " + what,
+               "read rank 0's last messages, then restart from the last checkpoint"));
   } else if (!launcher_serves(world)) {
     adopt({own_name(), "", "this process's own " + what, ""});
   } else {
-    adopt({own_name(), "", "the launcher's " + what, "read the launcher's last messages"});
+    adopt({own_name(), "", "the launcher's " + what,
+           "read the launcher's last messages, then restart from the last checkpoint"});
   }
 }
 
@@ -329,7 +336,7 @@ void Liveness::poll_store() {
            "",
            "rank 0 died or cannot be reached: its store has not answered for " +
                seconds_text(silent_for_),
-           "check rank 0's host",
+           kCheckHost,
            {0}});
   }
 }

@@ -52,11 +52,12 @@ char* Rounds::reserve(size_t bytes) {
   return reinterpret_cast<char*>(all_[rank_] + 1) + begin % kRing;
 }
 
-void Rounds::publish(std::string_view text, uint64_t text_hash) {
+void Rounds::publish(std::string_view text, uint64_t text_hash, uint64_t freed) {
   RoundMemory::Entry& entry = own().entries[published_ % RoundMemory::kEntries];
   entry.offset = reserved_ % kRing;
   entry.bytes = reserved_bytes_;
   entry.text_hash = text_hash;
+  entry.freed = freed;
   entry.text_bytes = static_cast<uint32_t>(std::min(text.size(), sizeof(entry.text)));
   std::memcpy(entry.text, text.data(), entry.text_bytes);
   kept_.push_back({published_, reserved_});

@@ -34,8 +34,9 @@ struct RoundMemory {
     uint64_t offset = 0; // of the bytes in the ring
     uint64_t bytes = 0;
     uint64_t text_hash = 0;
+    uint64_t freed = 0; // memory that the rank does not have any more; 0: none. See Note [Places]
     uint32_t text_bytes = 0;
-    char text[228]{}; // the beginning
+    char text[220]{}; // the beginning
   };
   alignas(64) std::atomic<uint32_t> published{0};
   alignas(64) std::atomic<uint32_t> consumed{0};
@@ -61,8 +62,8 @@ class Rounds {
 
   /// Place for this rank's bytes in its next round. Null while a peer may still read what is there.
   char* reserve(size_t bytes);
-  /// Publishes the bytes that were reserved. `text`: what the round is for.
-  void publish(std::string_view text, uint64_t text_hash);
+  /// Publishes the bytes that were reserved. `text`: what the round is for. `freed`: see Entry.
+  void publish(std::string_view text, uint64_t text_hash, uint64_t freed);
   /// Whether all ranks have published the round.
   bool arrived(uint32_t round);
   /// Of a round that has arrived and is not consumed.

@@ -61,10 +61,7 @@ std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& name
       })),
       names);
   all[static_cast<size_t>(rank)]->hide();
-  const std::vector<char*> memory = mapped(all, [](const auto& one) { return one->data(); });
-  return std::shared_ptr<SharedRanks>(
-      new SharedRanks{std::move(all), SharedPlaces(rank, static_cast<int>(names.size())),
-                      TransferQueue(rank, memory, names)});
+  return std::make_shared<SharedRanks>(std::move(all), rank, names);
 }
 
 SharedBackend::SharedBackend(int rank, int size, std::shared_ptr<SharedRanks> ranks)

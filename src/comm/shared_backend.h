@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "hasten/base/text.h"
 #include "shared_memory.h"
 #include "shared_places.h"
 #include "transfer_queue.h"
@@ -18,6 +19,11 @@ using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 /// The memory of all ranks of a group, and the transfers in it.
 struct SharedRanks {
+  SharedRanks(std::vector<std::unique_ptr<SharedMemory>> all, int rank,
+              const std::vector<int>& names)
+      : memory(std::move(all)),
+        places(rank, static_cast<int>(names.size())),
+        queue(rank, mapped(memory, [](const auto& one) { return one->data(); }), names, places) {}
   std::vector<std::unique_ptr<SharedMemory>> memory; // [rank]
   SharedPlaces places;
   TransferQueue queue;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <type_traits>
@@ -26,7 +27,9 @@ class SharedTensors {
     const auto found = blocks_.find(number);
     last = std::move(found->second);
     blocks_.erase(found);
+    ++removed_;
   }
+  uint64_t removed() const { return removed_; }
   std::optional<SharedPlace> find(const char* at) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [number, block] : blocks_) {
@@ -46,6 +49,7 @@ class SharedTensors {
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<const SharedMemory>> blocks_{}; // few and large
   uint64_t last_ = 0;
+  std::atomic<uint64_t> removed_{0};
 };
 
 static SharedTensors& shared_tensors() {
@@ -82,16 +86,26 @@ void SharedPlaces::write(const std::optional<SharedPlace>& own, char* to) {
     opening.address = own->memory->address();
     named_.insert(own->number);
   }
-  size_t freed = 0;
-  for (auto it = named_.begin(); it != named_.end() && freed < kFreed;) {
-    if (shared_tensors().memory(*it) == nullptr && *it != opening.number) {
-      opening.freed[freed++] = *it;
-      it = named_.erase(it);
-    } else {
-      ++it;
-    }
-  }
   std::memcpy(to, &opening, sizeof(opening));
+}
+
+uint64_t SharedPlaces::take_freed() {
+  const uint64_t removed = shared_tensors().removed();
+  if (removed != looked_at_) {
+    const auto gone = std::ranges::find_if(
+        named_, [](uint64_t number) { return shared_tensors().memory(number) == nullptr; });
+    if (gone != named_.end()) {
+      return named_.extract(gone).value();
+    }
+    looked_at_ = removed;
+  }
+  return 0;
+}
+
+void SharedPlaces::forget(int rank, uint64_t freed) {
+  if (freed != 0) {
+    known_[static_cast<size_t>(rank)].erase(freed);
+  }
 }
 
 SharedPlaces::Way SharedPlaces::read(const std::vector<const char*>& openings) {
@@ -101,9 +115,6 @@ SharedPlaces::Way SharedPlaces::read(const std::vector<const char*>& openings) {
   for (size_t i = 0; i < openings.size(); ++i) {
     Opening& opening = openings_[i];
     std::memcpy(&opening, openings[i], sizeof(opening));
-    for (const uint64_t number : opening.freed) {
-      known_[i].erase(number);
-    }
     const auto found = known_[i].find(opening.number);
     copied |= opening.number == 0 || (found != known_[i].end() && !found->second);
     if (found == known_[i].end()) {

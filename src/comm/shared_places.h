@@ -6,7 +6,8 @@
 // an Opening of each rank: where its tensor is, or that it is elsewhere. If it is elsewhere on one
 // rank, the data is copied through the rings. If a rank has not mapped a peer's memory yet, it does so
 // now, and a second round tells whether all ranks could. All ranks read the same, so they choose the
-// same way. An Opening also tells which memory its rank does not have any more; the others unmap it.
+// same way. Each round of any operation can name memory that its rank does not have any more: the
+// others unmap it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,12 +44,10 @@ std::optional<SharedPlace> find_shared(const char* begin);
 /// What one rank of a group knows of the others' tensors. Used by one thread at a time.
 class SharedPlaces {
  public:
-  static constexpr size_t kFreed = 8;
   struct Opening {
     uint64_t number = 0; // 0: elsewhere
     uint64_t offset = 0;
     SharedMemoryAddress address{};
-    uint64_t freed[kFreed]{}; // numbers
   };
   enum class Way { copied, asked, direct };
 
@@ -64,6 +63,11 @@ class SharedPlaces {
   Way settle(const std::vector<const char*>& answers);
   /// [rank] Where the tensors begin, if they are direct. Null for this rank.
   std::vector<const char*> data() const;
+  /// The number of memory that peers may have mapped and this rank does not have any more, once. 0:
+  /// none.
+  uint64_t take_freed();
+  /// Unmaps it.
+  void forget(int rank, uint64_t freed);
 
  private:
   /// Null for this rank's own, which it need not map. Empty: a rank could not map it.
@@ -74,6 +78,7 @@ class SharedPlaces {
   std::vector<Opening> openings_{}; // [rank] of the last read()
   std::vector<size_t> asked_{}; // ranks whose memory it found new
   std::set<uint64_t> named_{}; // own memory that peers may have mapped
+  uint64_t looked_at_ = 0; // how much memory this process had freed when all of it was there
 };
 
 } // namespace hasten::detail

@@ -93,6 +93,12 @@ size_t Transfer::bytes(uint32_t round) const {
   return gives(rank_) ? part.count * from_size_ * ranks : 0;
 }
 
+size_t Transfer::most_bytes() const {
+  const size_t rows = to_each() ? static_cast<size_t>(world_size_) : 1;
+  return plan_.values != nullptr ? Rounds::kMaximum
+                                 : (plan_.count * from_size_ * rows + 63) / 64 * 64;
+}
+
 /// `skip`: bytes of a payload before the part.
 void Transfer::reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const {
   Payloads rows = payloads;

@@ -60,6 +60,8 @@ class Transfer {
   /// Whether it reads the data where it is. Known at its end.
   bool is_direct() const { return way_ == Way::direct; }
   size_t bytes(uint32_t round) const;
+  /// Of a small one: what any rank publishes, at most.
+  size_t most_bytes() const;
   /// Whether the round says that this rank has read everything: it publishes it after it has
   /// consumed all before it. Other direct transfers end with the round of their reads.
   bool closes(uint32_t round) const {

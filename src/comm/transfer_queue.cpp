@@ -31,8 +31,10 @@ std::optional<std::exception_ptr> TransferQueue::Item::outcome() const {
   return why;
 }
 
-TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names)
+TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names,
+                             SharedPlaces& places)
     : names_(std::move(names)),
+      places_(places),
       rounds_(rank, memory),
       // Who spins takes a core, so there is one for each rank.
       spins_(allowed_cores() >= rounds_.world_size() ? kSpins : 0),
@@ -113,6 +115,18 @@ void TransferQueue::hurry() {
   wanted_.notify_one();
 }
 
+// A peer that has published as much as its memory holds waits until this rank has read some of it.
+bool TransferQueue::peers_wait() const {
+  size_t unread = 0; // bytes, at most, of any rank
+  for (const auto& item : queue_) {
+    if (!item->transfer.is_small() || item->published < item->transfer.rounds()) {
+      return true;
+    }
+    unread += item->transfer.most_bytes();
+  }
+  return unread > Rounds::kRing - Rounds::kMaximum; // a gap before the ring's end
+}
+
 bool TransferQueue::needs_thread() const { return unfinished_ || hurried_ || !new_.empty(); }
 
 void TransferQueue::run() {
@@ -145,8 +159,7 @@ void TransferQueue::leave_turn() {
   }
   turn_ = false;
   hurried_ = hurried_ && !(queue_.empty() && new_.empty());
-  unfinished_ =
-      std::ranges::any_of(queue_, [](const auto& item) { return !item->transfer.is_small(); });
+  unfinished_ = peers_wait();
   if (waiters_ > 0 || stopping_) {
     changed_.notify_all();
   } else if (needs_thread()) {
@@ -228,7 +241,7 @@ bool TransferQueue::publish_round(Item& item) {
   }
   item.transfer.publish(round, to,
                         follows ? payloads(item.first + round - 1) : Transfer::Payloads());
-  rounds_.publish(transfer.text(), transfer.text_hash());
+  rounds_.publish(transfer.text(), transfer.text_hash(), places_.take_freed());
   ++item.published;
   return true;
 }
@@ -247,6 +260,9 @@ bool TransferQueue::consume_round(Item& item) {
     require_equal(item);
   }
   item.transfer.consume(round, payloads(item.first + round));
+  for (int i = 0; i < rounds_.world_size(); ++i) {
+    places_.forget(i, rounds_.entry(i, item.first + round).freed);
+  }
   rounds_.consume();
   ++item.consumed;
   return true;

@@ -1,10 +1,11 @@
 // The transfers of a group, in their order, and who moves them on: the thread that waits for one,
 // else a thread of the queue.
 //
-// A small transfer is published when it starts. From then on no peer depends on this rank, and the
-// transfer ends when somebody looks: wait(), the next start, or the thread, if anything needs it to
-// go on by itself (hurry). So a thread that starts a small transfer and waits for it does everything
-// itself. The queue's thread moves larger ones.
+// A small transfer is published when it starts. While there is room for what the peers publish, none
+// of them depends on this rank from then on, and the transfer ends when somebody looks: wait(), the
+// next start, or the thread, if anything needs it to go on by itself (hurry). So a thread that starts
+// a small transfer and waits for it does everything itself. The queue's thread moves larger ones, and
+// small ones for which there was no room.
 #pragma once
 
 #include <atomic>
@@ -59,8 +60,9 @@ class TransferQueue {
     std::vector<std::function<void(std::exception_ptr)>> then{};
   };
 
-  /// `names`: the ranks in messages. `memory`: see Rounds.
-  TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names);
+  /// `names`: the ranks in messages. `memory`: see Rounds. `places`: of the same group.
+  TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names,
+                SharedPlaces& places);
   /// stop().
   ~TransferQueue();
   TransferQueue(const TransferQueue&) = delete;
@@ -88,10 +90,13 @@ class TransferQueue {
   void require_equal(const Item& item) const;
   void end_first();
   void leave_turn();
+  /// Whether a peer may wait for what this rank does next.
+  bool peers_wait() const;
   // With the mutex.
   bool needs_thread() const;
 
   const std::vector<int> names_;
+  SharedPlaces& places_; // of the thread that has the turn
   Rounds rounds_;
   const int spins_;
 

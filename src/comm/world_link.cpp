@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
+#include "group_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
@@ -109,8 +110,8 @@ static std::vector<Hello> shake_hands(const World& world, const CommunicatorOpti
                                       StoreThread& thread, CommClock::time_point deadline) {
   auto progress = std::make_shared<HandshakeProgress>();
   progress->hellos.resize(static_cast<size_t>(world.world_size));
-  const Hello own =
-      own_hello(world, c10::DeviceTypeName(options.device.type(), true), options.backend);
+  const Hello own = own_hello(world, c10::DeviceTypeName(options.device.type(), true),
+                              options.backend, transport_options(options));
   std::future<std::vector<Hello>> future = thread.post<std::vector<Hello>>(
       [own, progress, world](c10d::Store& store, const std::atomic<bool>& cancelled) {
         return exchange_hellos(store, cancelled, own, world, *progress);

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "hasten/base/error.h"
+#include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
 #include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
@@ -48,6 +49,9 @@ using LaunchClock = std::chrono::steady_clock;
 constexpr LaunchClock::time_point kLaunchNever = LaunchClock::time_point::max();
 // Time from SIGKILL until a process that has not ended is given up.
 constexpr auto kLaunchKillWait = std::chrono::seconds(5);
+constexpr const char* kOutOfMemory =
+    "the kernel ended it, because the host or its control group (memory.max) ran out of memory. "
+    "Fix: lower the batch size or the length of the samples, or raise the limit";
 constexpr auto kLaunchSecondSignal = std::chrono::seconds(1);
 
 void check_launch_options(const LaunchOptions& options) {
@@ -137,6 +141,9 @@ class LaunchJudge {
       failure.follows = error->of_a_peer;
       failure.message = error->message;
       failure.shown = error->shown && options_.logs.on_console(rank, Std::err);
+    }
+    if (end.signal == SIGKILL && memory_kills() > memory_kills_) {
+      failure.message = kOutOfMemory;
     }
     const bool unsaid = !failure.shown && !failure.message.empty();
     const std::string ended = "rank " + std::to_string(rank) + " " + describe(end) +
@@ -253,19 +260,27 @@ class LaunchJudge {
       group_.send(SIGCONT);
     }
     if (now >= kill_at_) {
-      name_the_living(killed_ ? " cannot be killed" : " is killed");
+      std::vector<std::string> living;
+      bool ending = false; // many processes that end at once take longer than one
+      for (int rank = 0; rank < group_.size(); ++rank) {
+        if (!group_.ended(rank)) {
+          living.push_back(std::to_string(rank));
+          ending = ending || process_stat(group_.pid(rank)).state != 'D';
+        }
+      }
+      kill_at_ = now + kLaunchKillWait;
+      if (killed_ && ending) {
+        return;
+      }
+      const bool one = living.size() == 1;
+      log_warning((one ? "rank " : "ranks ") + joined(first_items(living, 8, " more")) +
+                  " did not end and " +
+                  (killed_ ? "cannot be killed"
+                   : one   ? "is killed"
+                           : "are killed"));
       group_.send(SIGKILL);
       given_up_ = killed_;
       killed_ = true;
-      kill_at_ = now + kLaunchKillWait;
-    }
-  }
-
-  void name_the_living(const char* what) const {
-    for (int rank = 0; rank < group_.size(); ++rank) {
-      if (!group_.ended(rank)) {
-        log_warning("rank " + std::to_string(rank) + " did not end and" + what);
-      }
     }
   }
 
@@ -320,6 +335,7 @@ class LaunchJudge {
   RankGroup& group_;
   RankOutput& output_;
   std::vector<RankFailure> failures_; // in the order in which ranks ended
+  const int64_t memory_kills_ = memory_kills();
   bool told_ = false; // this launcher has sent SIGTERM to the ranks
   int signal_ = 0; // the first signal that was forwarded
   bool killed_ = false;

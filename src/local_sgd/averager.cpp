@@ -327,6 +327,7 @@ void Averager::save_state(NamedTensors& tensors, nlohmann::json& values) const {
     impl_->await_data();
   }
   values["rounds"] = impl_->report.round;
+  values["last_total"] = impl_->last_total;
   values["open"] = round.open;
   values["ranks"] = round.open ? round.ranks : 0;
   values["weight"] = round.weight;
@@ -410,11 +411,13 @@ void Averager::load_state(const NamedTensors& tensors, const nlohmann::json& val
     }
   }
   impl_->report = {.round = values.at("rounds").get<int64_t>()};
+  impl_->last_total = values.value("last_total", -1.0); // older states have none
   impl_->forget_spread();
   impl_->round = {};
   impl_->round.open = open;
   impl_->round.ranks = ranks;
   impl_->round.corrects = open;
+  impl_->round.whole = open && impl_->options.sync != SyncStrategy::driver; // the state has the sum
   impl_->round.weight = values.at("weight").get<double>();
   impl_->round.total = ranks == 1 ? 1 : -1;
   impl_->round.fragment = fragment;

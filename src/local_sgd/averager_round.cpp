@@ -501,7 +501,7 @@ RoundOutcome Averager::Impl::recover() {
   report.spread = std::numeric_limits<double>::quiet_NaN();
   RoundOutcome outcome = RoundOutcome::none;
   if (report.round < most) {
-    if (!round.open || !round.whole || report.round + 1 < most) {
+    if (!round.open || !round.whole || report.round + 1 < most || total < 0) {
       throw CommunicationError(where,
                                "this rank has done " + std::to_string(report.round) +
                                    " synchronisations, another one " + std::to_string(most),

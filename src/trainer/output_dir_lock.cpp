@@ -4,6 +4,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -14,18 +15,20 @@
 #include <thread>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
+#include "hasten/base/text.h"
 #include "hasten/trainer/output_folder.h"
 
 namespace hasten {
 
 namespace detail {
 
-/// "process 1234" that holds a lock on this file according to /proc/locks; empty if the file is
-/// not listed there.
-std::string lock_holder(int fd) {
+/// The process that holds a lock on this file according to /proc/locks; 0 if the file is not listed
+/// there.
+int lock_holder(int fd) {
   struct stat info {};
   if (::fstat(fd, &info) != 0) {
-    return {};
+    return 0;
   }
   char wanted[64];
   std::snprintf(wanted, sizeof wanted, "%02x:%02x:%llu", major(info.st_dev), minor(info.st_dev),
@@ -36,29 +39,32 @@ std::string lock_holder(int fd) {
     std::istringstream words(line);
     std::string number, kind, mode, type, pid, file;
     words >> number >> kind >> mode >> type >> pid >> file;
-    if (kind == "FLOCK" && file == wanted && pid != "-1" && pid != "0") {
-      return "process " + pid;
+    if (kind == "FLOCK" && file == wanted) {
+      return std::max(0, parse_number<int>(pid).value_or(0));
     }
   }
-  return {};
+  return 0;
 }
 
 /// Returns an open descriptor that holds the lock, or one without a lock if the file system has no
 /// locks, or none if the folder cannot be opened. `kind`: LOCK_EX, or LOCK_SH to check whether another
-/// process holds that one. Waits up to 0.6 s, because ranks of a killed run may still be ending.
+/// process holds that one. Waits up to 0.6 s, and 30 s for a process that is ending: a killed run
+/// takes a while to free its memory.
 FileDescriptor lock_folder(const std::filesystem::path& folder, int kind) {
   FileDescriptor fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  for (int attempt = 0; fd && attempt < 60; ++attempt) {
+  int holder = 0;
+  for (int attempt = 0; fd && (attempt < 60 || (attempt < 3000 && holder > 0 && is_ending(holder)));
+       ++attempt) {
     if (::flock(fd.get(), kind | LOCK_NB) == 0 || errno != EWOULDBLOCK) {
       return fd;
     }
+    holder = lock_holder(fd.get());
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   if (fd) {
-    const std::string holder = lock_holder(fd.get());
     throw InputError("trainer::output_folder",
                      "output_dir=" + folder.string() + " is in use by another run" +
-                         (holder.empty() ? "" : " (" + holder + ")"),
+                         (holder > 0 ? " (process " + std::to_string(holder) + ")" : ""),
                      "a folder that no other run uses",
                      "choose another folder, or wait for that run to end");
   }

@@ -2,7 +2,9 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <thread>
@@ -17,6 +19,7 @@ namespace hasten {
 
 using std::chrono::milliseconds;
 using testing_support::FaultKind;
+using testing_support::FaultRank;
 using testing_support::RankReport;
 using testing_support::spawn;
 
@@ -63,6 +66,53 @@ TEST(CommStart, RanksOfAnotherBackendAreNamedOnAllRanks) {
     EXPECT_EQ(report.error_type, "hasten::InputError");
     EXPECT_NE(report.error.find("back end: rank 1 has other, rank 0 has gloo"), std::string::npos)
         << report.error;
+  }
+}
+
+/// One rank differs, and arrives last. Reports the seconds from then on.
+static void create_differently(FaultRank& rank, const char* variable,
+                               const std::function<void(CommunicatorOptions&)>& change = {}) {
+  CommunicatorOptions options;
+  if (rank.world().rank == 1) {
+    std::this_thread::sleep_for(milliseconds(200));
+    if (change) {
+      change(options);
+    } else {
+      ::setenv(variable, std::string(variable) == "HASTEN_COMM_CHECK" ? "1" : "gloo", 1);
+    }
+  }
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    Communicator::create(rank.world(), options)->barrier("meet");
+  } catch (...) {
+    rank.report("seconds",
+                std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    throw;
+  }
+}
+
+HASTEN_RANK_FUNCTION(CommOfMixedHostBackends) { create_differently(rank, "HASTEN_COMM_BACKEND"); }
+HASTEN_RANK_FUNCTION(CommOfMixedChecks) { create_differently(rank, "HASTEN_COMM_CHECK"); }
+HASTEN_RANK_FUNCTION(CommOfMixedSums) {
+  create_differently(rank, "", [](CommunicatorOptions& options) { options.sum_in_fp32 = true; });
+}
+HASTEN_RANK_FUNCTION(CommOfMixedNames) {
+  create_differently(rank, "", [](CommunicatorOptions& options) { options.name = "mine"; });
+}
+
+TEST(CommStart, EveryDifferenceThatDecidesHowRanksCommunicateIsNamedAtOnce) {
+  for (const auto& [function, text] : std::vector<std::pair<std::string, std::string>>{
+           {"CommOfMixedHostBackends",
+            "HASTEN_COMM_BACKEND or backend: rank 1 has gloo, rank 0 has auto"},
+           {"CommOfMixedChecks",
+            "HASTEN_COMM_CHECK or check_shapes: rank 1 has always, rank 0 has first"},
+           {"CommOfMixedSums", "sum_in_fp32: rank 1 has true, rank 0 has false"},
+           {"CommOfMixedNames", "name of the group: rank 1 has mine, rank 0 has world"}}) {
+    for (const RankReport& report : spawn(2, function)) {
+      EXPECT_EQ(report.error_type, "hasten::InputError") << function;
+      EXPECT_NE(report.error.find(text), std::string::npos) << report.error;
+      EXPECT_LT(report.values.value("seconds", 99.0), 5) << function; // a second on an idle machine
+    }
   }
 }
 

@@ -66,6 +66,29 @@ TEST(Reduce, TheRootAloneGetsTheResultAndTheOthersKeepTheirs) {
   }
 }
 
+TEST(Reduce, WhatARankWritesAfterTheReturnIsNotSent) {
+  const auto comm = fresh_communicator();
+  torch::Tensor before = on_device::ones({1 << 22});
+  for (const bool behind : {false, true}) { // a transfer that still moves
+    for (const int64_t count : {3, 5000, 65'536, 400'000, 1 << 22}) {
+      torch::Tensor tensor = on_device::ones({count});
+      Work first;
+      if (behind) {
+        first = comm->all_reduce_async(before, ReduceOp::AVG, "before");
+      }
+      Work work = comm->reduce_async(tensor, 0, ReduceOp::SUM, "to one");
+      if (comm->rank() != 0) {
+        tensor.fill_(1000);
+      }
+      first.wait();
+      work.wait();
+      EXPECT_TRUE(tensor.eq(comm->rank() == 0 ? comm->world_size() : 1000).all().item<bool>())
+          << count << " elements: " << tensor.min().item<float>() << " to "
+          << tensor.max().item<float>();
+    }
+  }
+}
+
 TEST(Reduce, WhatCannotBeReducedIsRefused) {
   const auto comm = fresh_communicator();
   const auto reduce = [&](const torch::Tensor& tensor, int root, ReduceOp op) {

@@ -5,13 +5,16 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <random>
 #include <thread>
+#include <tuple>
 
 namespace hasten::detail {
 
@@ -59,7 +62,7 @@ static void as_ranks(int world, const AsRank& f) {
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
       SharedPlaces places(rank, world);
-      TransferQueue queue(rank, memory.all(), ranks_of(world));
+      TransferQueue queue(rank, memory.all(), ranks_of(world), places);
       f(rank, queue, places);
     });
   }
@@ -195,6 +198,152 @@ TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnder
   }
 }
 
+/// A rank's groups of all ranks, each with memory of its own.
+struct Groups {
+  Groups(int rank, int world, const std::vector<std::unique_ptr<Memory>>& memory) {
+    for (const auto& one : memory) {
+      places.push_back(std::make_unique<SharedPlaces>(rank, world));
+      queues.push_back(
+          std::make_unique<TransferQueue>(rank, one->all(), ranks_of(world), *places.back()));
+    }
+  }
+  std::vector<std::unique_ptr<SharedPlaces>> places{};
+  std::vector<std::unique_ptr<TransferQueue>> queues{};
+};
+
+/// Runs `f` as each rank, in a thread each.
+static void with_groups(int world, size_t count, const std::function<void(int, Groups&)>& f) {
+  std::vector<std::unique_ptr<Memory>> memory;
+  for (size_t i = 0; i < count; ++i) {
+    memory.push_back(std::make_unique<Memory>(world));
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      Groups groups(rank, world, memory);
+      f(rank, groups);
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+TEST(TransferQueue, RanksMayWaitForTheTransfersOfTwoGroupsInOppositeOrders) {
+  for (const int count : {16, 17, 100}) {
+    with_groups(2, 2, [&](int rank, Groups& groups) {
+      std::vector<std::vector<std::unique_ptr<Operation>>> started(2);
+      for (int i = 0; i < 2 * count; ++i) {
+        const auto group = static_cast<size_t>(i % 2);
+        started[group].push_back(std::make_unique<Operation>(Kind::all_reduce, 3, 0, rank, 2));
+        groups.queues[group]->start(started[group].back()->item);
+      }
+      for (const size_t turn : {size_t{0}, size_t{1}}) {
+        const size_t group = rank == 0 ? turn : 1 - turn;
+        for (const auto& operation : started[group]) {
+          drive_to_end(*groups.queues[group], *operation->item);
+          EXPECT_EQ(operation->wrong(rank, 2), 0U);
+        }
+      }
+    });
+  }
+}
+
+// However many transfers it has started. A ring has room for four of the broadcasts.
+TEST(TransferQueue, NobodyWaitsForARankThatComputes) {
+  for (const auto& [kind, elements, count] :
+       std::vector<std::tuple<Kind, size_t, int>>{{Kind::all_reduce, 3, 16},
+                                                  {Kind::all_reduce, 3, 17},
+                                                  {Kind::all_reduce, 3, 100},
+                                                  {Kind::broadcast, 65'536, 9},
+                                                  {Kind::all_reduce, 400'000, 3}}) {
+    std::atomic<bool> over{false};
+    as_ranks(2, [&, kind = kind, elements = elements, count = count](int rank, TransferQueue& queue,
+                                                                     SharedPlaces&) {
+      std::vector<std::unique_ptr<Operation>> started;
+      for (int i = 0; i < count; ++i) {
+        started.push_back(std::make_unique<Operation>(kind, elements, 0, rank, 2));
+        queue.start(started.back()->item);
+      }
+      for (int i = 0; rank == 1 && i < 60'000 && !over; ++i) { // it computes
+        std::this_thread::sleep_for(milliseconds(1));
+      }
+      EXPECT_TRUE(rank == 0 || over) << count << " of " << elements;
+      for (const auto& operation : started) {
+        drive_to_end(queue, *operation->item);
+        EXPECT_EQ(operation->wrong(rank, 2), 0U);
+      }
+      over = true;
+    });
+  }
+}
+
+TEST(TransferQueue, RandomOperationsOnSeveralGroupsEndWhateverTheOrderOfTheWaits) {
+  const char* const rounds_text = std::getenv("HASTEN_RANDOM_ROUNDS");
+  const char* const seed_text = std::getenv("HASTEN_RANDOM_SEED");
+  const int rounds = rounds_text != nullptr ? std::atoi(rounds_text) : 20;
+  const unsigned seed =
+      seed_text != nullptr ? static_cast<unsigned>(std::atoll(seed_text)) : std::random_device{}();
+  SCOPED_TRACE("HASTEN_RANDOM_SEED=" + std::to_string(seed));
+  std::atomic<int> wrong{0};
+  for (const int world : {2, 3, 4}) {
+    with_groups(world, 3, [&](int rank, Groups& groups) {
+      std::mt19937 plans(seed); // the same operations on all ranks
+      std::mt19937 own(seed + 1 + static_cast<unsigned>(rank));
+      const std::vector<size_t> sizes{0, 1, 3, 3, 1000, 9000, 65'536, 70'001};
+      for (int round = 0; round < rounds && wrong == 0; ++round) {
+        std::vector<std::pair<size_t, std::unique_ptr<Operation>>> started;
+        for (unsigned left = plans() % 60; left > 0; --left) {
+          const size_t group = plans() % 3;
+          const auto kind = static_cast<Kind>(plans() % 8);
+          const size_t size = sizes[plans() % (left % 8 == 0 ? 8 : 5)];
+          started.emplace_back(
+              group, std::make_unique<Operation>(
+                         kind, size, static_cast<int>(plans() % static_cast<unsigned>(world)), rank,
+                         world));
+          groups.queues[group]->start(started.back().second->item);
+          if (own() % 20 == 0) {
+            std::this_thread::sleep_for(std::chrono::microseconds(own() % 500));
+          }
+        }
+        std::ranges::shuffle(started, own);
+        for (const auto& [group, operation] : started) {
+          drive_to_end(*groups.queues[group], *operation->item);
+          wrong += operation->wrong(rank, world) > 0 ? 1 : 0;
+        }
+      }
+    });
+    EXPECT_EQ(wrong, 0) << world << " ranks";
+  }
+}
+
+TEST(TransferQueue, MemoryThatARankHasFreedIsUnmappedWithTheNextTransferOfAnySize) {
+  as_ranks(3, [&](int rank, TransferQueue& queue, SharedPlaces& places) {
+    at::Tensor tensor = shared_zeros(100'000, at::kFloat);
+    TransferPlan plan;
+    plan.count = 100'000;
+    plan.from = plan.to = c10::kFloat;
+    plan.inputs = {static_cast<const char*>(tensor.const_data_ptr())};
+    plan.outputs = {static_cast<char*>(tensor.mutable_data_ptr())};
+    plan.places = &places;
+    plan.place = find_shared(plan.inputs[0]);
+    const std::weak_ptr<const SharedMemory> memory = plan.place->memory;
+    auto item = std::make_shared<Item>(std::move(plan), rank, 3);
+    queue.start(item);
+    drive_to_end(queue, *item);
+    EXPECT_TRUE(item->transfer.is_direct());
+    item.reset();
+    tensor = at::Tensor();
+    EXPECT_FALSE(memory.expired()); // its peers have mapped it
+    for (int i = 0; i < 2; ++i) { // after the second one all have read the first one
+      Operation small(Kind::all_reduce, 3, 0, rank, 3);
+      queue.start(small.item);
+      drive_to_end(queue, *small.item);
+    }
+    EXPECT_TRUE(memory.expired());
+  });
+}
+
 TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
   constexpr std::array kKinds{Kind::all_reduce, Kind::all_gather, Kind::reduce_scatter};
   for (const int world : {2, 3, 4}) {
@@ -328,7 +477,8 @@ TEST(TransferQueue, RanksInDifferentOperationsAllFailAndNameTwo) {
 
 TEST(TransferQueue, AStoppedOneEndsItsTransfersWithAnError) {
   const Memory memory(2);
-  TransferQueue queue(0, memory.all(), ranks_of(2));
+  SharedPlaces places(0, 2);
+  TransferQueue queue(0, memory.all(), ranks_of(2), places);
   Operation small(Kind::all_reduce, 3, 0, 0, 2);
   Operation large(Kind::all_reduce, 400'000, 0, 0, 2);
   queue.start(small.item);

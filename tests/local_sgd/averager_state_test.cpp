@@ -144,6 +144,27 @@ TEST(AveragerState, ALoadedStateReplacesARoundUnderWay) {
   EXPECT_EQ(averager.report().round, 1);
 }
 
+// Each rank resumes from a state of its own, saved on either side of the commit.
+TEST(AveragerState, ARankThatResumesInARoundThatAnotherHasCommittedCommitsIt) {
+  const auto communicator = fresh_communicator();
+  const int rank = communicator->rank();
+  Averager::NamedTensorList list{{"x", on_device::full({5000}, rank, at::kFloat)}};
+  Averager averager(communicator, list, {.slice_mb = 0.001});
+  averager.start(rank + 1);
+  const Saved open = saved(averager);
+  const Tensor before = list[0].second.clone();
+  averager.finish();
+  const Saved done = saved(averager);
+  const Tensor wanted = list[0].second.clone();
+  Averager resumed(communicator, list, {.slice_mb = 0.001});
+  resumed.load_state(rank == 0 ? done.tensors : open.tensors,
+                     rank == 0 ? done.values : open.values);
+  list[0].second.copy_(rank == 0 ? wanted : before);
+  EXPECT_EQ(resumed.recover(), rank == 0 ? RoundOutcome::none : RoundOutcome::committed);
+  EXPECT_TRUE(torch::equal(list[0].second, wanted));
+  EXPECT_FALSE(resumed.started());
+}
+
 TEST(AveragerState, ARoundUnderWayOfOtherRanksOrFragmentsIsRefused) {
   const auto communicator = fresh_communicator();
   Averager::NamedTensorList list{{"x", on_device::zeros({3})}};

@@ -12,10 +12,15 @@ namespace hasten {
 /// share these bytes. Returns 0 if the system does not report them.
 int64_t available_memory_bytes();
 
+/// How many processes of this process's memory control group the kernel has ended so far because
+/// memory ran out. 0 if the system does not count them.
+int64_t memory_kills();
+
 namespace detail {
 
 /// Like available_memory_bytes(), but reads the files below `root`.
 int64_t memory_left_below(const std::filesystem::path& root);
+int64_t memory_kills_below(const std::filesystem::path& root);
 
 } // namespace detail
 

@@ -55,6 +55,8 @@ std::string describe(const ProcessEnd& end);
 enum class ProcessState { running, stopped, ended };
 /// `start_time` distinguishes the process from a later one with the same pid; 0: no check.
 ProcessState process_state(int pid, uint64_t start_time);
+/// Whether it has ended or is about to: it frees its memory, or has got SIGKILL.
+bool is_ending(int pid);
 /// Start time in clock ticks since boot. 0 if there is no such process or no /proc.
 uint64_t process_start_time(int pid);
 
@@ -63,6 +65,7 @@ namespace detail {
 /// Of /proc/PID/stat.
 struct ProcessStat {
   char state = '\0'; // '\0': no such process
+  bool ending = false; // it frees what it has
   int parent = 0;
   uint64_t start_time = 0;
 };

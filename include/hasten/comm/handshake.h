@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -22,6 +23,8 @@ struct Hello {
   std::string torch_version;
   std::string device_kind;
   std::string backend;
+  /// By name: what else decides how the ranks communicate.
+  std::map<std::string, std::string> options;
   /// Boot id and PID namespace. If equal, a process id means the same process.
   std::string process_host;
   /// Boot id and network namespace. If equal, loopback reaches the other rank.
@@ -34,11 +37,13 @@ struct Hello {
   /// later one with the same id. 0 without /proc.
   uint64_t start_time = 0;
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Hello, rank, launch_rank, world_size, hasten_version,
-                                   torch_version, device_kind, backend, process_host, network_host,
-                                   store_address, pid, start_time)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Hello, rank, launch_rank, world_size,
+                                                hasten_version, torch_version, device_kind, backend,
+                                                options, process_host, network_host, store_address,
+                                                pid, start_time)
 
-Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend);
+Hello own_hello(const World& world, const std::string& device_kind, const std::string& backend,
+                std::map<std::string, std::string> options = {});
 
 /// The first field in which a rank differs from rank 0, as "torch version: rank 1 has 2.12.0,
 /// rank 0 has 2.13.0". Empty while all ranks that have arrived agree, or rank 0 has not arrived.

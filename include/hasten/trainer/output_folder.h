@@ -52,8 +52,8 @@ void clear_output_dir(const std::filesystem::path& folder);
 class OutputDirLock {
  public:
   /// Makes the folder if it is missing. Empty text locks nothing. A folder that cannot be made or
-  /// opened is not locked either; writing to it will fail. Throws InputError immediately if another
-  /// process holds the lock, naming it if it is on this machine.
+  /// opened is not locked either; writing to it will fail. Throws InputError if another process holds
+  /// the lock, naming it if it is on this machine. Waits for one that is ending.
   explicit OutputDirLock(const std::filesystem::path& folder);
   /// Removes the folder if the constructor made it and it is still empty.
   ~OutputDirLock();
