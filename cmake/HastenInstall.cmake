@@ -42,6 +42,22 @@ function(hasten_bring_libraries)
     ${HASTEN_RUNTIME})
 endfunction()
 
+# The first step of an installation: a build of the programs alone (scripts/demo.sh) lacks libraries.
+function(hasten_build_for_install)
+  if(HASTEN_INSTALL)
+    set(targets libhasten libhasten_static libhasten_text libhasten_text_static hasten hasten-worker)
+    list(TRANSFORM targets REPLACE "(.+)" "\"$<TARGET_FILE:\\1>\"" OUTPUT_VARIABLE files)
+    list(JOIN files " " files)
+    list(JOIN targets " " targets)
+    install(CODE "foreach(file ${files})
+  if(NOT EXISTS \"\${file}\")
+    execute_process(COMMAND \"${CMAKE_COMMAND}\" --build \"${CMAKE_BINARY_DIR}\"
+      --target ${targets} COMMAND_ERROR_IS_FATAL ANY)
+  endif()
+endforeach()" ALL_COMPONENTS)
+  endif()
+endfunction()
+
 # What hasten uses of LibTorch, and its headers.
 function(hasten_bring_torch)
   foreach(name torch_cpu c10 gomp)

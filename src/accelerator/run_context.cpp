@@ -3,6 +3,9 @@
 #include <ATen/Parallel.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
@@ -103,9 +106,26 @@ RunContext::RunContext(AcceleratorOptions options, std::shared_ptr<Communicator>
       device_(context_device(options_, world_, owns_group_)),
       communicator_(communicator ? std::move(communicator)
                                  : context_group(options_, world_, device_)) {
+  count_ranks_of_host();
   if (debugs(options_)) {
     order_check_ = std::make_shared<OrderCheck>(communicator_);
     communicator_ = order_check_;
+  }
+}
+
+/// A launcher that says nothing of the host lets each rank believe that it is alone there.
+void RunContext::count_ranks_of_host() {
+  const std::vector<int> here = ranks_of_host(*communicator_);
+  if (!owns_group_ || std::cmp_less_equal(here.size(), world_.local_world_size)) {
+    return;
+  }
+  world_.local_world_size = static_cast<int>(here.size());
+  world_.local_rank = static_cast<int>(std::ranges::find(here, world_.rank) - here.begin());
+  const int threads = threads_per_rank(world_);
+  at::set_num_threads(threads);
+  const std::string warning = oversubscription(world_.local_world_size, threads);
+  if (world_.local_rank == 0 && !warning.empty()) {
+    log_warning(warning);
   }
 }
 

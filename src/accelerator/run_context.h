@@ -52,6 +52,8 @@ class RunContext {
   void close() const;
 
  private:
+  void count_ranks_of_host();
+
   AcceleratorOptions options_;
   World world_;
   bool owns_group_;

@@ -32,12 +32,16 @@ std::string without_control_bytes(std::string text) {
   return text;
 }
 
+std::string error_rank_text() {
+  const int world_size = error_world_size;
+  return world_size > 1
+             ? "rank " + std::to_string(error_rank) + "/" + std::to_string(world_size) + " "
+             : "";
+}
+
 std::string error_text(std::string_view where, std::string_view what, std::string_view expected,
                        std::string_view fix) {
-  std::string text;
-  if (const int world_size = error_world_size; world_size > 1) {
-    text += "rank " + std::to_string(error_rank) + "/" + std::to_string(world_size) + " ";
-  }
+  std::string text = error_rank_text();
   text.append("[").append(where).append("] ").append(shortened(what));
   if (text.back() != '.') {
     text += '.';

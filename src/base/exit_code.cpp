@@ -39,8 +39,9 @@ int exit_code_of(int local_rank, int world_size, const std::function<int()>& bod
     }
     const bool of_world = dynamic_cast<const CommunicationError*>(&error) != nullptr;
     const bool training = dynamic_cast<const TrainingError*>(&error) != nullptr;
-    const bool peer_says = dynamic_cast<const PeerInputError*>(&error) != nullptr ||
-                           (of_world && said_by_peer()) || (training && local_rank != 0);
+    const bool of_peer = dynamic_cast<const PeerInputError*>(&error) != nullptr;
+    const bool peer_says =
+        ((of_peer || of_world) && said_by_peer()) || (training && local_rank != 0);
     // Ranks often have an error in common. The launcher prints what the first rank does not.
     const bool launcher_says = (local_rank != 0 || training || of_world) && launcher_says_errors();
     const bool recorded = record_error(error, !peer_says && !launcher_says);

@@ -22,7 +22,8 @@ bool launcher_says_errors() noexcept {
 
 std::string message_of(const std::exception& error) {
   const std::string text = error.what();
-  return text.substr(0, text.find("\nException raised from "));
+  return (dynamic_cast<const Error*>(&error) == nullptr ? detail::error_rank_text() : "") +
+         text.substr(0, text.find("\nException raised from "));
 }
 
 bool record_error(const std::exception& error, bool shown) noexcept {

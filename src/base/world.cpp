@@ -106,7 +106,8 @@ void compare_ranks(WorldVariables& variables, const RankNames& names, const Worl
 World torchrun_world() {
   WorldVariables variables;
   const RankNames names{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
-  World world = read_ranks(variables, names, "torchrun");
+  const bool ours = environment_value("HASTEN_LAUNCHER").has_value();
+  World world = read_ranks(variables, names, ours ? "hasten launch" : "torchrun");
   world.master_port = variables.number("MASTER_PORT", 1, 65535, 0);
   compare_ranks(variables, names, world);
   variables.check("RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",

@@ -1,6 +1,7 @@
 #include "classifier.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -208,7 +209,9 @@ ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer,
   return files;
 }
 
-int tokenizer_threads() { return threads_per_rank(world_from_environment()); }
+int tokenizer_threads() {
+  return std::min(threads_per_rank(world_from_environment()), at::get_num_threads());
+}
 
 TextTableOptions table_options(const TableFlags& flags, const Task& task) {
   TextTableOptions options;

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "checks.h"
 #include "classifier.h"
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
@@ -39,23 +40,23 @@ TextClassificationOptions eval_options(const EvalCommand& command, const TextMod
   return options;
 }
 
-std::shared_ptr<const Dataset> read_eval_rows(const EvalCommand& command, const TextModel& model,
-                                              bool is_main) {
+TokenizedClassification read_eval_rows(const EvalCommand& command, const TextModel& model,
+                                       bool is_main) {
   const auto files = TextFiles::open(command.file, "cli::eval", "--file");
   const auto texts = eval_options(command, model, files);
   const bool cut_later = texts.table.documents && texts.table.text_pair_column.empty();
-  const auto rows = tokenize_text_classification(files, {},
-                                                 {.texts = texts,
-                                                  .tokenizer = model.tokenizer,
-                                                  .max_length = cut_later ? 0 : model.max_length,
-                                                  .threads = tokenizer_threads()});
+  auto rows = tokenize_text_classification(files, {},
+                                           {.texts = texts,
+                                            .tokenizer = model.tokenizer,
+                                            .max_length = cut_later ? 0 : model.max_length,
+                                            .threads = tokenizer_threads()});
   if (is_main) {
     tell_of_cut_texts(model, rows.truncated, std::ssize(rows.train.rows));
     if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
       log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
     }
   }
-  return task_dataset(*model.task, rows.train, model.tokenizer, model.data);
+  return rows;
 }
 
 /// The label of sample `row`, in the form of Predictions::label().
@@ -126,8 +127,10 @@ int run_command(const EvalCommand& command) {
   Communicator& communicator = *accelerator->communicator();
   const bool is_main = accelerator->is_main_process();
   std::optional<detail::TextModel> model;
+  std::optional<TokenizedClassification> data;
   std::shared_ptr<const Dataset> rows;
   detail::agree_on(communicator, "cli: read the input", [&] {
+    check_inputs(command);
     model = detail::load_text_model(command);
     model->precision = command.precision.value_or(model->precision);
     if (model->task->problem_types.size() == 1 && !command.predictions.empty()) {
@@ -135,8 +138,10 @@ int run_command(const EvalCommand& command) {
                        "a model for text-classification",
                        "write them with hasten predict --file FILE --output FILE");
     }
-    rows = detail::read_eval_rows(command, *model, is_main);
+    data = detail::read_eval_rows(command, *model, is_main);
+    rows = task_dataset(*model->task, data->train, model->tokenizer, model->data);
   });
+  detail::require_equal_data(communicator, *data, "cli::eval");
   const auto trainer = detail::make_evaluator(*model, command.batch_size, accelerator);
   trainer->add_callback(std::make_shared<ProgressCallback>());
   nlohmann::json metrics;

@@ -137,8 +137,11 @@ class Hasten {
     if (world.world_size == 1) {
       check_nproc("eval", command.nproc, command.oversubscribe, world);
     }
+    if (world.world_size > 1) {
+      become_worker(arguments_); // a rank of another launcher; the ranks check together
+    }
     check_inputs(command);
-    if (command.nproc == 1 || world.world_size > 1) {
+    if (command.nproc == 1) {
       become_worker(arguments_);
     }
     return report(launch_workers(with_prefix(command)), true);

@@ -12,15 +12,20 @@
 namespace hasten {
 
 class Communicator;
+struct TokenizedClassification;
 
 namespace detail {
 
 /// Runs `stage` (local work that may throw) and agrees on the result. Collective: one exchange
 /// through the store. Blocks until the slowest rank's stage has ended.
-/// Throws on all ranks if any failed: the lowest rank that failed rethrows its error, the others
-/// throw SilentExit with that error's exit code.
+/// Throws on all ranks if any failed: the lowest rank that failed rethrows its error, the first rank of
+/// each other host repeats it, and the others throw SilentExit with that error's exit code.
 void agree_on(Communicator& communicator, std::string_view name,
               const std::function<void()>& stage);
+
+/// Throws InputError on all ranks, with their hosts, if the ranks have read other data. Collective.
+void require_equal_data(Communicator& communicator, const TokenizedClassification& data,
+                        const char* where);
 
 /// Writes a command's answers to the file `output`, or to stdout if that is empty. Throws Error if
 /// it cannot. `what`: the answers in the log's line "wrote 4,000 reviews to …".

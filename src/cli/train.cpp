@@ -16,9 +16,12 @@
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/progress_bar.h"
+#include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
+#include "hasten/comm/agree.h"
 #include "hasten/core/memory.h"
 #include "hasten/text/synthetic_reviews.h"
+#include "parallel/verify.h"
 #include "run.h"
 #include "train_run.h"
 
@@ -423,27 +426,56 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
 void agree_on(Communicator& communicator, std::string_view name,
               const std::function<void()>& stage) {
   std::exception_ptr failure;
-  int code = kExitOk;
+  nlohmann::json mine{{"code", kExitOk}};
   try {
     stage();
   } catch (const std::exception& error) {
     failure = std::current_exception();
+    mine = failure_of(failure);
     const auto* interrupted = dynamic_cast<const Interrupted*>(&error);
-    code = interrupted != nullptr                               ? 128 + interrupted->signal()
-           : dynamic_cast<const InputError*>(&error) != nullptr ? kExitBadInput
-                                                                : kExitFailed;
+    mine["code"] = interrupted != nullptr         ? 128 + interrupted->signal()
+                   : mine.at("input").get<bool>() ? kExitBadInput
+                                                  : kExitFailed;
+    mine["host"] = host_name();
   }
-  const auto codes = communicator.all_gather_object(code, name);
-  const auto first = std::find_if(codes.begin(), codes.end(),
-                                  [](const nlohmann::json& each) { return each != kExitOk; });
-  if (first == codes.end()) {
+  const auto all = communicator.all_gather_object(mine, name);
+  const auto first = std::ranges::find_if(
+      all, [](const nlohmann::json& each) { return each.at("code") != kExitOk; });
+  if (first == all.end()) {
     return;
   }
+  const auto rank = static_cast<int>(first - all.begin());
   communicator.close();
-  if (first - codes.begin() == communicator.rank()) {
+  if (rank == communicator.rank()) {
     std::rethrow_exception(failure);
   }
-  throw SilentExit(first->get<int>());
+  say_once_per_host(communicator, rank);
+  const int code = first->at("code");
+  if (said_by_peer() || code > kExitBadInput) {
+    throw SilentExit(code);
+  }
+  throw_failure(
+      "cli::agree_on",
+      "rank " + std::to_string(rank) + " on " + first->at("host").get<std::string>() + " failed",
+      *first);
+}
+
+void require_equal_data(Communicator& communicator, const TokenizedClassification& data,
+                        const char* where) {
+  if (communicator.world_size() == 1) {
+    return;
+  }
+  auto list = nlohmann::json::array();
+  list.push_back({"labels", joined(data.label_names)});
+  const auto add = [&](const char* name, const TokenTable& table, const std::string& checksum) {
+    list.push_back({name, format_count(std::ssize(table.rows)) + " (checksum " + checksum + ")"});
+  };
+  add("samples", data.train, data.train_checksum);
+  const auto bytes = std::as_bytes(data.eval.rows); // places, lengths, labels
+  add("evaluation samples", data.eval,
+      hash_hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()}));
+  require_equal_lists(communicator, list, where, "data", "the same data on every rank",
+                      "give all hosts the same files");
 }
 
 } // namespace detail
@@ -464,6 +496,7 @@ int run_command(const TrainCommand& command) {
     inputs =
         read_train_inputs(command, accelerator->num_processes(), accelerator->is_main_process());
   });
+  require_equal_data(communicator, *inputs.data, "cli::train");
   std::string result;
   try {
     result = train(command, inputs, accelerator);

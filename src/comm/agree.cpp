@@ -1,6 +1,9 @@
 #include "hasten/comm/agree.h"
 
+#include <algorithm>
+
 #include "hasten/base/error.h"
+#include "hasten/base/recorded_error.h"
 #include "hasten/comm/few_sizes.h"
 #include "hasten/core/memory.h"
 
@@ -16,6 +19,12 @@ nlohmann::json failure_of(const std::exception_ptr& error) {
   } catch (...) {
     return {{"what", "an unknown exception"}, {"input", false}, {"kind", ErrorKind::other}};
   }
+}
+
+void say_once_per_host(const Communicator& communicator, int failed) {
+  const std::vector<int> here = ranks_of_host(communicator);
+  set_said_by_peer(here.front() != communicator.rank() ||
+                   std::ranges::find(here, failed) != here.end());
 }
 
 void throw_failure(const std::string& where, const std::string& who,
@@ -49,6 +58,7 @@ std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std:
   }
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].contains("failure")) {
+      say_once_per_host(communicator, static_cast<int>(rank));
       throw_failure(where, "rank " + std::to_string(rank) + " failed", all[rank]["failure"]);
     }
     all[rank] = nlohmann::json(std::move(all[rank]["value"]));

@@ -254,6 +254,8 @@ nlohmann::json Communicator::broadcast_object(const nlohmann::json& value, std::
   return exchange("broadcast_object", name, rank() == 0 ? value : nlohmann::json())[0];
 }
 
+std::vector<int> detail::ranks_of_host(const Communicator& group) { return group.host_members(); }
+
 void Communicator::abort(const std::exception& error) noexcept {
   try {
     abort(message_of(error), error_kind(error));

@@ -43,6 +43,7 @@ class HostGroup : public Communicator {
   std::optional<Survivors> shrink() override;
 
  protected:
+  std::vector<int> host_members() const override { return core_->link->beside(core_->members); }
   using Backend = c10::intrusive_ptr<c10d::Backend>;
 
   const std::shared_ptr<GroupCore>& core() const { return core_; }

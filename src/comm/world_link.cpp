@@ -197,6 +197,18 @@ bool WorldLink::on_hosts(const std::vector<int>& members) const {
   return std::ranges::any_of(members, [&](int member) { return boot(member) != boot(members[0]); });
 }
 
+std::vector<int> WorldLink::beside(const std::vector<int>& members) const {
+  const Hello& own = ranks_.hellos[static_cast<size_t>(world().rank)];
+  std::vector<int> here;
+  for (size_t i = 0; i < members.size(); ++i) {
+    const Hello& other = ranks_.hellos[static_cast<size_t>(members[i])];
+    if (other.process_host == own.process_host && other.network_host == own.network_host) {
+      here.push_back(static_cast<int>(i));
+    }
+  }
+  return here;
+}
+
 std::string WorldLink::apart(const std::vector<int>& members) const {
   const auto host = [&](int member) {
     return ranks_.hellos[static_cast<size_t>(member)].process_host;

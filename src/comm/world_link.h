@@ -91,6 +91,8 @@ class WorldLink {
 
   /// Whether two of these ranks are on different hosts.
   bool on_hosts(const std::vector<int>& members) const;
+  /// The indices of those of these ranks that are on this rank's host.
+  std::vector<int> beside(const std::vector<int>& members) const;
   /// Which of these ranks see different processes, because they are on different hosts or in
   /// different containers. Empty if all see the same.
   std::string apart(const std::vector<int>& members) const;

@@ -95,7 +95,7 @@ struct RankFailure {
   std::string_view common() const {
     const std::string_view text = message;
     const bool named = text.starts_with("rank " + std::to_string(rank) + "/");
-    return text.substr(named ? std::min(text.find(" ["), text.size()) : 0);
+    return text.substr(named ? std::min(text.find(' ', 5), text.size()) : 0);
   }
 };
 

@@ -8,6 +8,7 @@
 
 #include "comm/tensor_checks.h"
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/parallel/ddp.h"
@@ -68,13 +69,16 @@ std::string first_difference(const nlohmann::json& mine, const nlohmann::json& m
 void require_equal_lists(Communicator& communicator, const nlohmann::json& mine, const char* where,
                          const std::string& subject, const char* expected, const char* fix) {
   const auto main = communicator.broadcast_object(mine, subject + " of rank 0");
-  const auto differences =
-      communicator.all_gather_object(first_difference(mine, main), subject + " differences");
-  for (size_t rank = 0; rank < differences.size(); ++rank) {
-    if (!differences[rank].get<std::string>().empty()) {
+  const auto all = communicator.all_gather_object({first_difference(mine, main), host_name()},
+                                                  subject + " differences");
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const auto difference = all[rank][0].get<std::string>();
+    if (!difference.empty()) {
+      const auto host = all[rank][1].get<std::string>();
+      const auto main_host = all[0][1].get<std::string>();
       throw InputError(where,
-                       "rank " + std::to_string(rank) + "'s " + subject + " " +
-                           differences[rank].get<std::string>(),
+                       "rank " + std::to_string(rank) + "'s " + subject + " " + difference +
+                           (host == main_host ? "" : ": hosts " + host + " and " + main_host),
                        expected, fix);
     }
   }

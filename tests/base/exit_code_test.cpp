@@ -1,6 +1,7 @@
 #include "hasten/base/exit_code.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cerrno>
 #include <cstring>
@@ -48,6 +49,45 @@ RecordedMain run_recorded(Main&& main) {
 }
 
 } // namespace detail
+
+TEST(Record, AnErrorThatIsNotHastensHasTheRankToo) {
+  set_error_rank(1, 3);
+  const auto run = detail::run_recorded([] { throw std::runtime_error("shapes differ"); });
+  set_error_rank(0, 1);
+  EXPECT_EQ(run.said, "error: rank 1/3 shapes differ\n");
+  EXPECT_EQ(run.recorded, "rank 1/3 shapes differ");
+}
+
+TEST(Record, APeersErrorIsSaidUnlessAnotherRankOfTheHostSaysIt) {
+  for (const bool said : {false, true}) {
+    const auto run = detail::run_recorded([said] {
+      set_said_by_peer(said);
+      throw PeerInputError("part::f", "rank 1 failed: rows=0");
+    });
+    EXPECT_EQ(run.code, 2);
+    EXPECT_EQ(run.said.empty(), said) << run.said;
+  }
+  set_said_by_peer(false);
+}
+
+TEST(Record, AWriteBeyondTheLimitOfFilesIsAnErrorThatNamesIt) {
+  const TemporaryFolder folder;
+  rlimit before{};
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  const auto run = detail::run_recorded([&] {
+    const rlimit small{.rlim_cur = 4096, .rlim_max = before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &small);
+    try {
+      write_file_atomically(folder / "large", std::string(100'000, 'x'));
+    } catch (...) {
+      ::setrlimit(RLIMIT_FSIZE, &before);
+      throw;
+    }
+    ::setrlimit(RLIMIT_FSIZE, &before);
+  });
+  EXPECT_EQ(run.code, 2);
+  EXPECT_NE(run.said.find("raise ulimit -f"), std::string::npos) << run.said;
+}
 
 TEST(Record, WhatMainReturnsIsTheExitCode) {
   EXPECT_EQ(record([] {}), 0);

@@ -55,4 +55,19 @@ TEST(HostMemory, IsLessWhereAGroupOfV1LimitsIt) {
   EXPECT_EQ(detail::memory_left_below(root.path()), 5300);
 }
 
+TEST(HostMemory, KillsOfTheGroupAreCounted) {
+  const testing_support::TemporaryFolder root;
+  EXPECT_EQ(detail::memory_kills_below(root.path()), 0);
+  put_memory_file(root / "proc/self/mountinfo",
+                  "30 25 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n"
+                  "31 25 0:27 / /v1 ro - cgroup cgroup rw,memory\n");
+  put_memory_file(root / "proc/self/cgroup", "0::/run1\n");
+  put_memory_file(root / "sys/fs/cgroup/run1/memory.events", "max 4\noom 2\noom_kill 1\n");
+  EXPECT_EQ(detail::memory_kills_below(root.path()), 1);
+  put_memory_file(root / "proc/self/cgroup", "4:memory:/docker/x\n");
+  put_memory_file(root / "v1/docker/x/memory.oom_control", "under_oom 0\noom_kill 3\n");
+  EXPECT_EQ(detail::memory_kills_below(root.path()), 3);
+  EXPECT_GE(memory_kills(), 0);
+}
+
 } // namespace hasten

@@ -101,6 +101,9 @@ static const LauncherCase kLauncherCases[] = {
                  "SLURM_PROCID=6 SLURM_LOCALID=0 SLURM_NODEID=2",
      "Slurm 6/7 0/1 gpu08:19567", ""},
     {"torchrun", kTorchrun, kRank3, ""},
+    {"hasten launch of one process",
+     "RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=6000 HASTEN_LAUNCHER=1",
+     "hasten launch 0/1 0/1 127.0.0.1:6000", ""},
     {"torchrun, one agent a host by srun",
      kSlurmJob + kTorchrun +
          "SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[08-09] "

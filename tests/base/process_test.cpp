@@ -130,6 +130,21 @@ TEST(Process, EndsAreDescribedInWords) {
   EXPECT_EQ(describe(wait_for_child(spawn_process({"sh", "-c", "exit 3"}))), "exited with code 3");
   EXPECT_EQ(describe(wait_for_child(spawn_process({"sh", "-c", "kill -9 $$"}))),
             "was killed by signal 9 (Killed)");
+  EXPECT_EQ(describe({.code = 153, .signal = SIGXFSZ}),
+            "was killed by signal 25 (File size limit exceeded; raise ulimit -f)");
+}
+
+TEST(Process, OneThatHasEndedOrWasKilledIsEnding) {
+  EXPECT_FALSE(is_ending(::getpid()));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::pause();
+  }
+  EXPECT_FALSE(is_ending(child));
+  ::kill(child, SIGKILL);
+  EXPECT_TRUE(is_ending(child)); // whether or not it has ended
+  ::waitpid(child, nullptr, 0);
+  EXPECT_TRUE(is_ending(child));
 }
 
 TEST(Process, ChildDiesWithItsParent) {

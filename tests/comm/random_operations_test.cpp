@@ -172,12 +172,13 @@ struct Started {
 /// Every rank has the same `plans`; `own` differs between ranks.
 static void one_round(const std::vector<Group>& groups, Random& plans, Random& own) {
   std::vector<Started> under_way;
-  const int64_t operations = 1 + below(plans, below(plans, 4) == 0 ? 60 : 12);
+  const bool burst = below(plans, 2) == 0; // of small ones
+  const int64_t operations = 1 + below(plans, burst ? 150 : 12);
   int64_t large = 0;
   for (int64_t i = 0; i < operations; ++i) {
     Plan plan(plans, 3);
-    plan.count = plan.count > 60'000 && ++large > 4 ? 17 : plan.count;
-    const int64_t special = below(plans, 40);
+    plan.count = plan.count > 3000 && (burst || ++large > 6) ? 17 : plan.count;
+    const int64_t special = below(plans, burst ? 150 : 40);
     if (plan.group >= groups.size()) { // this rank is not in it
       continue;
     }

@@ -293,10 +293,11 @@ TEST(TransferQueue, RandomOperationsOnSeveralGroupsEndWhateverTheOrderOfTheWaits
       const std::vector<size_t> sizes{0, 1, 3, 3, 1000, 9000, 65'536, 70'001};
       for (int round = 0; round < rounds && wrong == 0; ++round) {
         std::vector<std::pair<size_t, std::unique_ptr<Operation>>> started;
-        for (unsigned left = plans() % 60; left > 0; --left) {
+        const bool burst = plans() % 2 == 0; // of small ones
+        for (unsigned left = plans() % (burst ? 150 : 60); left > 0; --left) {
           const size_t group = plans() % 3;
           const auto kind = static_cast<Kind>(plans() % 8);
-          const size_t size = sizes[plans() % (left % 8 == 0 ? 8 : 5)];
+          const size_t size = sizes[plans() % (left % 8 == 0 && !burst ? 8 : 5)];
           started.emplace_back(
               group, std::make_unique<Operation>(
                          kind, size, static_cast<int>(plans() % static_cast<unsigned>(world)), rank,

@@ -28,6 +28,8 @@ refused("provided[ \n]+by[ \n]+\"hasten\"" ${CMAKE_COMMAND} -E env "PATH=${BUILD
   ${CMAKE_COMMAND} ${common} -DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF
   -S "${SOURCE}/tests/install/consumer" -B "${WORK}/nothing")
 
+# As after a build of the programs alone.
+file(REMOVE "${BUILD}/src/libhasten_text.a")
 run("install" ${CMAKE_COMMAND} --install "${BUILD}" --prefix "${WORK}/first")
 file(RENAME "${WORK}/first" "${WORK}/prefix")
 foreach(file bin/hasten bin/hasten-worker lib/libhasten.so lib/libhasten_text.so)

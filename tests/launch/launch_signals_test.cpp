@@ -12,6 +12,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/launch/launch.h"
+#include "support/captured_stderr.h"
 #include "support/temporary_folder.h"
 
 namespace hasten {
@@ -88,6 +89,22 @@ TEST(LaunchSignals, OneSignalReachesEveryRankAndDecidesTheExitCode) {
     EXPECT_TRUE(launcher.exists("got0"));
     EXPECT_TRUE(launcher.exists("got1"));
   }
+}
+
+TEST(LaunchSignals, RanksThatDoNotEndAreNamedInOneLine) {
+  LaunchOptions options;
+  options.nproc = 12;
+  options.argv = {"sh", "-c",
+                  "[ $RANK = 11 ] && exit 3; trap '' TERM; while :; do sleep 0.05; done"};
+  options.settle = options.grace = std::chrono::milliseconds(300);
+  testing_support::CapturedStderr error;
+  EXPECT_EQ(launch(options).exit_code, 3);
+  const std::string said = error.take();
+  EXPECT_NE(
+      said.find("warning: ranks 0, 1, 2, 3, 4, 5, 6, 7, and 3 more did not end and are killed\n"),
+      std::string::npos)
+      << said;
+  EXPECT_EQ(said.find("did not end"), said.rfind("did not end")) << said;
 }
 
 TEST(LaunchSignals, OnlyTheSignalsToHandleArePassedOn) {

@@ -39,6 +39,30 @@ std::vector<int64_t> checkpoint_steps(const std::filesystem::path& folder) {
 
 } // namespace detail
 
+// The process that took the lock has ended, and what it held goes a second later, as with a run that
+// was killed and frees its memory.
+TEST(OutputFolder, WaitsForARunThatIsEnding) {
+  const testing_support::TemporaryFolder scratch;
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t holder = ::fork();
+  if (holder == 0) {
+    const OutputDirLock lock(scratch.path());
+    if (::fork() == 0) {
+      ::usleep(1'200'000);
+      ::_exit(0);
+    }
+    ::write(ready[1], "x", 1);
+    ::_exit(0);
+  }
+  char byte = 0;
+  EXPECT_EQ(::read(ready[0], &byte, 1), 1);
+  EXPECT_NO_THROW(OutputDirLock(scratch.path()));
+  ::waitpid(holder, nullptr, 0);
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
 TEST(OutputFolder, IsRefusedWhereItHoldsAnotherRunAndNothingIsTouched) {
   const testing_support::TemporaryFolder scratch;
   TrainingArguments arguments;

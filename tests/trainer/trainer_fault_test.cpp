@@ -8,6 +8,7 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/process.h"
+#include "hasten/base/world.h"
 #include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer.h"
 #include "support/spawn.h"
@@ -113,6 +114,25 @@ TEST(TrainerFault, SignalThatReachesOneRankEndsTheOthersWithItsReason) {
   EXPECT_NE(ranks[1].error_type.find("Interrupted"), std::string::npos) << ranks[1].error;
   EXPECT_FALSE(ranks[0].timed_out);
   EXPECT_NE(ranks[0].error.find("stopped by signal 2"), std::string::npos) << ranks[0].error;
+}
+
+HASTEN_RANK_FUNCTION(TrainsWithoutLocalRanks) {
+  Accelerator accelerator;
+  rank.report("threads", at::get_num_threads());
+  rank.report("local_process_index", accelerator.local_process_index());
+  accelerator.end_training();
+}
+
+TEST(TrainerFault, RanksThatTheLauncherDoesNotCountShareTheCoresOfTheirHost) {
+  const auto ranks = testing_support::spawn(
+      2, "TrainsWithoutLocalRanks", {},
+      {.environment = {{"LOCAL_RANK", ""}, {"LOCAL_WORLD_SIZE", ""}, {"OMP_NUM_THREADS", ""}}});
+  for (int rank = 0; rank < 2; ++rank) {
+    const testing_support::RankReport& report = ranks[static_cast<size_t>(rank)];
+    EXPECT_EQ(report.error, "");
+    EXPECT_EQ(report.values.value("threads", 0), std::max(1, allowed_cores() / 2));
+    EXPECT_EQ(report.values.value("local_process_index", -1), rank);
+  }
 }
 
 } // namespace hasten

@@ -81,6 +81,9 @@ ErrorKind kind_of_errno(int error);
 
 /// Later messages start with "rank r/w ". Does nothing if world_size is 1.
 void set_error_rank(int rank, int world_size);
+namespace detail {
+std::string error_rank_text(); // "rank r/w ", or empty
+} // namespace detail
 
 /// Returns the name closest to `word`. Empty if its edit distance is above 2 (1 for words
 /// shorter than 4) and above a third of the word's length.

@@ -11,7 +11,8 @@
 
 namespace hasten {
 
-/// error.what() without the stack trace that LibTorch's exceptions carry.
+/// error.what() without the stack trace that LibTorch's exceptions carry. With several ranks
+/// "rank r/w " stands before it, as in hasten's own errors.
 std::string message_of(const std::exception& error);
 
 /// Why a rank failed, as the rank recorded it.

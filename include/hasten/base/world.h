@@ -37,8 +37,8 @@ struct World {
   /// Cores that the launcher reserved for this rank (SLURM_CPUS_PER_TASK). 0 if the ranks of
   /// a host share the cores.
   int cpus_per_task = 0;
-  /// The launcher whose variables were used: "torchrun" (hasten launch and Kubeflow set the
-  /// same), "Open MPI", "PMI", "Slurm", or "alone".
+  /// The launcher whose variables were used: "hasten launch", "torchrun" (Kubeflow sets the same),
+  /// "Open MPI", "PMI", "Slurm", or "alone".
   std::string source = "alone";
   /// Other launchers whose variables were set but not used, for example "Slurm's". Empty if
   /// there were none.

@@ -16,6 +16,10 @@ namespace hasten::detail {
 /// InputError.
 nlohmann::json failure_of(const std::exception_ptr& error);
 
+/// Call it before the PeerInputError that repeats the failure of rank `failed`: the first rank of each
+/// host prints it, except on that rank's host.
+void say_once_per_host(const Communicator& communicator, int failed);
+
 /// Throws another rank's failure on this rank, as PeerInputError or Error.
 [[noreturn]] void throw_failure(const std::string& where, const std::string& who,
                                 const nlohmann::json& failure);

@@ -1,6 +1,8 @@
 // Communication between ranks: a c10d process group whose operations have names and timeouts, and
 // whose errors name the rank and the operation.
 // Threading: one thread per communicator issues operations. Any thread may wait on a handle.
+// Tensors: until wait() returns, an operation's tensors are its own. Do not write what it reads, and
+// do not use what it writes, unless a function says otherwise.
 // Lifetime: call close() before static destructors run. No destructor communicates.
 // After a failure every group of the world is dead: each later call throws the first error again,
 // unless the remaining ranks shrink() the world. While a call waits, SIGINT and SIGTERM end it
@@ -77,7 +79,8 @@ struct CommunicatorOptions {
   /// `device`, and use shm or gloo for the rest: tensors of the CPU, values, barriers.
   /// "auto" is the back end of the device's type. Without one it is "shm" if the ranks can share
   /// memory, else "gloo"; if they are on one host and cannot, one line of the log says why.
-  /// HASTEN_COMM_BACKEND=gloo or =shm in the environment of all ranks chooses between these two.
+  /// HASTEN_COMM_BACKEND=gloo or =shm in the environment of all ranks chooses between these two. The
+  /// ranks compare what they have chosen when they meet, and check_shapes, sum_in_fp32 and name.
   /// A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
   /// choose as the group did from which they are made. options().backend of a group of several
   /// ranks is the choice.
@@ -162,6 +165,16 @@ struct Survivors {
   std::string cause{};
 };
 
+class Communicator;
+
+namespace detail {
+
+/// The group's ranks on this rank's host, ascending, with this one. A container counts as a host.
+/// Local.
+std::vector<int> ranks_of_host(const Communicator& group);
+
+} // namespace detail
+
 class Communicator {
  public:
   /// Joins `world`: connects to the store, starts the heartbeats, compares world size, hasten and
@@ -196,7 +209,7 @@ class Communicator {
   }
 
   /// Like all_reduce_async, but only rank `root` gets the result. On other ranks `tensor` keeps
-  /// its values and may be changed after the return. Half the traffic of an all_reduce.
+  /// its values and may be changed after the return, by a device's current stream. Half the traffic of an all_reduce.
   /// Memory: a copy of the tensor on the other ranks until the operation ends.
   Work reduce_async(at::Tensor tensor, int root, ReduceOp op, std::string_view name) {
     return start({Collective::Kind::reduce, name, std::move(tensor), {}, op, root});
@@ -267,10 +280,10 @@ class Communicator {
   virtual at::Tensor all_gather_rows(const at::Tensor& rows, std::string_view name) = 0;
 
   /// Gathers small values of all ranks, in rank order, on every rank. For shapes, counts and
-  /// messages, not for data. Blocking, through the store.
+  /// messages, not for data. Blocking. Through the store, or the memory that ranks share.
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& value, std::string_view name);
 
-  /// Returns rank 0's value on every rank. Blocking, through the store.
+  /// Returns rank 0's value on every rank. Blocking. Through the store, or the memory that ranks share.
   nlohmann::json broadcast_object(const nlohmann::json& value, std::string_view name);
 
   /// Gathers values for `operation`: what the two functions above call, and what a back end
@@ -331,6 +344,8 @@ class Communicator {
 
  protected:
   Communicator() = default;
+  friend std::vector<int> detail::ranks_of_host(const Communicator& group);
+  virtual std::vector<int> host_members() const { return {rank()}; }
   /// reduce_scatter as an all_to_all whose rows wait() sums: for back ends that have no other.
   Work reduce_scatter_by_all_to_all(const Collective& what);
 };

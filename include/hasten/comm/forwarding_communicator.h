@@ -61,6 +61,7 @@ class ForwardingCommunicator : public Communicator {
   std::optional<Survivors> shrink() override { return inner_->shrink(); }
 
  protected:
+  std::vector<int> host_members() const override { return detail::ranks_of_host(*inner_); }
   /// Called before an operation. `tensor` has the same shape and dtype on all ranks; it is
   /// undefined for operations without such a tensor.
   virtual void entered(std::string_view /*operation*/, std::string_view /*name*/,
