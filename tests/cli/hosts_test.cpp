@@ -37,12 +37,13 @@ printf '127.0.0.1 localhost\n127.0.1.1 master\n' > $DIR/hosts.a
 printf '127.0.0.1 localhost\n10.77.0.1 master\n' > $DIR/hosts.b
 on() {
   h=$1; shift
-  ip netns exec $h sh -c 'mount --bind $0 /etc/hosts; exec "$@"' $DIR/hosts.$h "$@"
+  ip netns exec $h unshare --uts sh -c 'hostname ${0##*.}; mount --bind $0 /etc/hosts; exec "$@"' \
+    $DIR/hosts.$h "$@"
 }
 rank() {
   export RANK=$2 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1
-  on $1 "$PROGRAM" train --model bert-tiny --train-file $DIR/train.csv \
-    --output-dir $DIR/out --batch-size 4 --save-strategy no $FLAGS 2>> $DIR/err$2
+  on $1 "$PROGRAM" train --model bert-tiny --train-file ${DATA:-$DIR/train.csv} \
+    --output-dir $DIR/${OUT:-out} --batch-size 4 --save-strategy ${SAVE:-no} $FLAGS 2>> $DIR/err$2
 }
 export MASTER_ADDR=master MASTER_PORT=29511 HASTEN_COMM_BACKEND=gloo
 )";
@@ -91,6 +92,35 @@ TEST(Hosts, TwoTrainWhereTheMastersNameIsLoopbackAtHomeAndDocker0ComesFirst) {
   EXPECT_EQ(detail::text_of(folder, "code1"), "0\n") << detail::text_of(folder, "err1");
 }
 
+// Files of its own on each host: other labels, a missing file, an output folder of its own.
+TEST(Hosts, WithOtherFilesAreNamedOnBothBeforeTraining) {
+  const TemporaryFolder folder;
+  std::string skipped;
+  const ProgramRun run = detail::on_two_hosts(
+      folder,
+      "set +e; sed s/neg/bad/ $DIR/train.csv > $DIR/other.csv; "
+      "rank a 0 & DATA=$DIR/other.csv rank b 1; wait $!; echo labels $? >> $DIR/codes; "
+      "rank a 0 & DATA=$DIR/none.csv rank b 1; wait $!; echo file $? >> $DIR/codes; "
+      "export SAVE=epoch; rank a 0 & OUT=out.b rank b 1; wait $!; echo folder $? >> $DIR/codes",
+      {{"FLAGS", "--max-steps 3 --ddp-timeout 60"}}, skipped);
+  if (!skipped.empty()) {
+    GTEST_SKIP() << skipped;
+  }
+  EXPECT_EQ(detail::text_of(folder, "codes"), "labels 2\nfile 2\nfolder 2\n");
+  for (const char* file : {"err0", "err1"}) {
+    const std::string text = detail::text_of(folder, file);
+    for (
+        const char* part :
+        {"rank 1's data has labels as bad, pos, rank 0 as neg, pos: hosts b and a",
+         "none.csv does not exist",
+         "is not the same folder on all hosts: rank 1 on b does not see what rank 0 on a writes"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+    }
+    EXPECT_EQ(text.find("metrics.jsonl"), std::string::npos) << text; // none has begun
+  }
+  EXPECT_NE(detail::text_of(folder, "err0").find("rank 1 on b failed: "), std::string::npos);
+}
+
 TEST(Hosts, AnInterfaceThatTheVariableNamesIsTaken) {
   const TemporaryFolder folder;
   std::string skipped;
@@ -129,6 +159,7 @@ TEST(Hosts, ALostLinkIsNamedOnBothWithinTheHeartbeatLimit) {
     EXPECT_NE(text.find("rank " + std::to_string(1 - rank) + " died or cannot be reached"),
               std::string::npos)
         << text;
+    EXPECT_NE(text.find("restart from the last checkpoint"), std::string::npos) << text;
   }
 }
 
@@ -149,6 +180,7 @@ TEST(Hosts, AKilledRankZeroIsNamedOnceOnTheHostThatIsLeft) {
   const std::string text = detail::text_of(folder, "err1");
   EXPECT_EQ(detail::text_of(folder, "code1"), "1\n");
   EXPECT_NE(text.find("rank 0 died"), std::string::npos) << text;
+  EXPECT_NE(text.find("restart from the last checkpoint"), std::string::npos) << text;
   EXPECT_EQ(text.find("error:"), text.rfind("error:")) << text;
 }
 
