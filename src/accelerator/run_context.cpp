@@ -121,9 +121,8 @@ void RunContext::count_ranks_of_host() {
   }
   world_.local_world_size = static_cast<int>(here.size());
   world_.local_rank = static_cast<int>(std::ranges::find(here, world_.rank) - here.begin());
-  const int threads = threads_per_rank(world_);
-  at::set_num_threads(threads);
-  const std::string warning = oversubscription(world_.local_world_size, threads);
+  at::set_num_threads(threads_per_rank(world_));
+  const std::string warning = oversubscription(world_.local_world_size, at::get_num_threads());
   if (world_.local_rank == 0 && !warning.empty()) {
     log_warning(warning);
   }

@@ -358,21 +358,6 @@ void throw_if_interrupted() {
   }
 }
 
-bool is_ending(int pid) {
-  const detail::ProcessStat stat = detail::process_stat(pid);
-  if (stat.ending || stat.state == '\0' || stat.state == 'Z' || stat.state == 'X') {
-    return true;
-  }
-  const std::string file = "/proc/" + std::to_string(pid) + "/status";
-  for (const char* pending : {"SigPnd:", "ShdPnd:"}) { // a thread's, the process's
-    const std::string mask = proc_value(file.c_str(), pending);
-    if ((std::strtoull(mask.c_str(), nullptr, 16) >> (SIGKILL - 1) & 1) != 0) {
-      return true;
-    }
-  }
-  return false;
-}
-
 uint64_t process_start_time(int pid) { return detail::process_stat(pid).start_time; }
 
 ProcessState process_state(int pid, uint64_t start_time) {
@@ -382,6 +367,13 @@ ProcessState process_state(int pid, uint64_t start_time) {
     return ProcessState::ended;
   }
   return stat.state == 'T' ? ProcessState::stopped : ProcessState::running;
+}
+
+bool is_ending(int pid) {
+  const std::string file = "/proc/" + std::to_string(pid) + "/status";
+  const std::string pending = proc_value(file.c_str(), "SigPnd:");
+  return process_state(pid, 0) == ProcessState::ended || detail::process_stat(pid).ending ||
+         (std::strtoull(pending.c_str(), nullptr, 16) >> (SIGKILL - 1) & 1) != 0;
 }
 
 } // namespace hasten

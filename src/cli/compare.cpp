@@ -61,7 +61,7 @@ class CompareRun {
         costs_(costs),
         state_(state),
         trying_(trying) {
-    agree_on(*accelerator_.communicator(), "compare: make the model", [this] { make_model(); });
+    agree_on(*accelerator_.communicator(), "compare::make_model", [this] { make_model(); });
     model_->train();
     if (arguments_.gradient_checkpointing) {
       gradient_checkpointing_enable(model_, {.mode = arguments_.gradient_checkpointing});

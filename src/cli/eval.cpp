@@ -129,7 +129,7 @@ int run_command(const EvalCommand& command) {
   std::optional<detail::TextModel> model;
   std::optional<TokenizedClassification> data;
   std::shared_ptr<const Dataset> rows;
-  detail::agree_on(communicator, "cli: read the input", [&] {
+  detail::agree_on(communicator, "cli::read_input", [&] {
     check_inputs(command);
     model = detail::load_text_model(command);
     model->precision = command.precision.value_or(model->precision);
@@ -161,11 +161,11 @@ int run_command(const EvalCommand& command) {
                        "finite weights", "use an earlier checkpoint, or train again");
     }
     logits = logits.defined() ? logits : trainer->predict(*rows).outputs;
-    detail::agree_on(communicator, "cli: look at the logits", [&] {
+    detail::agree_on(communicator, "cli::look_at_logits", [&] {
       detail::require_finite_logits(*model, logits, "cli::eval", command.file);
     });
   }
-  detail::agree_on(communicator, "cli: write the results", [&] {
+  detail::agree_on(communicator, "cli::write_results", [&] {
     if (!is_main) {
       return;
     }

@@ -20,8 +20,7 @@ namespace detail {
 /// through the store. Blocks until the slowest rank's stage has ended.
 /// Throws on all ranks if any failed: the lowest rank that failed rethrows its error, the first rank of
 /// each other host repeats it, and the others throw SilentExit with that error's exit code.
-void agree_on(Communicator& communicator, std::string_view name,
-              const std::function<void()>& stage);
+void agree_on(Communicator& communicator, const char* name, const std::function<void()>& stage);
 
 /// Throws InputError on all ranks, with their hosts, if the ranks have read other data. Collective.
 void require_equal_data(Communicator& communicator, const TokenizedClassification& data,

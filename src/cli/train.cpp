@@ -423,41 +423,21 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
                      styled(styled(format_fixed(*best, 4), Style::green), Style::bold) + ". ";
 }
 
-void agree_on(Communicator& communicator, std::string_view name,
-              const std::function<void()>& stage) {
-  std::exception_ptr failure;
-  nlohmann::json mine{{"code", kExitOk}};
+void agree_on(Communicator& communicator, const char* name, const std::function<void()>& stage) {
   try {
-    stage();
+    on_every_rank(communicator, name, [&] {
+      stage();
+      return nlohmann::json();
+    });
   } catch (const std::exception& error) {
-    failure = std::current_exception();
-    mine = failure_of(failure);
-    const auto* interrupted = dynamic_cast<const Interrupted*>(&error);
-    mine["code"] = interrupted != nullptr         ? 128 + interrupted->signal()
-                   : mine.at("input").get<bool>() ? kExitBadInput
-                                                  : kExitFailed;
-    mine["host"] = host_name();
+    communicator.close();
+    if (said_by_peer()) {
+      throw SilentExit(interrupt_signal() != 0 ? 128 + interrupt_signal()
+                       : dynamic_cast<const InputError*>(&error) != nullptr ? kExitBadInput
+                                                                            : kExitFailed);
+    }
+    throw;
   }
-  const auto all = communicator.all_gather_object(mine, name);
-  const auto first = std::ranges::find_if(
-      all, [](const nlohmann::json& each) { return each.at("code") != kExitOk; });
-  if (first == all.end()) {
-    return;
-  }
-  const auto rank = static_cast<int>(first - all.begin());
-  communicator.close();
-  if (rank == communicator.rank()) {
-    std::rethrow_exception(failure);
-  }
-  say_once_per_host(communicator, rank);
-  const int code = first->at("code");
-  if (said_by_peer() || code > kExitBadInput) {
-    throw SilentExit(code);
-  }
-  throw_failure(
-      "cli::agree_on",
-      "rank " + std::to_string(rank) + " on " + first->at("host").get<std::string>() + " failed",
-      *first);
 }
 
 void require_equal_data(Communicator& communicator, const TokenizedClassification& data,
@@ -492,7 +472,7 @@ int run_command(const TrainCommand& command) {
   const auto accelerator = std::make_shared<Accelerator>(options);
   Communicator& communicator = *accelerator->communicator();
   TrainInputs inputs;
-  agree_on(communicator, "cli: read the input", [&] {
+  agree_on(communicator, "cli::read_input", [&] {
     inputs =
         read_train_inputs(command, accelerator->num_processes(), accelerator->is_main_process());
   });

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "hasten/base/error.h"
+#include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
 #include "hasten/comm/few_sizes.h"
 #include "hasten/core/memory.h"
@@ -44,7 +45,7 @@ std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std:
     mine["value"] = work();
   } catch (...) {
     own = std::current_exception();
-    mine["failure"] = failure_of(own);
+    mine = {{"failure", failure_of(own)}, {"host", host_name()}};
   }
   std::vector<nlohmann::json> all;
   try {
@@ -59,7 +60,11 @@ std::vector<nlohmann::json> on_every_rank(Communicator& communicator, const std:
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].contains("failure")) {
       say_once_per_host(communicator, static_cast<int>(rank));
-      throw_failure(where, "rank " + std::to_string(rank) + " failed", all[rank]["failure"]);
+      const auto host = all[rank]["host"].get<std::string>();
+      throw_failure(
+          where,
+          "rank " + std::to_string(rank) + (host == host_name() ? "" : " on " + host) + " failed",
+          all[rank]["failure"]);
     }
     all[rank] = nlohmann::json(std::move(all[rank]["value"]));
   }

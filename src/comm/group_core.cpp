@@ -37,11 +37,10 @@ static CommunicatorOptions with_environment(CommunicatorOptions options) {
 }
 
 std::map<std::string, std::string> transport_options(const CommunicatorOptions& options) {
-  const ShapeCheck check = with_environment(options).check_shapes;
+  constexpr const char* kChecks[] = {"never", "first", "always"};
+  const auto check = static_cast<size_t>(with_environment(options).check_shapes);
   return {{"HASTEN_COMM_BACKEND or backend", wanted_backend(options.backend)},
-          {"HASTEN_COMM_CHECK or check_shapes", check == ShapeCheck::always  ? "always"
-                                                : check == ShapeCheck::never ? "never"
-                                                                             : "first"},
+          {"HASTEN_COMM_CHECK or check_shapes", kChecks[check]},
           {"sum_in_fp32", options.sum_in_fp32 ? "true" : "false"},
           {"name of the group", options.name}};
 }

@@ -272,12 +272,8 @@ class LaunchJudge {
       if (killed_ && ending) {
         return;
       }
-      const bool one = living.size() == 1;
-      log_warning((one ? "rank " : "ranks ") + joined(first_items(living, 8, " more")) +
-                  " did not end and " +
-                  (killed_ ? "cannot be killed"
-                   : one   ? "is killed"
-                           : "are killed"));
+      log_warning((living.size() == 1 ? "rank " : "ranks ") + joined(first_items(living, 8)) +
+                  " did not end and " + (killed_ ? "cannot" : "must") + " be killed");
       group_.send(SIGKILL);
       given_up_ = killed_;
       killed_ = true;

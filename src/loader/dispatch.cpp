@@ -144,6 +144,7 @@ DispatchedRound LoaderLink::dispatch(DispatchedRound* round) const {
   DispatchedRound received =
       decode_round(buffer, static_cast<size_t>(rank()), static_cast<size_t>(world_size()));
   if (received.failure) {
+    say_once_per_host(communicator(), 0);
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",
                   *received.failure);
   }

@@ -14,7 +14,6 @@
 #include "hasten/comm/agree.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
-#include "parallel/verify.h"
 
 namespace hasten::detail {
 
@@ -138,68 +137,51 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
   return told;
 }
 
-/// Every rank writes its part of a checkpoint, so the hosts must have the folder in common. Rank 0
-/// writes a file there, and all look for it. Collective.
-void require_shared_output_dir(TrainerParts& parts) {
+/// Whether ranks of several hosts write or read checkpoints.
+static bool needs_shared_folder(TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
-  Communicator& communicator = parts.communicator();
-  if (std::ssize(ranks_of_host(communicator)) == communicator.world_size() ||
-      (a.save_strategy == IntervalStrategy::no && a.resume_from_checkpoint.empty())) {
-    return;
-  }
-  const std::filesystem::path folder = a.output_dir;
-  const std::string name = agreed_with_main(parts, "file for all hosts", [&] {
-    std::string made = ".hasten-" + std::to_string(std::random_device{}());
-    write_file_atomically(folder / made, "");
-    return nlohmann::json(made);
-  });
-  std::error_code error;
-  bool found = false;
-  for (int i = 0; i < 100 && !found; ++i) { // a network's file system may be late
-    found = std::filesystem::exists(folder / name, error);
-    std::this_thread::sleep_for(std::chrono::milliseconds(found ? 0 : 20));
-  }
-  const auto all = communicator.all_gather_object({found, host_name()}, "who finds rank 0's file");
-  if (parts.is_main()) {
-    std::filesystem::remove(folder / name, error);
-  }
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (!all[rank][0].get<bool>()) {
-      throw InputError(
-          "trainer::train",
-          "output_dir=" + a.output_dir + " is not the same folder on all hosts: rank " +
-              std::to_string(rank) + " on " + all[rank][1].get<std::string>() +
-              " does not see what rank 0 on " + all[0][1].get<std::string>() + " writes",
-          "a folder that all hosts share",
-          "choose one on a shared file system, or save_strategy=no");
-    }
-  }
+  return std::ssize(ranks_of_host(parts.communicator())) < parts.accelerator->num_processes() &&
+         (a.save_strategy != IntervalStrategy::no || !a.resume_from_checkpoint.empty());
 }
 
 void lock_output_dir(TrainerParts& parts) {
-  if (!parts.arguments.output_dir.empty()) {
-    agreed_with_main(parts, "lock of the output folder", [&] {
-      parts.output_lock = std::make_unique<OutputDirLock>(parts.arguments.output_dir);
-      return nlohmann::json::object();
+  const std::filesystem::path folder = parts.arguments.output_dir;
+  if (folder.empty()) {
+    return;
+  }
+  const bool shared = needs_shared_folder(parts);
+  const std::string name = agreed_with_main(parts, "lock of the output folder", [&] {
+                             parts.output_lock = std::make_unique<OutputDirLock>(folder);
+                             std::string file = ".hasten-" + std::to_string(std::random_device{}());
+                             if (shared) { // all look for it
+                               write_file_atomically(folder / file, "");
+                             }
+                             return nlohmann::json{{"file", file}};
+                           }).at("file");
+  std::error_code error;
+  const std::shared_ptr<void> removed(nullptr, [&](void*) {
+    if (shared && parts.is_main()) {
+      std::filesystem::remove(folder / name, error);
+    }
+  });
+  if (shared) {
+    on_every_rank(parts.communicator(), "trainer::train", [&] {
+      for (int i = 0; !std::filesystem::exists(folder / name, error); ++i) {
+        if (i == 100) { // a network's file system may be late
+          throw InputError("trainer::train",
+                           "output_dir=" + folder.string() + " on " + host_name() +
+                               " is not the folder that rank 0 writes to",
+                           "a folder that all hosts share",
+                           "choose one on a shared file system, or save_strategy=no");
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      }
+      return nlohmann::json();
     });
-    require_shared_output_dir(parts);
   }
 }
 
 RunStart decide_start(TrainerParts& parts) {
-  const auto described = [](const Dataset& data) {
-    return std::to_string(data.size()) + " samples with lengths of checksum " + data_checksum(data);
-  };
-  if (parts.accelerator->num_processes() > 1) {
-    auto data = nlohmann::json::array();
-    data.push_back({"training samples", described(*parts.train)});
-    if (parts.eval) {
-      data.push_back({"evaluation samples", described(*parts.eval)});
-    }
-    require_equal_lists(parts.communicator(), data, "trainer::train", "data",
-                        "the same samples in the same order on every rank",
-                        "give all hosts the same files");
-  }
   const nlohmann::json start = agreed_with_main(parts, "start of the run", [&] {
     if (!parts.altering_facts.contains("train_data")) {
       parts.altering_facts["train_data"] = data_checksum(*parts.train);

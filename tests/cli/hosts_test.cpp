@@ -109,11 +109,9 @@ TEST(Hosts, WithOtherFilesAreNamedOnBothBeforeTraining) {
   EXPECT_EQ(detail::text_of(folder, "codes"), "labels 2\nfile 2\nfolder 2\n");
   for (const char* file : {"err0", "err1"}) {
     const std::string text = detail::text_of(folder, file);
-    for (
-        const char* part :
-        {"rank 1's data has labels as bad, pos, rank 0 as neg, pos: hosts b and a",
-         "none.csv does not exist",
-         "is not the same folder on all hosts: rank 1 on b does not see what rank 0 on a writes"}) {
+    for (const char* part :
+         {"rank 1's data has labels as bad, pos, rank 0 as neg, pos: hosts b and a",
+          "none.csv does not exist", "/out.b on b is not the folder that rank 0 writes to"}) {
       EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
     }
     EXPECT_EQ(text.find("metrics.jsonl"), std::string::npos) << text; // none has begun

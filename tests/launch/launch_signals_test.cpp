@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <csignal>
+#include <fstream>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
@@ -101,10 +102,43 @@ TEST(LaunchSignals, RanksThatDoNotEndAreNamedInOneLine) {
   EXPECT_EQ(launch(options).exit_code, 3);
   const std::string said = error.take();
   EXPECT_NE(
-      said.find("warning: ranks 0, 1, 2, 3, 4, 5, 6, 7, and 3 more did not end and are killed\n"),
+      said.find(
+          "warning: ranks 0, 1, 2, 3, 4, 5, 6, 7, and 3 more did not end and must be killed\n"),
       std::string::npos)
       << said;
   EXPECT_EQ(said.find("did not end"), said.rfind("did not end")) << said;
+}
+
+// Skipped where this process may not make a control group for memory.
+TEST(LaunchSignals, ARankThatTheKernelKillsForWantOfMemoryIsNamedSo) {
+  const std::string name = "hasten-test-" + std::to_string(::getpid());
+  const std::filesystem::path group = "/sys/fs/cgroup/memory/" + name;
+  std::error_code error;
+  if (!std::filesystem::create_directory(group, error)) {
+    GTEST_SKIP() << "no control group: " << error.message();
+  }
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::dup2(::open("/dev/null", O_WRONLY | O_CLOEXEC), STDERR_FILENO);
+    std::ofstream(group / "memory.limit_in_bytes") << 100'000'000;
+    std::ofstream(group / "cgroup.procs") << ::getpid();
+    LaunchOptions options;
+    options.nproc = 2;
+    options.argv = {"sh", "-c", "[ $RANK = 1 ] && exec tail /dev/zero; sleep 30"};
+    options.settle = std::chrono::milliseconds(100);
+    const std::string message = launch(options).message;
+    const ssize_t written = ::write(ends[1], message.data(), message.size());
+    ::_exit(written > 0 ? 0 : 1);
+  }
+  ::close(ends[1]);
+  char text[1000]{};
+  EXPECT_GT(::read(ends[0], text, sizeof text - 1), 0);
+  ::close(ends[0]);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_NE(std::string(text).find("(memory.max) ran out of memory"), std::string::npos) << text;
+  std::filesystem::remove(group, error);
 }
 
 TEST(LaunchSignals, OnlyTheSignalsToHandleArePassedOn) {
