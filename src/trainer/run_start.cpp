@@ -167,7 +167,7 @@ void lock_output_dir(TrainerParts& parts) {
   if (shared) {
     on_every_rank(parts.communicator(), "trainer::train", [&] {
       for (int i = 0; !std::filesystem::exists(folder / name, error); ++i) {
-        if (i == 100) { // a network's file system may be late
+        if (i == 50) { // a network's file system may be late
           throw InputError("trainer::train",
                            "output_dir=" + folder.string() + " on " + host_name() +
                                " is not the folder that rank 0 writes to",

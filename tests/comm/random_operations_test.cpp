@@ -228,7 +228,7 @@ TEST(RandomOperations, OnSeveralGroupsHaveTheResultsThatOneRankComputesAlone) {
   SCOPED_TRACE("HASTEN_RANDOM_SEED=" + std::to_string(seed));
   Random plans(static_cast<uint64_t>(seed));
   Random own(static_cast<uint64_t>(seed + 1 + world->rank()));
-  const int64_t rounds = number_from("HASTEN_RANDOM_ROUNDS", 24);
+  const int64_t rounds = number_from("HASTEN_RANDOM_ROUNDS", 12);
   for (int64_t round = 0; round < rounds && !testing::Test::HasFailure(); ++round) {
     one_round(groups, plans, own);
   }

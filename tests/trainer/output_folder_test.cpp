@@ -39,7 +39,7 @@ std::vector<int64_t> checkpoint_steps(const std::filesystem::path& folder) {
 
 } // namespace detail
 
-// The process that took the lock has ended, and what it held goes a second later, as with a run that
+// The process that took the lock has ended, and what it held goes a little later, as with a run that
 // was killed and frees its memory.
 TEST(OutputFolder, WaitsForARunThatIsEnding) {
   const testing_support::TemporaryFolder scratch;
@@ -49,7 +49,7 @@ TEST(OutputFolder, WaitsForARunThatIsEnding) {
   if (holder == 0) {
     const OutputDirLock lock(scratch.path());
     if (::fork() == 0) {
-      ::usleep(1'200'000);
+      ::usleep(900'000);
       ::_exit(0);
     }
     ::write(ready[1], "x", 1);
