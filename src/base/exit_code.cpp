@@ -46,7 +46,7 @@ int exit_code_of(int local_rank, int world_size, const std::function<int()>& bod
     const bool launcher_says = (local_rank != 0 || training || of_world) && launcher_says_errors();
     const bool recorded = record_error(error, !peer_says && !launcher_says);
     if (!peer_says && !(launcher_says && recorded)) {
-      log_error(message_of(error));
+      log_error(detail::message_of_rank(error));
     }
     // A full disk is the user's to fix, in whichever part it was noticed.
     const bool bad_input = dynamic_cast<const InputError*>(&error) != nullptr ||

@@ -22,8 +22,12 @@ bool launcher_says_errors() noexcept {
 
 std::string message_of(const std::exception& error) {
   const std::string text = error.what();
-  return (dynamic_cast<const Error*>(&error) == nullptr ? detail::error_rank_text() : "") +
-         text.substr(0, text.find("\nException raised from "));
+  return text.substr(0, text.find("\nException raised from "));
+}
+
+std::string detail::message_of_rank(const std::exception& error) {
+  return (dynamic_cast<const Error*>(&error) == nullptr ? error_rank_text() : "") +
+         message_of(error);
 }
 
 bool record_error(const std::exception& error, bool shown) noexcept {
@@ -41,7 +45,7 @@ bool record_error(const std::exception& error, bool shown) noexcept {
     // that follows from a peer's is therefore rounded up.
     const nlohmann::ordered_json json = {
         {"message",
-         {{"message", message_of(error)},
+         {{"message", detail::message_of_rank(error)},
           {"extraInfo",
            {{"timestamp", std::to_string(now / 1'000'000 + of_a_peer)},
             {"microseconds", now},

@@ -11,9 +11,12 @@
 
 namespace hasten {
 
-/// error.what() without the stack trace that LibTorch's exceptions carry. With several ranks
-/// "rank r/w " stands before it, as in hasten's own errors.
+/// error.what() without the stack trace that LibTorch's exceptions carry.
 std::string message_of(const std::exception& error);
+namespace detail {
+/// With several ranks "rank r/w " stands before it, as in hasten's own errors.
+std::string message_of_rank(const std::exception& error);
+} // namespace detail
 
 /// Why a rank failed, as the rank recorded it.
 struct RecordedError {
