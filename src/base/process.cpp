@@ -262,9 +262,7 @@ std::string describe(const ProcessEnd& end) {
     return "exited with code " + std::to_string(end.code);
   }
   const char* text = ::sigdescr_np(end.signal);
-  const char* limit = end.signal == SIGXFSZ   ? "; raise ulimit -f"
-                      : end.signal == SIGXCPU ? "; raise ulimit -t"
-                                              : "";
+  const char* limit = end.signal == SIGXFSZ ? "; raise ulimit -f" : "";
   return "was killed by signal " + std::to_string(end.signal) + " (" + (text ? text : "unknown") +
          limit + ")";
 }

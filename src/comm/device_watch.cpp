@@ -181,8 +181,7 @@ static Watched& watched() {
   return *all;
 }
 
-/// False once there is nothing more to watch. Looks without the lock, because the search for the cause
-/// of a failure takes seconds.
+/// False once there is nothing more to watch. Looks without the lock: a diagnosis takes seconds.
 static bool look_at_all() {
   auto over = watched().withLock([](const auto& all) { return all; });
   std::erase_if(over, [](const auto& one) {

@@ -186,8 +186,7 @@ Advice connection_advice(const std::string& text);
 /// A group whose operations on a device go through `factory`, and all others through Gloo.
 std::shared_ptr<Communicator> make_device_group(const BackendContext& context,
                                                 DeviceBackendFactory factory);
-/// What moves the host's memory in groups of that back end: "gloo", "shm", or "auto" for shm where it is
-/// possible. Reads HASTEN_COMM_BACKEND.
+/// What is to move the host's memory in groups of that back end: "gloo", "shm" or "auto".
 std::string wanted_backend(const std::string& name);
 /// By name: what in options and environment decides how ranks communicate.
 std::map<std::string, std::string> transport_options(const CommunicatorOptions& options);

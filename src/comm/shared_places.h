@@ -6,8 +6,7 @@
 // an Opening of each rank: where its tensor is, or that it is elsewhere. If it is elsewhere on one
 // rank, the data is copied through the rings. If a rank has not mapped a peer's memory yet, it does so
 // now, and a second round tells whether all ranks could. All ranks read the same, so they choose the
-// same way. Each round of any operation can name memory that its rank does not have any more: the
-// others unmap it.
+// same way. Each round of any operation can name memory that its rank has freed: the others unmap it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,8 +62,7 @@ class SharedPlaces {
   Way settle(const std::vector<const char*>& answers);
   /// [rank] Where the tensors begin, if they are direct. Null for this rank.
   std::vector<const char*> data() const;
-  /// The number of memory that peers may have mapped and this rank does not have any more, once. 0:
-  /// none.
+  /// The number of memory that peers may have mapped and this rank has freed, once. 0: none.
   uint64_t take_freed();
   /// Unmaps it.
   void forget(int rank, uint64_t freed);

@@ -49,9 +49,6 @@ using LaunchClock = std::chrono::steady_clock;
 constexpr LaunchClock::time_point kLaunchNever = LaunchClock::time_point::max();
 // Time from SIGKILL until a process that has not ended is given up.
 constexpr auto kLaunchKillWait = std::chrono::seconds(5);
-constexpr const char* kOutOfMemory =
-    "the kernel ended it, because the host or its control group (memory.max) ran out of memory. "
-    "Fix: lower the batch size or the length of the samples, or raise the limit";
 constexpr auto kLaunchSecondSignal = std::chrono::seconds(1);
 
 void check_launch_options(const LaunchOptions& options) {
@@ -143,7 +140,9 @@ class LaunchJudge {
       failure.shown = error->shown && options_.logs.on_console(rank, Std::err);
     }
     if (end.signal == SIGKILL && memory_kills() > memory_kills_) {
-      failure.message = kOutOfMemory;
+      failure.message =
+          "the kernel ended it: the host or its control group (memory.max) ran out of memory. Fix: "
+          "lower the batch size or the length of the samples, or raise the limit";
     }
     const bool unsaid = !failure.shown && !failure.message.empty();
     const std::string ended = "rank " + std::to_string(rank) + " " + describe(end) +

@@ -137,19 +137,16 @@ nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
   return told;
 }
 
-/// Whether ranks of several hosts write or read checkpoints.
-static bool needs_shared_folder(TrainerParts& parts) {
-  const TrainingArguments& a = parts.arguments;
-  return std::ssize(ranks_of_host(parts.communicator())) < parts.accelerator->num_processes() &&
-         (a.save_strategy != IntervalStrategy::no || !a.resume_from_checkpoint.empty());
-}
-
 void lock_output_dir(TrainerParts& parts) {
-  const std::filesystem::path folder = parts.arguments.output_dir;
+  const TrainingArguments& a = parts.arguments;
+  const std::filesystem::path folder = a.output_dir;
   if (folder.empty()) {
     return;
   }
-  const bool shared = needs_shared_folder(parts);
+  // Ranks of several hosts write or read checkpoints.
+  const bool shared =
+      (a.save_strategy != IntervalStrategy::no || !a.resume_from_checkpoint.empty()) &&
+      std::ssize(ranks_of_host(parts.communicator())) < parts.accelerator->num_processes();
   const std::string name = agreed_with_main(parts, "lock of the output folder", [&] {
                              parts.output_lock = std::make_unique<OutputDirLock>(folder);
                              std::string file = ".hasten-" + std::to_string(std::random_device{}());

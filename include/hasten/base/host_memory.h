@@ -12,8 +12,7 @@ namespace hasten {
 /// share these bytes. Returns 0 if the system does not report them.
 int64_t available_memory_bytes();
 
-/// How many processes of this process's memory control group the kernel has ended so far because
-/// memory ran out. 0 if the system does not count them.
+/// Processes of this control group that the kernel has ended for want of memory; 0 if not counted.
 int64_t memory_kills();
 
 namespace detail {
