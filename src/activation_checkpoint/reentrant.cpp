@@ -48,6 +48,13 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
                             "is installed in this process and regions are reentrant",
                             "call backward() without inputs");
     }
+    if (at::GradMode::is_enabled()) {
+      throw CheckpointError("activation_checkpoint::reentrant",
+                            "a backward with create_graph through a region",
+                            "first derivatives, because another autograd engine is installed in "
+                            "this process and regions are reentrant",
+                            "leave activation checkpointing off");
+    }
     auto call =
         c10::static_intrusive_pointer_cast<ReentrantCall>(context->saved_data["call"].toCapsule());
     const Tensors saved = context->get_saved_variables();

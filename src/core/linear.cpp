@@ -15,6 +15,8 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/rsub.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/sum.h>
@@ -355,6 +357,10 @@ static at::Tensor activate(const std::string& name, const at::Tensor& x) {
 
 static at::Tensor activate_backward(const std::string& name, const at::Tensor& gradient,
                                     const at::Tensor& x) {
+  if (name == "silu" && at::GradMode::is_enabled()) { // torch's kernel has no derivative
+    const at::Tensor s = at::sigmoid(x);
+    return gradient * s * (1 + x * (1 - s));
+  }
   return name == "relu"   ? at::threshold_backward(gradient, x, 0)
          : name == "silu" ? at::silu_backward(gradient, x)
          : name == "tanh" ? at::tanh_backward(gradient, at::tanh(x))

@@ -110,10 +110,7 @@ class NarrowAttention : public torch::autograd::Function<NarrowAttention> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    if (at::GradMode::is_enabled()) {
-      throw InputError("models::attention", "a second-order gradient through attention in bf16",
-                       "first-order gradients", "compute the forward in fp32");
-    }
+    refuse_second_derivative();
     const int64_t heads = context->saved_data["heads"].toInt();
     const double dropout = context->saved_data["dropout"].toDouble();
     const auto seed = static_cast<uint64_t>(context->saved_data["seed"].toInt());
@@ -171,24 +168,29 @@ static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, con
 }
 
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& mask, int64_t heads, double dropout) {
-  if (takes_narrow_attention(q) && takes_narrow_attention(k) && takes_narrow_attention(v)) {
+                          const at::Tensor& mask, int64_t heads, double dropout, bool eager) {
+  if (!eager && takes_narrow_attention(q) && takes_narrow_attention(k) &&
+      takes_narrow_attention(v)) {
     return NarrowAttention::apply(q, k, v, fp32_mask(mask), heads, dropout);
   }
   const auto split = [&](const at::Tensor& x) { return split_heads(x, heads); };
   at::Tensor context;
-  if (dropout <= 0 || !q.is_cpu()) {
+  if (!eager && (dropout <= 0 || !q.is_cpu())) {
     // Not expanded: a kernel that pads the mask's rows would copy it for each head and query.
     context = at::scaled_dot_product_attention(split(q), split(k), split(v),
                                                mask.defined() ? std::optional(mask) : std::nullopt,
                                                std::max(dropout, 0.0));
+    if (context.requires_grad() && context.grad_fn()->name().starts_with("ScaledDotProduct")) {
+      context.register_hook([](const at::Tensor&) { refuse_second_derivative(); });
+    }
   } else {
     const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(2) / heads));
     at::Tensor scores = at::matmul(split(q) * scale, split(k).transpose(2, 3));
     if (mask.defined()) {
       scores = scores + mask;
     }
-    context = at::matmul(dropout_add(at::softmax(scores, -1), {}, dropout), split(v));
+    const at::Tensor p = at::softmax(scores, -1).to(v.scalar_type());
+    context = at::matmul(dropout_add(p, {}, dropout), split(v));
   }
   return context.transpose(1, 2).reshape(q.sizes());
 }
@@ -216,7 +218,7 @@ at::Tensor decoder_attention(const at::Tensor& q, const at::Tensor& k, const at:
     return sliced_attention(q, k, v, mask, options);
   }
   return self_attention(q, repeated_heads(k, options), repeated_heads(v, options), mask,
-                        options.heads, options.dropout);
+                        options.heads, options.dropout, place.eager);
 }
 
 bool slices_attention(const PreTrainedConfig& config, int64_t tokens, const at::Tensor& hidden) {

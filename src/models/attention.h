@@ -14,15 +14,17 @@ namespace hasten::detail {
 
 /// softmax(q k^T / sqrt(H / heads) + mask), dropout p, times v, for each head.
 /// q [B, Q, H]; k, v [B, T, H]; mask undefined or additive, [B or 1, 1, Q or 1, T].
-/// Returns [B, Q, H].
+/// Returns [B, Q, H]. `eager`: by torch's plain operators, differentiable any number of times; otherwise
+/// by kernels that can be differentiated once.
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& mask, int64_t heads, double dropout);
+                          const at::Tensor& mask, int64_t heads, double dropout, bool eager = false);
 
 /// How a decoder's block computes its attention.
 struct AttentionPlace {
   KeyValueCache* cache = nullptr; // null: none
   size_t layer = 0;
   bool sliced = false;
+  bool eager = false; // see self_attention
 };
 
 /// Attention of each token to those before it. With a cache to all tokens that it has, after adding k

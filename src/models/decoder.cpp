@@ -306,7 +306,8 @@ at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
   const at::Tensor ignored = ignored_tokens(inputs, past, !sliced);
   const at::Tensor mask = ignored.defined() ? additive_mask(ignored, hidden) : at::Tensor();
   for (size_t i = 0; i < layers_->size(); ++i) {
-    const AttentionPlace place{inputs.past_key_values.get(), i, sliced};
+    const AttentionPlace place{inputs.past_key_values.get(), i, sliced,
+                               config().attn_implementation == "eager"};
     hidden = gpt2_
                  ? call_block(layers_->at<Gpt2BlockImpl>(i), hidden, mask, cosines, sines, place)
                  : call_block(layers_->at<LlamaBlockImpl>(i), hidden, mask, cosines, sines, place);

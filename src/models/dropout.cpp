@@ -118,31 +118,35 @@ static at::Tensor dropout_tensor(const at::Tensor& x, const at::Tensor& residual
   return out;
 }
 
+// It is linear in x, so its derivative is the same function of the gradient, with the same seed.
 class DropoutAdd : public torch::autograd::Function<DropoutAdd> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
-                            const std::optional<at::Tensor>& residual, double p) {
-    const uint64_t seed = draw_dropout_seed();
+                            const std::optional<at::Tensor>& residual, at::ScalarType type,
+                            int64_t seed, double p) {
     const at::Tensor add = residual.value_or(at::Tensor());
-    context->saved_data["seed"] = static_cast<int64_t>(seed);
+    context->saved_data["seed"] = seed;
     context->saved_data["p"] = p;
     context->saved_data["x"] = x.scalar_type();
     context->saved_data["adds"] = residual.has_value();
     context->saved_data["residual"] = add.defined() ? add.scalar_type() : x.scalar_type();
-    const at::ScalarType type =
-        add.defined() ? c10::promoteTypes(x.scalar_type(), add.scalar_type()) : x.scalar_type();
-    return dropout_tensor(x, add, type, seed, p);
+    return dropout_tensor(x, add, type, static_cast<uint64_t>(seed), p);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    const auto seed = static_cast<uint64_t>(context->saved_data["seed"].toInt());
+    const int64_t seed = context->saved_data["seed"].toInt();
     const double p = context->saved_data["p"].toDouble();
-    return {dropout_tensor(gradients[0], {}, context->saved_data["x"].toScalarType(), seed, p),
-            context->saved_data["adds"].toBool()
-                ? gradients[0].to(context->saved_data["residual"].toScalarType())
-                : at::Tensor(),
-            at::Tensor()};
+    const at::ScalarType type = context->saved_data["x"].toScalarType();
+    const at::Tensor of_x =
+        at::GradMode::is_enabled() // of a gradient that is differentiated again
+            ? DropoutAdd::apply(gradients[0], std::nullopt, type, seed, p)
+            : dropout_tensor(gradients[0], {}, type, static_cast<uint64_t>(seed), p);
+    const at::Tensor of_residual =
+        context->saved_data["adds"].toBool()
+            ? gradients[0].to(context->saved_data["residual"].toScalarType())
+            : at::Tensor();
+    return {of_x, of_residual, {}, {}, {}};
   }
 };
 
@@ -159,8 +163,10 @@ at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p
     const at::Tensor dropped = at::dropout(x, p, true);
     return residual.defined() ? at::add(residual, dropped) : dropped;
   }
-  return DropoutAdd::apply(
-      x, residual.defined() ? std::optional<at::Tensor>(residual) : std::nullopt, p);
+  const std::optional<at::Tensor> add = residual.defined() ? std::optional(residual) : std::nullopt;
+  const at::ScalarType type =
+      add ? c10::promoteTypes(x.scalar_type(), add->scalar_type()) : x.scalar_type();
+  return DropoutAdd::apply(x, add, type, static_cast<int64_t>(draw_dropout_seed()), p);
 }
 
 } // namespace hasten::detail

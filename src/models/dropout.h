@@ -11,7 +11,8 @@ namespace hasten::detail {
 /// residual + dropout(x), or dropout(x) if `residual` is undefined. Each element is zeroed
 /// independently with probability p, or scaled by 1 / (1 - p). Draws one 64-bit number from torch's
 /// default CPU generator; none for p = 0. x and residual are fp32 or bf16 on the CPU; the sum is
-/// fp32 unless both are bf16. Other devices and dtypes use torch's dropout.
+/// fp32 unless both are bf16. Other devices and dtypes use torch's dropout. Differentiable any number of
+/// times.
 at::Tensor dropout_add(const at::Tensor& x, const at::Tensor& residual, double p);
 
 /// What decides which elements of a block are dropped: those whose random_bits(index, key0, key1)

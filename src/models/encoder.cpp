@@ -135,6 +135,7 @@ class EncoderLayerImpl : public torch::nn::Module {
   torch::nn::Linear intermediate_{nullptr}, output_{nullptr};
   torch::nn::LayerNorm attention_norm_{nullptr}, output_norm_{nullptr};
   int64_t heads_;
+  bool eager_;
   double hidden_dropout_;
   double attention_dropout_;
   Activation activation_;
@@ -143,6 +144,7 @@ TORCH_MODULE(EncoderLayer);
 
 EncoderLayerImpl::EncoderLayerImpl(const PreTrainedConfig& config, const EncoderNames& names)
     : heads_(config.num_attention_heads),
+      eager_(config.attn_implementation == "eager"),
       hidden_dropout_(config.hidden_dropout_prob),
       attention_dropout_(config.attention_probs_dropout_prob),
       activation_{config.hidden_act} {
@@ -162,7 +164,7 @@ at::Tensor EncoderLayerImpl::attend(const at::Tensor& asking, const at::Tensor& 
   const at::Tensor read = autocast_cast(hidden); // cast once for query, key and value
   return self_attention(linear_of(query_, asking.is_same(hidden) ? read : asking),
                         linear_of(key_, read), linear_of(value_, read), mask, heads_,
-                        is_training() ? attention_dropout_ : 0.0);
+                        is_training() ? attention_dropout_ : 0.0, eager_);
 }
 
 at::Tensor EncoderLayerImpl::forward(at::Tensor hidden, at::Tensor mask, bool first_token_only) {

@@ -83,6 +83,7 @@ class ModernBertLayerImpl : public torch::nn::Module {
   torch::nn::LayerNorm mlp_norm_{nullptr};
   torch::nn::Linear qkv_{nullptr}, attn_output_{nullptr}, wide_{nullptr}, output_{nullptr};
   int64_t heads_;
+  bool eager_;
   double attention_dropout_;
   double mlp_dropout_;
   Activation activation_;
@@ -92,6 +93,7 @@ TORCH_MODULE(ModernBertLayer);
 ModernBertLayerImpl::ModernBertLayerImpl(const PreTrainedConfig& config,
                                          const ModernBertOptions& options, bool first)
     : heads_(config.num_attention_heads),
+      eager_(config.attn_implementation == "eager"),
       attention_dropout_(config.attention_probs_dropout_prob),
       mlp_dropout_(config.hidden_dropout_prob),
       activation_{config.hidden_act, true} {
@@ -121,7 +123,7 @@ at::Tensor ModernBertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, at::
     query = rotated(query, cosines, sines, heads_);
   }
   const at::Tensor context =
-      self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2], mask, heads_, p);
+      self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2], mask, heads_, p, eager_);
   hidden = dropout_add(linear_of(attn_output_, context), hidden, p);
   const at::Tensor wide = linear_of(wide_, mlp_norm_->forward(hidden));
   if (is_training() && mlp_dropout_ > 0) {

@@ -41,6 +41,14 @@ std::optional<at::Tensor> fp32_mask(const at::Tensor& mask) {
   return mask.defined() ? std::optional(mask.to(at::kFloat).contiguous()) : std::nullopt;
 }
 
+void refuse_second_derivative() {
+  if (at::GradMode::is_enabled()) {
+    throw InputError("models::attention",
+                     "a second derivative (create_graph=true) through a kernel of attention",
+                     "first derivatives", "set attn_implementation=eager in the model's config");
+  }
+}
+
 /// One sample's scores of consecutive queries.
 struct AttentionSlice {
   int64_t sample = 0;
@@ -221,10 +229,7 @@ class SlicedAttention : public torch::autograd::Function<SlicedAttention> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    if (at::GradMode::is_enabled()) {
-      throw InputError("models::attention", "a second-order gradient through attention",
-                       "first-order gradients", "set attn_implementation to eager");
-    }
+    refuse_second_derivative();
     const auto saved = context->get_saved_variables();
     const auto numbers = context->saved_data["numbers"].toIntVector();
     const AttentionOptions options{.heads = numbers[0],

@@ -26,6 +26,9 @@ struct AttentionOptions {
 at::Tensor sliced_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const at::Tensor& mask, const AttentionOptions& options);
 
+/// Throws InputError in a backward with create_graph, for kernels that have one derivative only.
+void refuse_second_derivative();
+
 /// x [B, T, heads * width] as [B, heads, padded, width], contiguous; tokens from T on are zeros.
 at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded);
 /// An additive mask as the kernels of a CPU read it; nullopt if it is undefined.

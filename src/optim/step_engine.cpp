@@ -89,8 +89,7 @@ void StepEngine::check(torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups()) {
     rules_->check(group.options());
     for (const at::Tensor& parameter : group.params()) {
-      same = same && count < known_.size() &&
-             known_[count].parameter == parameter.unsafeGetTensorImpl();
+      same = same && count < known_.size() && known_[count] == parameter.unsafeGetTensorImpl();
       ++count;
     }
   }
@@ -104,7 +103,7 @@ void StepEngine::check(torch::optim::Optimizer& optimizer) {
       return !seen.insert(parameter.unsafeGetTensorImpl()).second;
     });
     for (const at::Tensor& parameter : group.params()) {
-      known_.emplace_back().parameter = parameter.unsafeGetTensorImpl();
+      known_.push_back(parameter.unsafeGetTensorImpl());
     }
   }
 }
@@ -192,19 +191,9 @@ void StepEngine::take_gradient(StepItem& item) const {
   }
 }
 
-bool StepEngine::Known::fits(const StepItem& item) const {
-  const at::Tensor& now = item.parameter;
-  const auto state = item.parts.tensors();
-  return arrays.parameter_type == item.arrays.parameter_type && now.device() == device &&
-         now.sizes() == sizes && now.strides() == strides &&
-         std::equal(state.begin(), state.end(), tensors.begin(), tensors.end(),
-                    [](const at::Tensor* tensor, const WeakTensor& then) {
-                      return tensor == nullptr ||
-                             tensor->unsafeGetTensorImpl() == then._unsafe_get_target();
-                    });
-}
-
-void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) {
+// The state's tensors are looked at in each step, because others hold them: set_data(), resize_() and a
+// loaded state change them in place.
+void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) const {
   StepArrays& arrays = item.arrays;
   const at::Tensor& parameter = item.parameter;
   const bool by_rows = rules_->traits().by_rows;
@@ -215,61 +204,60 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
   const at::ScalarType dtype = arrays.moment_type == StepType::f64    ? at::kDouble
                                : arrays.moment_type == StepType::bf16 ? at::kBFloat16
                                                                       : at::kFloat;
-  for (int i = 0; i < 3; ++i) {
-    at::Tensor* moment = item.parts.moments[static_cast<size_t>(i)];
-    if (moment != nullptr && !moment->defined()) {
-      *moment = rules_->make_moment(i, parameter, item.options, dtype);
-      item.fresh = item.fresh || (i == 0 && moment->defined());
+  const auto refuse = [&](const at::Tensor& state, const std::string& expected) {
+    throw InputError(rules_->where(),
+                     "the state of a parameter has shape=" + c10::str(state.sizes()) +
+                         ", bytes=" + std::to_string(state.storage().nbytes()),
+                     expected + ", of a parameter " + c10::str(parameter.sizes()));
+  };
+  // The kernels read the memory in the parameter's order.
+  const auto take = [&](at::Tensor& state, at::ScalarType type, bool in_rows) {
+    const bool ordered = in_rows ? item.by_tensors || state.is_contiguous()
+                                 : state.strides() == parameter.strides();
+    if (state.scalar_type() != type || state.device() != parameter.device() || !ordered) {
+      state = (in_rows ? at::empty(state.sizes(), parameter.options().dtype(type))
+                       : at::empty_like(parameter, type))
+                  .copy_(state);
     }
-  }
-  Known& known = known_[item.index];
-  if (known.fits(item)) {
-    std::copy_n(known.arrays.moments, 3, arrays.moments);
-    arrays.master = known.arrays.master;
-    arrays.rows = known.arrays.rows;
-    arrays.columns = known.arrays.columns;
-    return;
-  }
-  for (int i = 0; i < 3; ++i) {
-    at::Tensor* moment = item.parts.moments[static_cast<size_t>(i)];
-    if (moment == nullptr || !moment->defined()) {
+    void* const data = item.by_tensors ? nullptr : state.mutable_data_ptr();
+    if (data == nullptr && !item.by_tensors && arrays.count > 0) {
+      refuse(state, "its memory");
+    }
+    return data;
+  };
+  for (size_t i = 0; i < 3; ++i) {
+    at::Tensor* moment = item.parts.moments[i];
+    if (moment == nullptr) {
       continue;
     }
-    if (!by_rows && moment->sizes() != parameter.sizes()) {
-      throw InputError(rules_->where(),
-                       "the state of a parameter has shape=" + c10::str(moment->sizes()),
-                       "the parameter's " + c10::str(parameter.sizes()));
-    } else if (moment->scalar_type() != dtype || moment->device() != parameter.device() ||
-               (!by_rows && moment->strides() != parameter.strides())) {
-      *moment = (by_rows ? at::empty_like(*moment, parameter.options().dtype(dtype))
-                         : at::empty_like(parameter, dtype))
-                    .copy_(*moment);
+    if (!moment->defined()) {
+      *moment = rules_->make_moment(static_cast<int>(i), parameter, item.options, dtype);
+      item.fresh = item.fresh || (i == 0 && moment->defined());
+      if (!moment->defined()) {
+        continue;
+      }
     }
-    if (!item.by_tensors) {
-      arrays.moments[i] = moment->mutable_data_ptr();
+    const bool in_rows = by_rows && i < 2 && parameter.dim() >= 2;
+    if (in_rows && moment->numel() * parameter.size(i == 0 ? -1 : -2) != arrays.count) {
+      refuse(*moment, "a mean for each row or column");
+    } else if (!in_rows && moment->sizes() != parameter.sizes()) {
+      refuse(*moment, "the parameter's");
     }
+    arrays.moments[i] = take(*moment, dtype, in_rows);
   }
   if (is_16_bit(arrays.parameter_type) && options_.master_weights) {
     at::Tensor& master = *item.parts.master;
-    if (!master.defined() || master.device() != parameter.device() ||
-        master.strides() != parameter.strides()) {
-      const at::Tensor from = master.defined() ? master : parameter;
-      master = at::empty_like(parameter, at::kFloat).copy_(from);
+    if (!master.defined()) {
+      master = at::empty_like(parameter, at::kFloat).copy_(parameter);
+    } else if (master.sizes() != parameter.sizes()) {
+      refuse(master, "the parameter's");
     }
-    arrays.master = item.by_tensors ? nullptr : master.mutable_data_ptr<float>();
+    arrays.master = static_cast<float*>(take(master, at::kFloat, false));
   }
   if (by_rows && parameter.dim() >= 2) {
     arrays.rows = parameter.size(-2);
     arrays.columns = parameter.size(-1);
   }
-  known.tensors.clear();
-  for (const at::Tensor* tensor : item.parts.tensors()) {
-    known.tensors.emplace_back((tensor != nullptr ? *tensor : at::Tensor()).getIntrusivePtr());
-  }
-  known.sizes = parameter.sizes();
-  known.strides = parameter.strides();
-  known.device = parameter.device();
-  known.arrays = arrays;
 }
 
 void StepEngine::run(std::vector<StepItem>& items, const StepPass& pass) const {

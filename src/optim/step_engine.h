@@ -1,9 +1,7 @@
 // Calls the kernels for the parameters of an optimizer.
 #pragma once
 
-#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
@@ -15,8 +13,6 @@
 #include "step_kernels.h"
 
 namespace hasten::detail {
-
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
 
 /// Empty if the kernels do not have this dtype.
 std::optional<StepType> find_step_type(at::ScalarType dtype);
@@ -99,10 +95,7 @@ class StepEngine {
   FusedOptions& options() { return options_; }
   void set_found_inf(at::Tensor found_inf) { found_inf_ = std::move(found_inf); }
   /// Uses ATen's operations on the CPU, too.
-  void force_tensor_operations() {
-    only_tensors_ = true;
-    known_.clear();
-  }
+  void force_tensor_operations() { only_tensors_ = true; }
 
  private:
   /// A parameter in this step.
@@ -121,21 +114,9 @@ class StepEngine {
     bool alike(const StepItem& other, bool by_rows) const;
   };
 
-  /// A parameter and the tensors of its state, as the last step found them. A tensor's address is not
-  /// used again while a weak reference to it lives.
-  struct Known {
-    const c10::TensorImpl* parameter = nullptr;
-    c10::SmallVector<WeakTensor, 4> tensors{}; // none before the first step
-    at::DimVector sizes{}, strides{};
-    at::Device device{at::kCPU};
-    StepArrays arrays{};
-
-    bool fits(const StepItem& item) const;
-  };
-
   void take_parameter(StepItem& item) const;
   void take_gradient(StepItem& item) const;
-  void take_state(torch::optim::Optimizer& optimizer, StepItem& item);
+  void take_state(torch::optim::Optimizer& optimizer, StepItem& item) const;
   void run(std::vector<StepItem>& items, const StepPass& pass) const;
   void run_list(const std::vector<const StepItem*>& items, const StepPass& pass) const;
   void finish(const std::vector<StepItem>& items, const StepPass& pass) const;
@@ -144,7 +125,7 @@ class StepEngine {
   FusedOptions options_;
   bool only_tensors_ = false;
   at::Tensor found_inf_{};
-  std::vector<Known> known_{}; // [parameter over all groups], at the last check
+  std::vector<const void*> known_{}; // [parameter over all groups], at the last check
 };
 
 } // namespace hasten::detail

@@ -63,6 +63,12 @@ TEST(ReentrantCheckpoint, ServesWhereTheEngineIsAnothersAndSaysSoOnce) {
     const Tensor y = activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
     expect_says(error_of<std::exception>([&] { torch::autograd::grad({y.sum()}, {leaf}); }),
                 {"autograd::grad", "another autograd engine"});
+    const Tensor twice = activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf);
+    expect_says(error_of<std::exception>([&] {
+                  twice.sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+                }),
+                {"create_graph", "leave activation checkpointing off"});
+    leaf.mutable_grad() = Tensor();
     // A call that threw leaves no state.
     activation_checkpoint([](const Tensor& in) { return in.exp(); }, leaf).sum().backward();
     EXPECT_TRUE(torch::equal(leaf.grad(), leaf.exp()));

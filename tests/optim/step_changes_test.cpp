@@ -3,10 +3,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
+#include "support/error_of.h"
 #include "support/on_device.h"
 
 namespace hasten::step_changes_test {
@@ -118,6 +121,51 @@ TEST(StepChanges, LoadedReplacedAndClearedStatesAreSeen) {
     run.optimizer->state().clear();
     expect_as_new([](Trained&) {});
   });
+}
+
+// The usual way to page a state out and in: the tensors stay, and their memory changes.
+TEST(StepChanges, AStateWithOtherMemoryIsSeen) {
+  using Change = std::function<at::Tensor(const at::Tensor&)>;
+  const std::vector<Change> changes = {
+      [](const at::Tensor& x) { return (x * 0.5).clone(); },
+      [](const at::Tensor& x) { return (x * 0.5).to(at::kDouble); },
+      [](const at::Tensor& x) { return (x * 0.5).transpose(0, -1).contiguous().transpose(0, -1); }};
+  with_each_optimizer([&](Trained& run, const auto& expect_as_new) {
+    for (const Change& change : changes) {
+      for (size_t i = 0; i < values().size(); ++i) {
+        visit_state_tensors(*run.state(i), [&](at::Tensor& tensor) {
+          if (tensor.defined()) {
+            tensor.set_data(change(tensor));
+          }
+        });
+      }
+      expect_as_new([&](Trained& fresh) { fresh.load(run); });
+    }
+    bool resized = false;
+    visit_state_tensors(*run.state(0), [&](at::Tensor& tensor) {
+      if (tensor.defined() && !std::exchange(resized, true)) {
+        tensor.resize_({2, 3});
+      }
+    });
+    const std::string what = testing_support::error_of([&] { run.step(99); });
+    EXPECT_EQ(what.find("the state of a parameter has shape=[2, 3]") != std::string::npos, resized)
+        << what;
+  });
+}
+
+TEST(StepChanges, AStateWithoutMemoryIsAnError) {
+  if (!values()[0].is_cpu()) {
+    GTEST_SKIP() << "kernels of the CPU read addresses";
+  }
+  Trained run("adamw", "", values());
+  run.step(1);
+  visit_state_tensors(*run.state(0), [](at::Tensor& tensor) {
+    if (tensor.defined()) {
+      tensor.storage().set_data_ptr_noswap(at::DataPtr(nullptr, at::kCPU));
+    }
+  });
+  const std::string what = testing_support::error_of([&] { run.step(2); });
+  EXPECT_NE(what.find("its memory"), std::string::npos) << what;
 }
 
 TEST(StepChanges, AParameterWithOtherMemoryIsSeen) {

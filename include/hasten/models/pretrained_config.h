@@ -57,10 +57,11 @@ struct PreTrainedConfig {
   std::vector<std::string> architectures{};
   /// dtype of the weights in files: "float32", "bfloat16", "float16".
   std::string dtype = "float32";
-  /// Attention of decoders in training, as transformers names it: "eager" keeps the scores for
-  /// backward, T^2 elements for each head; "sdpa" computes them again in slices, on a CPU in fp32 or
-  /// bf16, which can be differentiated once. "auto": sdpa from 256 tokens on, where it takes less time,
-  /// too. Not in the file.
+  /// Attention in training, as transformers names it. "eager": torch's plain operators, which keep the
+  /// scores for backward, T^2 elements for each head, and can be differentiated any number of times. The
+  /// others use kernels that can be differentiated once. "sdpa": decoders compute the scores again in
+  /// slices, on a CPU in fp32 or bf16. "auto": sdpa from 256 tokens on, where it takes less time, too.
+  /// Not in the file.
   std::string attn_implementation = "auto";
   /// All other keys of the file, as the text of a JSON object. A family reads its own options from
   /// them. to_json() writes them unchanged.
