@@ -81,6 +81,12 @@ DeviceScalar DeviceScalar::then(std::function<double(double)> function) const {
   return result;
 }
 
+DeviceScalar DeviceScalar::again() const {
+  DeviceScalar fresh = source_ ? DeviceScalar(source_->tensor) : *this;
+  fresh.function_ = function_;
+  return fresh;
+}
+
 at::Tensor DeviceScalar::tensor() const { return source_ ? source_->tensor : at::Tensor(); }
 
 } // namespace hasten

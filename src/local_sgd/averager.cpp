@@ -217,11 +217,13 @@ void Averager::Impl::check_tensors() const {
   for (const Entry& entry : entries) {
     if (entry.tensor.sizes() != at::IntArrayRef(entry.sizes) ||
         entry.tensor.strides() != at::IntArrayRef(entry.strides) ||
-        entry.tensor.scalar_type() != entry.dtype) {
+        entry.tensor.scalar_type() != entry.dtype ||
+        entry.tensor.is_cpu() == entry.staging.defined()) {
       std::ostringstream what;
       what << "tensor \"" << entry.name << "\" is " << entry.tensor.sizes() << " "
-           << entry.tensor.scalar_type() << " now, and was " << at::IntArrayRef(entry.sizes) << " "
-           << entry.dtype;
+           << entry.tensor.scalar_type() << " on " << entry.tensor.device() << " now, and was "
+           << at::IntArrayRef(entry.sizes) << " " << entry.dtype << " on "
+           << (entry.staging.defined() ? "a device" : "cpu");
       throw InputError(detail::kAveragerWhere, what.str(), "the tensors at construction");
     }
   }

@@ -141,7 +141,7 @@ LossFunction next_token_loss(PreTrainedModel model, ProblemType) {
     const LinearCrossEntropy loss = model->causal_loss(inputs);
     const at::Tensor tokens = shifted_labels(inputs.labels).ne(kIgnoredLabel).sum();
     return LossOutput{.loss_sum = loss.loss_sum,
-                      .weight = static_cast<double>(tokens.item<int64_t>()),
+                      .weight = DeviceScalar(tokens.to(at::kDouble)),
                       .outputs = loss.token_losses};
   };
 }

@@ -5,7 +5,9 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -39,20 +41,26 @@ constexpr size_t kMostGraphs = 8; // shapes
 
 using Graph = at::GraphImplInterface;
 
-/// A parameter, as the graphs use it.
-struct CapturedParameter {
-  explicit CapturedParameter(const at::Tensor& tensor)
-      : tensor(tensor), data(tensor.const_data_ptr()), trained(tensor.requires_grad()) {}
+/// A parameter or buffer, as the graphs use it.
+struct CapturedTensor {
+  explicit CapturedTensor(const at::Tensor& tensor)
+      : tensor(tensor),
+        before(tensor.detach()),
+        data(tensor.const_data_ptr()),
+        trained(tensor.requires_grad()) {}
   bool unchanged() const {
-    return tensor.const_data_ptr() == data && tensor.requires_grad() == trained;
+    return tensor.const_data_ptr() == data && tensor.requires_grad() == trained &&
+           tensor.scalar_type() == before.scalar_type() && tensor.sizes() == before.sizes() &&
+           tensor.strides() == before.strides();
   }
   at::Tensor tensor;
+  at::Tensor before; // keeps the memory, which no other tensor then has
   const void* data;
   bool trained;
 };
 
 struct CapturedLoss {
-  std::vector<CapturedParameter> parameters{};
+  std::vector<CapturedTensor> tensors{};
   std::vector<at::Tensor> trained{}; // the parameters that require a gradient
   Batch batch{}; // the graph reads it
   std::unique_ptr<Graph> forward{}, backward{};
@@ -74,8 +82,26 @@ static std::string shape_of(const Batch& batch) {
   return shape;
 }
 
+/// The weight follows from the batch's shape, or it is a tensor, which each replay writes.
+static LossOutput checked(LossOutput output, const Batch& batch) {
+  const DeviceScalar& weight = output.weight;
+  if (!weight.tensor().defined() && weight != static_cast<double>(batch.rows()) &&
+      std::ranges::none_of(batch.tensors, [&](const auto& named) {
+        return weight == static_cast<double>(named.second.numel());
+      })) {
+    throw InputError(
+        kGraphsWhere,
+        c10::str("the loss function's weight is a number of the host: weight=", weight.item(),
+                 " for ", batch.rows(), " samples"),
+        "the number of samples or of a tensor's elements, or a DeviceScalar, which each step computes",
+        "return weight = DeviceScalar(count) for a count on the device, or leave cuda_graphs out");
+  }
+  return output;
+}
+
 // Backward of a captured loss. Parameters get copies of the graph's gradients, because the next
-// replay overwrites these.
+// replay overwrites these. Autograd calls the hook of accumulated gradients also for one that was added
+// here, and returned undefined.
 class ReplayNode final : public torch::autograd::Node {
  public:
   explicit ReplayNode(std::shared_ptr<CapturedLoss> of) : of_(std::move(of)) {}
@@ -99,7 +125,8 @@ class ReplayNode final : public torch::autograd::Node {
       }
       at::Tensor& sum = of_->trained[i].mutable_grad();
       if (sum.defined() && sum.layout() == at::kStrided &&
-          sum.scalar_type() == gradient.scalar_type()) { // one launch instead of one for each
+          sum.scalar_type() == gradient.scalar_type() &&
+          torch::autograd::impl::hooks(of_->trained[i]).empty()) { // one launch for all
         sums.push_back(sum);
         from.push_back(gradient);
       } else {
@@ -150,6 +177,27 @@ static std::unique_ptr<Graph> captured(const SideStream& side, at::MempoolId_t p
   return graph;
 }
 
+/// While it lives, gradients of these parameters call no hooks: each step calls them, not the capture.
+class WithoutHooks {
+ public:
+  explicit WithoutHooks(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
+    for (const at::Tensor& parameter : parameters_) {
+      hooks_.push_back(std::exchange(torch::autograd::impl::hooks(parameter), {}));
+    }
+  }
+  WithoutHooks(const WithoutHooks&) = delete;
+  WithoutHooks& operator=(const WithoutHooks&) = delete;
+  ~WithoutHooks() {
+    for (size_t i = 0; i < hooks_.size(); ++i) {
+      torch::autograd::impl::hooks(parameters_[i]) = std::move(hooks_[i]);
+    }
+  }
+
+ private:
+  const std::vector<at::Tensor>& parameters_;
+  std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks_{};
+};
+
 static LossOutput replay(const std::shared_ptr<CapturedLoss>& of, const Batch& batch) {
   {
     const at::NoGradGuard no_grad;
@@ -157,6 +205,7 @@ static LossOutput replay(const std::shared_ptr<CapturedLoss>& of, const Batch& b
   }
   of->forward->replay();
   LossOutput output = of->output;
+  output.weight = output.weight.again();
   output.loss_sum = output.loss_sum.detach();
   // An intrusive_ptr since LibTorch 2.13, a shared_ptr before.
   const decltype(torch::autograd::Edge::function) node(std::make_unique<ReplayNode>(of));
@@ -190,16 +239,16 @@ LossOutput LossGraphs::operator()(const Batch& batch) {
   const std::string shape = shape_of(batch);
   const auto found = graphs_.find(shape);
   if (found != graphs_.end() &&
-      std::ranges::all_of(found->second->parameters, &CapturedParameter::unchanged)) {
+      std::ranges::all_of(found->second->tensors, &CapturedTensor::unchanged)) {
     return replay(found->second, batch);
   }
-  if (found != graphs_.end()) { // parameters were replaced or frozen
+  if (found != graphs_.end()) { // tensors of the model were replaced or frozen
     synchronize(device_);
     graphs_.clear();
     seen_.clear();
   }
   if (++seen_[shape] <= kBatchesBefore || graphs_.size() == kMostGraphs) {
-    return loss_(batch);
+    return checked(loss_(batch), batch);
   }
   return replay(graphs_[shape] = capture(batch), batch);
 }
@@ -207,11 +256,14 @@ LossOutput LossGraphs::operator()(const Batch& batch) {
 std::shared_ptr<CapturedLoss> LossGraphs::capture(const Batch& batch) {
   auto made = std::make_shared<CapturedLoss>();
   std::unordered_set<const void*> seen; // a shared parameter may have several names
-  for (const at::Tensor& parameter : model_->parameters()) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) {
-      made->parameters.emplace_back(parameter);
-      if (parameter.requires_grad()) {
-        made->trained.push_back(parameter);
+  std::vector<at::Tensor> tensors = model_->parameters();
+  const std::vector<at::Tensor> buffers = model_->buffers();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      made->tensors.emplace_back(tensor);
+      if (tensor.requires_grad()) {
+        made->trained.push_back(tensor);
       }
     }
   }
@@ -223,10 +275,12 @@ std::shared_ptr<CapturedLoss> LossGraphs::capture(const Batch& batch) {
   const SideStream side(device_);
   try {
     drop_autocast_casts(); // casts from before are no part of the graph
-    made->forward = captured(side, pool, [&] { made->output = loss_(made->batch); });
+    made->forward =
+        captured(side, pool, [&] { made->output = checked(loss_(made->batch), batch); });
     made->seed = at::empty_like(made->output.loss_sum, at::TensorOptions().requires_grad(false));
     const Autocast off({.device = device_.type(), .enabled = false});
     made->backward = captured(side, made->forward->pool(), [&] {
+      const WithoutHooks without(made->trained);
       made->gradients = torch::autograd::grad({made->output.loss_sum}, made->trained, {made->seed},
                                               /*retain_graph=*/false, /*create_graph=*/false,
                                               /*allow_unused=*/true);

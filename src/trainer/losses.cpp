@@ -69,7 +69,7 @@ LossOutput cross_entropy_output(const at::Tensor& logits, const at::Tensor& labe
   const at::Tensor numbers = labels.reshape({-1});
   at::Tensor weights;
   if (options.class_weights.empty()) {
-    result.weight = static_cast<double>(numbers.ne(-100).sum().item<int64_t>());
+    result.weight = DeviceScalar(numbers.ne(-100).sum().to(at::kDouble));
   } else {
     if (static_cast<int64_t>(options.class_weights.size()) != classes) {
       throw InputError(detail::kLossesWhere,
@@ -78,11 +78,11 @@ LossOutput cross_entropy_output(const at::Tensor& logits, const at::Tensor& labe
                        "one number per label");
     }
     weights = detail::weights_of(options.class_weights, flat);
-    const at::Tensor kept = numbers.masked_select(numbers.ne(-100));
-    result.weight = detail::weights_of(options.class_weights, at::empty({}, at::kDouble))
-                        .index_select(0, kept.cpu())
-                        .sum()
-                        .item<double>();
+    const at::Tensor ignored = numbers.eq(-100);
+    result.weight = DeviceScalar(detail::weights_of(options.class_weights, flat.to(at::kDouble))
+                                     .index_select(0, numbers.masked_fill(ignored, 0))
+                                     .masked_fill(ignored, 0)
+                                     .sum());
   }
   result.loss_sum = at::cross_entropy_loss(flat, numbers, weights, at::Reduction::Sum,
                                            /*ignore_index=*/-100, options.label_smoothing);

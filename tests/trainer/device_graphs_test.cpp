@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "hasten/accelerator/accelerator.h"
+#include "hasten/flat/grad_hooks.h"
 #include "hasten/models/auto_model.h"
 #include "hasten/trainer/trainer.h"
 #include "support/device_backend.h"
@@ -81,9 +82,15 @@ struct Trained {
 };
 
 using Wrap = std::function<void(Trainer&, PreTrainedModel)>;
+using LossOf = std::function<LossOutput(const at::Tensor& logits, const Batch& rows)>;
+
+LossOutput mean_loss(const at::Tensor& logits, const Batch& rows) {
+  return {at::cross_entropy_loss(logits, rows["labels"], {}, at::Reduction::Sum),
+          static_cast<double>(rows.rows()), logits};
+}
 
 Trained train(Communicator& world, const TrainingArguments& a, std::shared_ptr<const Dataset> texts,
-              const Wrap& wrap = {}) {
+              const Wrap& wrap = {}, const LossOf& loss_of = mean_loss) {
   static int runs = 0;
   PreTrainedModel model = bert();
   AcceleratorOptions options = accelerator_options(a);
@@ -92,10 +99,8 @@ Trained train(Communicator& world, const TrainingArguments& a, std::shared_ptr<c
   options.dataloader_config.non_blocking = true;
   const auto accelerator = std::make_shared<Accelerator>(
       options, world.duplicate({.name = "run " + std::to_string(runs++)}));
-  const auto loss = [model](const Batch& rows) mutable {
-    const at::Tensor logits = model->forward({rows["input_ids"], rows["attention_mask"]}).logits;
-    return LossOutput{at::cross_entropy_loss(logits, rows["labels"], {}, at::Reduction::Sum),
-                      static_cast<double>(rows.rows()), logits};
+  const auto loss = [model, loss_of](const Batch& rows) mutable {
+    return loss_of(model->forward({rows["input_ids"], rows["attention_mask"]}).logits, rows);
   };
   Trainer trainer(model.ptr(), loss, a, std::move(texts), nullptr, {}, accelerator);
   const auto steps = std::make_shared<Steps>(model.ptr());
@@ -198,6 +203,128 @@ TEST(DeviceGraphs, AParameterThatIsFrozenOrMovedIsCapturedAgain) {
   expect_equal(train(*world, a, texts, wrap), plain);
 }
 
+TEST(DeviceGraphs, ABufferThatIsMovedIsCapturedAgain) {
+  const auto world = testing_support::device_world(World{});
+  struct Change : TrainerCallback {
+    explicit Change(at::Tensor buffer) : buffer(std::move(buffer)) {}
+    void on_step_end(const StepProgress&) override {
+      if (++steps == 9) {
+        buffer.set_data(buffer * 3);
+      }
+    }
+    at::Tensor buffer;
+    int steps = 0;
+  };
+  TrainingArguments a = arguments();
+  const auto texts = std::make_shared<OneShape>(4 * 14);
+  const auto run = [&] {
+    const auto scale = std::make_shared<at::Tensor>(); // when the model is on its device
+    const Wrap wrap = [&](Trainer& trainer, PreTrainedModel model) {
+      *scale = model->register_buffer("scale", at::ones({1}));
+      trainer.add_callback(std::make_shared<Change>(*scale));
+    };
+    return train(*world, a, texts, wrap, [scale](const at::Tensor& logits, const Batch& rows) {
+      return mean_loss(logits * *scale, rows);
+    });
+  };
+  const Trained plain = run();
+  a.cuda_graphs = true;
+  expect_equal(run(), plain);
+}
+
+TEST(DeviceGraphs, HooksRunWheneverAGradientChanges) {
+  const auto world = testing_support::device_world(World{});
+  TrainingArguments a = arguments();
+  a.gradient_accumulation_steps = 3;
+  const auto texts = std::make_shared<OneShape>(4 * 3 * 4);
+  std::vector<std::vector<int>> calls;
+  for (const bool graphs : {false, true}) {
+    a.cuda_graphs = graphs;
+    std::vector<GradHook> hooks;
+    std::vector<int>& counts = calls.emplace_back();
+    const Wrap wrap = [&](Trainer&, PreTrainedModel model) {
+      const auto parameters = model->parameters();
+      counts.assign(parameters.size(), 0);
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        hooks.emplace_back(parameters[i], [&counts, i](const at::Tensor&) { ++counts[i]; });
+      }
+      parameters[3].register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    };
+    static Trained plain;
+    const Trained run = train(*world, a, texts, wrap);
+    if (graphs) {
+      expect_equal(run, plain);
+    }
+    plain = run;
+  }
+  EXPECT_EQ(calls[0], calls[1]);
+  EXPECT_EQ(calls[1].back(), 12);
+}
+
+/// Samples of the third class do not count.
+LossOutput counted_loss(const at::Tensor& logits, const Batch& rows) {
+  const at::Tensor labels = rows["labels"], counted = labels.ne(2);
+  const at::Tensor losses = at::cross_entropy_loss(logits, labels, {}, at::Reduction::None);
+  return {(losses * counted).sum(), DeviceScalar(counted.sum().to(at::kDouble)), logits};
+}
+
+TEST(DeviceGraphs, AWeightOnTheDeviceIsThatOfEachBatch) {
+  const auto world = testing_support::device_world(World{});
+  TrainingArguments a = arguments();
+  a.gradient_accumulation_steps = 2;
+  const auto texts = std::make_shared<OneShape>(4 * 2 * 12);
+  const Trained plain = train(*world, a, texts, {}, counted_loss);
+  a.cuda_graphs = true;
+  const Trained graphs = train(*world, a, texts, {}, counted_loss);
+  expect_equal(graphs, plain);
+  EXPECT_LT(graphs.operators[10], plain.operators[10] / 2) << "steps are replayed";
+}
+
+/// No sample of a window's first batch counts.
+class EmptyFirst final : public OneShape {
+ public:
+  EmptyFirst(int64_t rows, int64_t ranks) : OneShape(rows), rows_(4 * ranks) {}
+  Batch collate(const std::vector<int64_t>& indices) const override {
+    Batch batch = OneShape::collate(indices);
+    for (size_t i = 0; i < indices.size(); ++i) {
+      if (indices[i] / rows_ % 2 == 0) {
+        batch.tensors["labels"][static_cast<int64_t>(i)] = 2;
+      }
+    }
+    return batch;
+  }
+
+ private:
+  int64_t rows_;
+};
+
+// A batch of weight 0 makes no gradient. Several ranks then have zeros, to which the next batch adds.
+void expect_first_batches_may_be_empty(Communicator& world) {
+  TrainingArguments a = arguments();
+  a.gradient_accumulation_steps = 2;
+  const int64_t ranks = world.world_size();
+  const auto texts = std::make_shared<EmptyFirst>(4 * 2 * 8 * ranks, ranks);
+  const Trained plain = train(world, a, texts, {}, counted_loss);
+  a.cuda_graphs = true;
+  const Trained graphs = train(world, a, texts, {}, counted_loss);
+  expect_equal(graphs, plain);
+  EXPECT_FALSE(at::equal(graphs.parameters[6], graphs.parameters[7]));
+}
+
+HASTEN_RANK_FUNCTION(TrainWithEmptyFirstBatches) {
+  const auto world = testing_support::device_world(rank.world());
+  expect_first_batches_may_be_empty(*world);
+  world->close();
+}
+
+TEST(DeviceGraphs, AWindowMayBeginWithBatchesOfWeightZero) {
+  for (const auto& report : testing_support::spawn(2, "TrainWithEmptyFirstBatches", {},
+                                                   {.deadline = std::chrono::seconds(120)})) {
+    EXPECT_EQ(report.error, "");
+    EXPECT_EQ(report.end.code, 0);
+  }
+}
+
 TEST(DeviceGraphs, AResumedRunEndsAsTheWhole) {
   const auto world = testing_support::device_world(World{});
   const TemporaryFolder folder;
@@ -254,6 +381,23 @@ TEST(DeviceGraphs, WhatTheyCannotRunIsAnErrorThatNamesIt) {
   EXPECT_NE(read.find("the loss function cannot be captured: operation not permitted"),
             std::string::npos)
       << read;
+  TrainingArguments a = arguments();
+  a.cuda_graphs = true;
+  const std::vector<double> table(40, 2.0); // of samples' weights, on the host
+  const std::string host = error_of<InputError>([&] {
+    train(*testing_support::device_world(World{}), a, std::make_shared<OneShape>(40), {},
+          [&](const at::Tensor& logits, const Batch& rows) {
+            LossOutput output = mean_loss(logits, rows);
+            double weight = 0;
+            for (const int64_t i : rows.indices) {
+              weight += table[static_cast<size_t>(i)];
+            }
+            output.weight = weight;
+            return output;
+          });
+  });
+  EXPECT_NE(host.find("weight is a number of the host: weight=8 for 4 samples"), std::string::npos)
+      << host;
   const std::string cpu = error_of<InputError>([&] { run("cpu", false); });
   EXPECT_NE(cpu.find("cuda_graphs=true on cpu"), std::string::npos) << cpu;
 }

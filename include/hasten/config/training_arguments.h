@@ -156,8 +156,9 @@ struct TrainingArguments {
   /// at most 8 shapes are captured, and batches of others always run as ever. So pad to few lengths,
   /// and drop the last batch. Clipping and the optimizer, about 25 launches, are not part of a graph.
   ///
-  /// The loss function may use only tensors of the device: its weight must follow from the batch's
-  /// shape, and reading a value on the host is an error. Excludes gradient_checkpointing,
+  /// The loss function may use only tensors of the device, and reading a value on the host is an error.
+  /// Its weight is a DeviceScalar, or the number of samples or of a tensor's elements; another number of
+  /// the host is an error, because a graph would keep it. Excludes gradient_checkpointing,
   /// local_sgd_steps and other strategies than ddp. Memory: the activations of the largest shape,
   /// and one copy of the gradients for each shape.
   bool cuda_graphs = false;

@@ -25,6 +25,8 @@ class DeviceScalar {
   bool pending() const;
   /// function(number), computed when it is read, at once if that does not wait.
   DeviceScalar then(std::function<double(double)> function) const;
+  /// The number that the tensor has now, after a graph has written it again.
+  DeviceScalar again() const;
   /// The number on the device before any then(), [1]; undefined for a number of the CPU, and for the
   /// then() of a number that was read.
   at::Tensor tensor() const;

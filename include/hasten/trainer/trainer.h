@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "hasten/config/training_arguments.h"
+#include "hasten/core/device_scalar.h"
 #include "hasten/data/dataset.h"
 #include "hasten/trainer/callback.h"
 #include "hasten/trainer/evaluation_metrics.h"
@@ -36,8 +37,9 @@ struct LossOutput {
   /// Sum (not mean) of the loss over the batch's items; 0-d, with its graph. May be undefined, with
   /// weight 0, for a batch without labels; then only predict() can use the batch.
   at::Tensor loss_sum{};
-  /// Number of items in the sum: samples, or tokens that have a label. >= 0.
-  double weight = 0;
+  /// Number of items in the sum: samples, or tokens that have a label. >= 0. A number, or
+  /// DeviceScalar(count) for a count on the device, which is read when it is used.
+  DeviceScalar weight = 0;
   /// Input of metrics and predict(), for example logits; dimension 0 is the sample.
   at::Tensor outputs{};
 };
