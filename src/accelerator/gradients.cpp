@@ -97,7 +97,7 @@ OptimizerSet::Gathered OptimizerSet::gradients_of(const std::vector<SlotList>& l
         continue; // it is not stepped
       }
       // It may be the user's own tensor.
-      if (parameter.grad().is_sparse() || parameter.grad().sizes() != parameter.sizes()) {
+      if (parameter.grad().sizes() != parameter.sizes()) {
         flat.install_slot(slot);
       }
       found.gradients.push_back(parameter.grad());

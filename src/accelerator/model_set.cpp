@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <unordered_set>
 
 #include "hasten/base/error.h"
@@ -13,6 +14,8 @@
 #include "hasten/core/deferred_init.h"
 #include "hasten/core/random.h"
 #include "hasten/parallel/ddp.h"
+#include "parallel/module_buffers.h"
+#include "parallel/verify.h"
 
 namespace hasten::detail {
 
@@ -107,8 +110,8 @@ void ModelSet::check_parameters(size_t model) const {
           "accelerator::accumulate",
           "parameter \"" + item.key() + "\" is another tensor than when the model was prepared",
           "the parameters that prepare() got",
-          "replace or register parameters before prepare(), or copy values "
-          "into the old ones (parameter.copy_ under NoGradGuard)");
+          "call prepare(model) again, or copy values into the old ones (parameter.copy_ under "
+          "NoGradGuard)");
     }
   }
 }
@@ -121,25 +124,72 @@ ParameterNames ModelSet::parameter_names() const {
   return names;
 }
 
+bool ModelSet::changed(const torch::nn::Module* module) const {
+  constexpr const char* kWhere = "accelerator::prepare";
+  const auto known = model_index_.find(module);
+  if (known == model_index_.end()) {
+    return false;
+  }
+  DataParallel& was = *models_[known->second].parallel;
+  const FlatLayout& layout = was.gradients().layout();
+  const auto now = unique_tensors(module->named_parameters());
+  bool changed = now.size() != was.parameters().size();
+  auto list = nlohmann::json::array();
+  for (size_t i = 0; i < now.size(); ++i) {
+    const auto& [name, tensor] = now[i];
+    list.push_back({"parameter \"" + name + "\"",
+                    std::string(tensor.requires_grad() ? "trainable" : "frozen")});
+    const int64_t slot = layout.find(tensor);
+    changed = changed || !tensor.is_same(was.parameters()[i].second) ||
+              (slot >= 0) != tensor.requires_grad() ||
+              (slot >= 0 && !was.sharded() && !layout.fits(slot));
+  }
+  const auto all = run_.communicator()->all_gather_object(
+      {changed, !changed || was.gradients().cleared()}, "a model that is prepared again");
+  const auto any = [&](size_t fact, bool value) {
+    return std::ranges::any_of(all, [&](const auto& rank) { return rank[fact] == value; });
+  };
+  if (!any(0, true)) {
+    return false;
+  }
+  require_equal_lists(*run_.communicator(), list, kWhere, "model", "the same model on every rank",
+                      "freeze, unfreeze and replace parameters on all ranks");
+  if (any(1, false)) {
+    throw InputError(kWhere, "the model's parameters have changed, and it has gradients",
+                     "a second prepare() between windows, after zero_grad()",
+                     "complete the window, step, and call optimizer.zero_grad() before");
+  }
+  return true;
+}
+
 void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
-                       const std::function<bool(size_t i)>& rows_count) {
+                       const std::function<bool(size_t i)>& rows_count, bool changed) {
   if (!module) {
     throw InputError("accelerator::prepare", "model=null", "a model");
   }
-  if (model_index_.count(module.get()) > 0) {
+  const auto known = model_index_.find(module.get());
+  const size_t index = known == model_index_.end() ? models_.size() : known->second;
+  if (index < models_.size() && !changed) {
     return;
   }
-  if (models_.size() >= 32) {
+  if (index >= 32) {
     throw InputError("accelerator::prepare", "a 33rd model", "at most 32 per accelerator");
   }
   for (const auto& item : module->named_parameters()) {
     const auto owner = parameter_owner_.find(item.value().unsafeGetTensorImpl());
-    if (owner != parameter_owner_.end()) {
+    if (owner != parameter_owner_.end() && owner->second.first != index) {
       throw InputError("accelerator::prepare",
                        "parameter \"" + item.key() + "\" is also \"" + owner->second.second +
                            "\" of a model prepared before",
                        "models that share no parameters", "prepare one module that holds both");
     }
+  }
+  std::shared_ptr<CommHook> hook;
+  if (changed) {
+    hook = models_[index].parallel->comm_hook();
+    give_back(models_[index]);
+    std::erase_if(parameter_owner_,
+                  [&](const auto& owner) { return owner.second.first == index; });
   }
   if (run_.options().seed && !seeded_) {
     seed_dropout(*run_.options().seed, run_.world().rank);
@@ -157,7 +207,7 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   }
   PreparedModel state;
   BroadcastBuffers policy = run_.options().broadcast_buffers;
-  convert_batch_norms(module, state, policy, rows_count);
+  convert_batch_norms(module, state, policy, [rows_count, index] { return rows_count(index); });
   if (run_.strategy() == Strategy::ddp) {
     prepare_whole(state, module, policy);
   } else {
@@ -167,11 +217,33 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   if (moves) {
     module->to(run_.device()); // what a module's own to() moves, too
   }
-  for (const auto& [name, parameter] : state.parallel->parameters()) {
-    parameter_owner_[parameter.unsafeGetTensorImpl()] = {models_.size(), name};
+  if (hook) {
+    hook->reset(); // other buckets
+    state.parallel->register_comm_hook(std::move(hook));
   }
-  model_index_[module.get()] = models_.size();
-  models_.push_back(std::move(state));
+  for (const auto& [name, parameter] : state.parallel->parameters()) {
+    parameter_owner_[parameter.unsafeGetTensorImpl()] = {index, name};
+  }
+  model_index_[module.get()] = index;
+  models_.resize(std::max(models_.size(), index + 1));
+  models_[index] = std::move(state);
+}
+
+void ModelSet::give_back(PreparedModel& model) const {
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> whole;
+  for (size_t i = 0; model.sharded && i < model.sharded->parameters().size(); ++i) {
+    const at::Tensor& parameter = model.sharded->parameters()[i].parameter;
+    whole.emplace_back(parameter, model.sharded->gather_like(i, parameter.detach()));
+  }
+  if (model.sharded) {
+    model.sharded->close();
+  }
+  model = {};
+  for (auto& [parameter, all] : whole) {
+    parameter.mutable_grad().reset();
+    parameter.set_data(all);
+  }
 }
 
 void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
@@ -189,7 +261,7 @@ void ModelSet::prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Mo
 // order that may differ from the layers'.
 void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module,
                                    PreparedModel& state, BroadcastBuffers& broadcast_buffers,
-                                   const std::function<bool(size_t)>& rows_count) {
+                                   std::function<bool()> rows_count) {
   if (!run_.options().sync_batchnorm || run_.communicator()->world_size() == 1) {
     return;
   }
@@ -199,9 +271,8 @@ void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& mod
     own.name += " sync batch norm " + std::to_string(++groups);
     sync_norms_ = run_.communicator()->duplicate(own);
   }
-  const size_t index = models_.size();
-  state.sync_norms = convert_sync_batchnorm(
-      module, sync_norms_, {.rows_count = [rows_count, index] { return rows_count(index); }});
+  state.sync_norms =
+      convert_sync_batchnorm(module, sync_norms_, {.rows_count = std::move(rows_count)});
   state.synced = !state.sync_norms.layers.empty();
   // Running statistics are equal without communication, so only other buffers count.
   std::unordered_set<std::string> equal;

@@ -39,11 +39,15 @@ class ModelSet {
  public:
   explicit ModelSet(RunContext& run) : run_(run) {}
 
-  /// Does nothing for a model that is prepared. `precision`: what forwards compute in.
-  /// `rows_count`: whether this rank's samples count in a forward of model `i`.
-  /// Collective.
+  /// Whether the model is prepared, and some rank has frozen, unfrozen, replaced, moved or converted a
+  /// parameter since. Collective for a prepared model. Throws InputError, on every rank, if ranks differ,
+  /// or if there are gradients.
+  bool changed(const torch::nn::Module* module) const;
+  /// Does nothing for a model that is prepared, unless it has `changed`: then as at first. `precision`:
+  /// what forwards compute in. `rows_count`: whether this rank's samples count in a forward of model `i`.
+  /// Collective. Memory: a changed model that is sharded is whole on every rank at first.
   void prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
-               const std::function<bool(size_t i)>& rows_count);
+               const std::function<bool(size_t i)>& rows_count, bool changed);
 
   size_t size() const { return models_.size(); }
   const PreparedModel& operator[](size_t i) const { return models_[i]; }
@@ -98,7 +102,9 @@ class ModelSet {
  private:
   void convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module, PreparedModel& state,
                            BroadcastBuffers& broadcast_buffers,
-                           const std::function<bool(size_t)>& rows_count);
+                           std::function<bool()> rows_count);
+  /// Takes the model apart: its parameters are whole again.
+  void give_back(PreparedModel& model) const;
   void prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,
                      BroadcastBuffers broadcast_buffers);
   void prepare_sharded(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,

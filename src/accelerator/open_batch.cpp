@@ -27,7 +27,8 @@ void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> 
   }
   GradientWindow& next = windows_.get(mask, where);
   WindowBatch batch = begin(mask, loader.get(), weight);
-  batch.data_ends = loader != nullptr && loader->last;
+  batch.data_ends =
+      loader != nullptr && loader->last && run_.options().sync_with_dataloader;
   if (next.opens()) {
     announcer_.even_out_buffers(mask, true);
   } else {
@@ -240,13 +241,7 @@ void OpenBatch::begin_evaluation() {
   if (around == nullptr || !around->training) {
     return;
   }
-  uint64_t middle = 0;
-  for (size_t i = 0; i < models_.size(); ++i) {
-    if (windows_.in_window(i) && !windows_.of(i)->opens()) {
-      middle |= uint64_t{1} << i;
-    }
-  }
-  announcer_.even_out_buffers(middle);
+  announcer_.even_out_buffers(windows_.unfinished());
 }
 
 bool OpenBatch::rows_count(size_t model) {

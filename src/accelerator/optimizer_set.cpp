@@ -46,19 +46,37 @@ static size_t parameter_count(const torch::optim::Optimizer& optimizer) {
 
 std::shared_ptr<OptimizerState> OptimizerSet::prepare(
     const std::shared_ptr<torch::optim::Optimizer>& optimizer) {
-  auto state = std::make_shared<OptimizerState>();
-  state->known_count = parameter_count(*optimizer);
   auto lists = models_.slots_of(parameters_of(*optimizer));
   models_.check_optimizer(*optimizer, lists);
-  slots_.push_back(std::move(lists));
   move_optimizer_state(*optimizer, run_.device());
   models_.shard_optimizer_state(*optimizer);
+  const auto known = std::ranges::find(optimizers_, optimizer.get(),
+                                       [](const auto& state) { return state->optimizer.get(); });
+  const auto index = static_cast<size_t>(known - optimizers_.begin());
+  if (known == optimizers_.end()) {
+    optimizers_.push_back(std::make_shared<OptimizerState>());
+    slots_.emplace_back();
+  }
+  const auto state = optimizers_[index];
+  slots_[index] = std::move(lists);
+  state->known_count = parameter_count(*optimizer);
   state->optimizer = optimizer;
   state->fused = dynamic_cast<FusedOptimizer*>(optimizer.get());
-  state->index = static_cast<int64_t>(optimizers_.size());
-  optimizers_.push_back(state);
+  state->index = static_cast<int64_t>(index);
   decide_who_scales();
   return state;
+}
+
+// An optimizer may still have parameters that were replaced: an error at its next step.
+void OptimizerSet::models_changed() {
+  for (const auto& optimizer : optimizers_) {
+    auto parameters = parameters_of(*optimizer->optimizer);
+    std::erase_if(parameters, [this](const at::Tensor& p) { return !models_.owns(p); });
+    optimizer->known_count = parameters.size();
+    slots_[static_cast<size_t>(optimizer->index)] = models_.slots_of(parameters);
+  }
+  forget_done();
+  decide_who_scales();
 }
 
 void OptimizerSet::decide_who_scales() {

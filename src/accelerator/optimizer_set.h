@@ -24,6 +24,9 @@ class OptimizerSet : private WindowParts {
  public:
   OptimizerSet(const WindowParts& parts, OpenBatch& batch) : WindowParts(parts), batch_(batch) {}
 
+  /// The parameters of a model were frozen, unfrozen or replaced, and it was prepared again.
+  void models_changed();
+  /// The same state for an optimizer that is prepared.
   std::shared_ptr<OptimizerState> prepare(
       const std::shared_ptr<torch::optim::Optimizer>& optimizer);
   std::shared_ptr<SchedulerState> prepare_scheduler(

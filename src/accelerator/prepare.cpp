@@ -37,8 +37,16 @@ std::shared_ptr<const LoaderLink> loader_link(std::shared_ptr<AcceleratorCore> c
 }
 
 void PrepareCall::add(const std::shared_ptr<torch::nn::Module>& model) {
-  core_->models.prepare(model, core_->precision.precision(),
-                        [core = core_.get()](size_t i) { return core->batch.rows_count(i); });
+  const bool changed = core_->models.changed(model.get());
+  if (changed) {
+    core_->windows.forget(core_->models.index(model.get(), "accelerator::prepare"));
+  }
+  core_->models.prepare(
+      model, core_->precision.precision(),
+      [core = core_.get()](size_t i) { return core->batch.rows_count(i); }, changed);
+  if (changed) {
+    core_->optimizers.models_changed();
+  }
   models_.push_back(model.get());
 }
 void PrepareCall::add(const std::shared_ptr<torch::optim::Optimizer>& optimizer) {

@@ -42,13 +42,21 @@ uint64_t end_of_data(const LoaderState* loader, uint64_t steps) {
 
 void UnevenInputs::end_ranges(const LoaderState* loader, bool joins) {
   try {
-    optimizers_.complete_at_end(loader);
+    const bool goes_on = loader != nullptr && !run_.options().sync_with_dataloader;
+    if (!goes_on) {
+      optimizers_.complete_at_end(loader);
+    }
     // Other ranks complete a window that had only its last batch here. Inside a LocalSGD scope each
     // rank has its own windows.
     joins = joins || local_.scope() != nullptr || windows_.left_out_last(loader);
-    windows_.drop_unfinished(loader);
+    if (!goes_on) {
+      windows_.drop_unfinished(loader);
+    }
     if (!run_.alone()) {
       take_part(loader, joins);
+    }
+    if (goes_on && local_.scope() == nullptr) { // evaluations that follow need equal buffers
+      announcer_.sync_buffers(windows_.unfinished(), false, true);
     }
   } catch (const std::exception& error) {
     run_.fail_peers(error); // they may wait for this rank

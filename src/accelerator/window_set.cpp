@@ -103,6 +103,24 @@ void WindowSet::leave(const GradientWindow& window) {
   }
 }
 
+void WindowSet::forget(size_t model) {
+  const GradientWindow* last = of(model);
+  if (is_local(model) || (last != nullptr && (last->is_open() || !last->opens()))) {
+    throw InputError("accelerator::prepare",
+                     std::string("the model's parameters have changed inside a ") +
+                         (is_local(model) ? "scope of LocalSGD" : "window"),
+                     "a second prepare() between windows",
+                     "call it after a window's optimizer step, outside LocalSGD");
+  }
+  std::erase_if(windows_, [&](const auto& entry) {
+    const bool has = (entry.second.models_mask() >> model & 1) != 0;
+    if (has) {
+      leave(entry.second);
+    }
+    return has;
+  });
+}
+
 void WindowSet::complete(const GradientWindow& window, bool outside, bool again) {
   report_ = window.report();
   if (again) {
@@ -121,6 +139,14 @@ void WindowSet::complete(const GradientWindow& window, bool outside, bool again)
 
 bool WindowSet::in_window(size_t model) const {
   return of(model) != nullptr && completed(model) == 0;
+}
+
+uint64_t WindowSet::unfinished() const {
+  uint64_t mask = 0;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    mask |= uint64_t{in_window(i) && !of(i)->opens()} << i;
+  }
+  return mask;
 }
 
 void WindowSet::note_attempt(size_t model, bool of_last) {

@@ -20,7 +20,12 @@ at::Tensor gradient_place(const at::Tensor& parameter) {
 }
 
 GradientPlaceScope::GradientPlaceScope(Find find)
-    : find_(std::move(find)), before_(std::exchange(place_finder(), &find_)) {}
-GradientPlaceScope::~GradientPlaceScope() { place_finder() = before_; }
+    : find_(std::move(find)), before_(std::exchange(place_finder(), &find_)) {
+  ++count;
+}
+GradientPlaceScope::~GradientPlaceScope() {
+  place_finder() = before_;
+  --count;
+}
 
 } // namespace hasten::detail

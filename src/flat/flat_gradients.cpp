@@ -18,7 +18,7 @@ namespace detail {
 // Copies small gradients, of which there are thousands, without the dispatcher.
 bool flat_copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   constexpr size_t kSmall = 1 << 14; // bytes; above it copy_ costs no more
-  if (from.nbytes() > kSmall || !from.device().is_cpu() || from.is_sparse() ||
+  if (from.is_sparse() || from.nbytes() > kSmall || !from.device().is_cpu() ||
       from.scalar_type() != to.scalar_type() || from.is_conj() || from.is_neg() ||
       !from.is_contiguous() || !to.is_contiguous() || !to.device().is_cpu()) {
     return false;
@@ -100,7 +100,10 @@ bool FlatGradients::installed(int64_t slot) const {
 void FlatGradients::install_slots(const std::vector<int64_t>& slots) {
   Moves moves;
   for (const int64_t slot : slots) {
-    install_slot(slot, &moves);
+    const at::Tensor& grad = layout_.slots()[static_cast<size_t>(slot)].parameter.grad();
+    if (!leaves(slot) || (grad.defined() && !grad.is_sparse())) {
+      install_slot(slot, &moves);
+    }
   }
   const at::NoGradGuard no_grad;
   if (!moves.to.empty()) {
@@ -147,7 +150,7 @@ void FlatGradients::install_slot(int64_t slot, Moves* later) {
   grad = views_[i];
 }
 
-void FlatGradients::install() {
+void FlatGradients::install(bool everything) {
   const auto& slots = layout_.slots();
   if (!known_zero() && std::none_of(slots.begin(), slots.end(), [](const FlatSlot& slot) {
         return slot.parameter.grad().defined();
@@ -156,7 +159,9 @@ void FlatGradients::install() {
   }
   std::vector<int64_t> all(slots.size());
   std::iota(all.begin(), all.end(), 0);
+  const std::vector<char> left = everything ? std::exchange(sparse_, {}) : std::vector<char>();
   install_slots(all);
+  sparse_ = everything ? left : sparse_;
 }
 
 at::Tensor FlatGradients::give_place(const at::Tensor& parameter) {

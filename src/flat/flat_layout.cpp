@@ -95,6 +95,12 @@ int64_t FlatLayout::find(const at::Tensor& parameter) const {
   return it == index_.end() ? -1 : it->second;
 }
 
+bool FlatLayout::fits(int64_t slot) const {
+  const FlatSlot& was = slots_[static_cast<size_t>(slot)];
+  return was.parameter.sizes() == was.sizes && was.parameter.scalar_type() == was.dtype &&
+         was.parameter.device() == groups_[static_cast<size_t>(was.group)].device;
+}
+
 std::vector<char> FlatLayout::reachable(const at::Tensor& loss) const {
   std::vector<char> found(slots_.size(), 0);
   std::vector<torch::autograd::Node*> open;

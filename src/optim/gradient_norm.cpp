@@ -116,7 +116,7 @@ void clip_by_value_(const std::vector<at::Tensor>& tensors, double clip_value) {
     return;
   }
   for (const at::Tensor& tensor : tensors) {
-    tensor.clamp_(-clip_value, clip_value);
+    (tensor.is_sparse() ? tensor._values() : tensor).clamp_(-clip_value, clip_value);
   }
 }
 

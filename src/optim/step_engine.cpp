@@ -161,7 +161,8 @@ void StepEngine::take_gradient(StepItem& item) const {
   const char* where = rules_->where();
   if (gradient.layout() != at::kStrided) {
     throw InputError(where, "a gradient is sparse: shape=" + c10::str(gradient.sizes()),
-                     "dense gradients", "build the embedding with sparse=false");
+                     "dense gradients",
+                     "build the embedding with sparse=false, or use torch::optim::SGD or Adagrad");
   }
   if (gradient.numel() != parameter.numel() || gradient.device() != parameter.device()) {
     throw InputError(

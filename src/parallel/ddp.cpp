@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
 #include <functional>
@@ -30,6 +31,17 @@ Ddp::Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::
                      "bucket_cap_mb=" + std::to_string(options_.bucket_cap_mb) +
                          ", first_bucket_mb=" + std::to_string(options_.first_bucket_mb),
                      "both above 0");
+  }
+  for (const auto& visited : module_->modules()) {
+    const auto* single = dynamic_cast<const torch::nn::EmbeddingImpl*>(visited.get());
+    const auto* bag = dynamic_cast<const torch::nn::EmbeddingBagImpl*>(visited.get());
+    const bool sparse =
+        (single && single->options.sparse()) || (bag != nullptr && bag->options.sparse());
+    const int64_t slot =
+        sparse ? gradients_.layout().find(single ? single->weight : bag->weight) : -1;
+    if (slot >= 0) {
+      gradients_.leave_sparse(slot);
+    }
   }
   make_buckets();
   buffer_versions_ = detail::versions_of(module_buffers_);
@@ -65,12 +77,18 @@ void Ddp::make_buckets() {
     const FlatSlot& slot = layout.slots()[static_cast<size_t>(index)];
     const auto g = static_cast<size_t>(slot.group);
     const at::ScalarType dtype = layout.groups()[g].dtype;
+    const bool sparse = gradients_.leaves(index);
+    if (sparse && !open[g].slots.empty()) {
+      std::erase(last_come, g);
+      close(g);
+    }
+    open[g].sparse = sparse;
     open[g].slots.push_back(index);
     open[g].numel += detail::flat_padded(slot.numel, dtype);
     const double mb = static_cast<double>(open[g].numel) *
                       static_cast<double>(c10::elementSize(dtype)) / (1 << 20);
     std::erase(last_come, g);
-    if (mb >= (buckets_.empty() ? options_.first_bucket_mb : options_.bucket_cap_mb)) {
+    if (sparse || mb >= (buckets_.empty() ? options_.first_bucket_mb : options_.bucket_cap_mb)) {
       close(g);
     } else {
       last_come.push_back(g);
@@ -88,20 +106,19 @@ void Ddp::check_parameters() const {
       if (parameter.requires_grad()) {
         throw InputError(
             "parallel::Ddp", "parameter \"" + name + "\" was unfrozen after it was prepared",
-            "the same trainable parameters", "call requires_grad_(true) before prepare()");
+            "the same trainable parameters", "call prepare() again after requires_grad_(true)");
       }
       continue;
     }
-    const FlatSlot& was = gradients_.layout().slots()[static_cast<size_t>(slot)];
-    const FlatGroup& group = gradients_.layout().groups()[static_cast<size_t>(was.group)];
-    if (parameter.sizes() != was.sizes || parameter.scalar_type() != was.dtype ||
-        parameter.device() != group.device) {
+    if (!gradients_.layout().fits(slot)) {
+      const FlatSlot& was = gradients_.layout().slots()[static_cast<size_t>(slot)];
+      const FlatGroup& group = gradients_.layout().groups()[static_cast<size_t>(was.group)];
       throw InputError(
           "parallel::Ddp",
           c10::str("parameter \"", name, "\" is ", parameter.sizes(), " ", parameter.scalar_type(),
                    " on ", parameter.device(), " now, and was ", at::IntArrayRef(was.sizes), " ",
                    was.dtype, " on ", group.device, " when it was prepared"),
-          "the same shape, dtype and device", "convert or move the model before prepare()");
+          "the same shape, dtype and device", "call prepare() again after converting or moving it");
     }
   }
 }
@@ -163,7 +180,10 @@ void Ddp::begin(bool in_place) {
     foreign_ = foreign_ && in_place && !gradients_.cleared();
   } else {
     gradients_.install();
-    const bool zero = gradients_.all_zero();
+    const bool zero = gradients_.all_zero() && std::ranges::none_of(
+        gradients_.layout().slots(), [](const FlatSlot& slot) {
+          return slot.parameter.grad().defined() && slot.parameter.grad().is_sparse();
+        });
     foreign_ = foreign_ && !zero;
     if (!in_place && !zero) {
       set_aside();
@@ -189,7 +209,7 @@ void Ddp::set_local(bool local) {
 // the copy is added at the end.
 void Ddp::set_aside() {
   at::NoGradGuard no_grad;
-  gradients_.install();
+  gradients_.install(true);
   aside_ = mapped(gradients_.buffers(), [](const at::Tensor& buffer) { return buffer.clone(); });
 }
 
@@ -202,7 +222,7 @@ void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
   }
   pending_factor_ = factor;
   if (!aside_.empty()) {
-    gradients_.install();
+    gradients_.install(true);
   }
   if (!defer || !aside_.empty()) {
     apply_pending_factor();
@@ -215,8 +235,12 @@ void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
     gradients_.mark_written();
   }
   for (size_t slot = 0; slot < used_.size(); ++slot) {
+    at::Tensor& grad = gradients_.layout().slots()[slot].parameter.mutable_grad();
+    if (grad.defined() && grad.is_sparse()) {
+      grad = grad.coalesce();
+    }
     if (!used_[slot] && !defined_[slot]) { // as without a backward
-      gradients_.layout().slots()[slot].parameter.mutable_grad().reset();
+      grad.reset();
     }
   }
   final_ = true;
@@ -237,7 +261,9 @@ void Ddp::apply_pending_factor() {
   for (size_t slot = 0; slot < hooks_.size(); ++slot) {
     const at::Tensor& gradient = gradients_.layout().slots()[slot].parameter.grad();
     in_place = in_place && gradients_.installed(static_cast<int64_t>(slot));
-    if (gradient.defined()) {
+    if (gradient.defined() && gradient.is_sparse()) {
+      at::Tensor(gradient).mul_(factor);
+    } else if (gradient.defined()) {
       gradients.push_back(gradient);
     }
   }

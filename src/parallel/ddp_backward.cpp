@@ -8,6 +8,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
+#include "hasten/core/gradient_place.h"
 #include "hasten/parallel/ddp.h"
 #include "module_buffers.h"
 #include "sync_batch_norm_function.h"
@@ -78,7 +79,7 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
       const bool waits = waits_[static_cast<size_t>(slot)];
       bucket.pending += waits;
       if (!waits) {
-        gradients_.install_slot(slot); // zero, unless an earlier batch used it
+        gradients_.install_slots({slot}); // zero, unless an earlier batch used it
       }
     }
   }
@@ -96,6 +97,14 @@ void Ddp::gradient_ready(int64_t slot) {
       foreign_ = true; // the user's own backward; harmless unless an optimizer uses it
       gradients_.mark_written();
       return;
+    }
+    if (detail::GradientPlaceScope::any()) { // accelerator.backward() of other models
+      throw InputError("parallel::Ddp",
+                       "a loss of other models reached parameter \"" + entry.name +
+                           "\", whose model is in the middle of its own window",
+                       "losses that depend only on the models of their accumulate()",
+                       "freeze this model for that loss (requires_grad_(false), and back afterwards), "
+                       "detach() its part, or pass all models of the loss to one accumulate()");
     }
     throw InputError("parallel::Ddp",
                      "loss.backward() inside a window reached parameter \"" + entry.name + "\"",
@@ -120,8 +129,8 @@ void Ddp::gradient_ready(int64_t slot) {
                      options_.static_graph ? "leave static_graph off" : "");
   }
   const at::Tensor& gradient = entry.parameter.grad();
-  if (gradient.is_sparse() || (!alone_ && gradient.is_cpu())) { // else with the bucket's others
-    gradients_.install_slot(slot);
+  if (!alone_ && gradient.is_cpu()) { // else with the bucket's others
+    gradients_.install_slots({slot});
   }
   used_[i] = 1;
   if (!reducing_ || ready_[i]) {
@@ -138,36 +147,70 @@ void Ddp::gradient_ready(int64_t slot) {
 
 void Ddp::launch(size_t index) {
   Bucket& bucket = buckets_[index];
+  if (bucket.sparse) {
+    return; // wait() has more to exchange
+  }
   if (!bucket.range.is_cpu()) { // one copy for all
     gradients_.install_slots(bucket.slots);
   }
+  const at::NoGradGuard no_grad;
+  const auto& slots = gradients_.layout().slots();
+  const bool real = !bucket.range.is_complex(); // hooks and sums take no other numbers
   Operation operation;
   if (hook_) {
-    at::NoGradGuard no_grad;
     if (backward_.factor && !prescale_) {
       prescale_ = backward_.factor();
     }
     if (prescale_.value_or(1) != 1) {
       bucket.range.mul_(*prescale_);
     }
+  }
+  if (hook_ && real) {
     GradientBucket gradients;
     gradients.index = static_cast<int64_t>(index);
     gradients.last = index + 1 == buckets_.size();
     gradients.buffer = bucket.range;
     for (const int64_t slot : bucket.slots) {
       gradients.gradients.push_back(
-          {gradients_.layout().slots()[static_cast<size_t>(slot)].name, gradients_.view(slot)});
+          {slots[static_cast<size_t>(slot)].name, gradients_.view(slot)});
     }
     operation.started = Clock::now();
     operation.step = hook_->reduce(*communicator_, gradients);
   } else {
     operation.started = Clock::now();
-    operation.handle = communicator_->all_reduce_async(bucket.range, ReduceOp::SUM,
-                                                       "gradient bucket " + std::to_string(index));
+    operation.handle = communicator_->all_reduce_async(
+        real ? bucket.range : at::view_as_real(bucket.range), ReduceOp::SUM,
+        "gradient bucket " + std::to_string(index));
   }
   report_.buckets += 1;
   report_.bytes += static_cast<int64_t>(bucket.range.nbytes());
   operations_.push_back(std::move(operation));
+}
+
+// Note [Sparse gradients]
+// Every rank gets all ranks' rows and adds those of one index. If a rank's gradient is dense, as of tied
+// weights, all sum dense ones.
+void Ddp::sum_rows(const Bucket& bucket) {
+  const FlatSlot& entry = gradients_.layout().slots()[static_cast<size_t>(bucket.slots[0])];
+  const at::NoGradGuard no_grad;
+  at::Tensor& grad = entry.parameter.mutable_grad();
+  const at::Tensor dense = at::full({1}, grad.defined() && !grad.is_sparse(), at::kLong);
+  communicator_->all_reduce(dense, ReduceOp::MAX, "form of the gradient of " + entry.name);
+  if (dense.item<int64_t>() != 0) {
+    gradients_.install_slot(bucket.slots[0]);
+    communicator_->all_reduce(bucket.range, ReduceOp::SUM, "gradient of " + entry.name);
+    return;
+  }
+  if (!grad.defined()) {
+    grad = at::sparse_coo_tensor(entry.sizes, entry.parameter.options().layout(at::kSparse));
+  }
+  const at::Tensor own = grad.coalesce().to(flat_gradient_dtype(entry.dtype));
+  const at::Tensor rows = communicator_->all_gather_rows(own._indices().flatten().contiguous(),
+                                                         "rows of the gradient of " + entry.name);
+  const at::Tensor values = communicator_->all_gather_rows(own._values().contiguous(),
+                                                           "values of the gradient of " + entry.name);
+  grad = at::sparse_coo_tensor(rows.unsqueeze(0), values, entry.sizes).coalesce();
+  grad.mul_(prescale_.value_or(1));
 }
 
 // Only in the buckets' order, so that every rank has the same sequence of operations. The caller
@@ -175,8 +218,8 @@ void Ddp::launch(size_t index) {
 void Ddp::launch_ready_buckets(bool all) {
   while (next_bucket_ < buckets_.size() && (all || buckets_[next_bucket_].pending == 0)) {
     launch(next_bucket_);
+    report_.overlapped += !all && !buckets_[next_bucket_].sparse;
     ++next_bucket_;
-    report_.overlapped += !all;
   }
 }
 
@@ -281,6 +324,11 @@ void Ddp::wait() {
   }
   report_operations(from);
   operations_.clear();
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.sparse) {
+      sum_rows(bucket);
+    }
+  }
   gradients_.mark_written();
   reducing_ = false;
   settle_agreement();

@@ -83,7 +83,7 @@ void FullyShard::check_parameters() const {
       throw InputError(
           "parallel::FullyShard",
           "parameter \"" + parameters_[i].name + "\" was unfrozen after it was sharded",
-          "the same trainable parameters", "call requires_grad_(true) before");
+          "the same trainable parameters", "call prepare() again after requires_grad_(true)");
     }
   }
 }
@@ -141,6 +141,12 @@ at::Tensor FullyShard::give_place(const at::Tensor& parameter) {
 
 void FullyShard::gradient_ready(size_t parameter) {
   const ShardedParameter& entry = parameters_[parameter];
+  if (entry.parameter.grad().is_sparse()) {
+    entry.parameter.mutable_grad().reset();
+    throw InputError("parallel::FullyShard",
+                     "the gradient of parameter \"" + entry.name + "\" is sparse", "dense gradients",
+                     "build the embedding with sparse=false, or use strategy=ddp");
+  }
   const bool whole =
       schedule_->units()[entry.unit]->state() == detail::ShardUnit::State::unsharded &&
       entry.parameter.grad().sizes() == at::IntArrayRef(entry.sizes);
@@ -154,7 +160,7 @@ void FullyShard::gradient_ready(size_t parameter) {
         whole
             ? "a backward between the two"
             : "blocks that are called through call_block, and parameters used only in their block",
-        whole ? "use accelerator.backward(loss)"
+        whole ? "use accelerator.backward(loss); for another model's loss freeze this model or detach()"
               : "do not shard this block; its parameters then belong to the root unit");
   }
   if (entry.parameter.grad().requires_grad()) {

@@ -283,6 +283,10 @@ FullyShard::Units FullyShard::make_units(const detail::ShardBlocks& blocks) {
       const auto [tied, fresh] =
           seen.emplace(item.value().unsafeGetTensorImpl(), parameters_.size());
       const std::string name = prefix + item.key();
+      if (item.value().is_complex() && communicator_->world_size() > 1) {
+        throw InputError("parallel::FullyShard", "parameter \"" + name + "\" is complex",
+                         "real parameters", "use strategy=ddp");
+      }
       if (fresh) {
         parameters_.push_back({name, item.value(), item.value().sizes().vec(), 0, 0, unit});
       } else if (const auto& first = parameters_[tied->second]; first.unit != unit) {

@@ -177,27 +177,6 @@ static std::unique_ptr<Graph> captured(const SideStream& side, at::MempoolId_t p
   return graph;
 }
 
-/// While it lives, gradients of these parameters call no hooks: each step calls them, not the capture.
-class WithoutHooks {
- public:
-  explicit WithoutHooks(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
-    for (const at::Tensor& parameter : parameters_) {
-      hooks_.push_back(std::exchange(torch::autograd::impl::hooks(parameter), {}));
-    }
-  }
-  WithoutHooks(const WithoutHooks&) = delete;
-  WithoutHooks& operator=(const WithoutHooks&) = delete;
-  ~WithoutHooks() {
-    for (size_t i = 0; i < hooks_.size(); ++i) {
-      torch::autograd::impl::hooks(parameters_[i]) = std::move(hooks_[i]);
-    }
-  }
-
- private:
-  const std::vector<at::Tensor>& parameters_;
-  std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks_{};
-};
-
 static LossOutput replay(const std::shared_ptr<CapturedLoss>& of, const Batch& batch) {
   {
     const at::NoGradGuard no_grad;
@@ -280,10 +259,17 @@ std::shared_ptr<CapturedLoss> LossGraphs::capture(const Batch& batch) {
     made->seed = at::empty_like(made->output.loss_sum, at::TensorOptions().requires_grad(false));
     const Autocast off({.device = device_.type(), .enabled = false});
     made->backward = captured(side, made->forward->pool(), [&] {
-      const WithoutHooks without(made->trained);
+      // Each step calls their hooks, not the capture.
+      std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks;
+      for (const at::Tensor& parameter : made->trained) {
+        hooks.push_back(std::exchange(torch::autograd::impl::hooks(parameter), {}));
+      }
       made->gradients = torch::autograd::grad({made->output.loss_sum}, made->trained, {made->seed},
                                               /*retain_graph=*/false, /*create_graph=*/false,
                                               /*allow_unused=*/true);
+      for (size_t i = 0; i < hooks.size(); ++i) {
+        torch::autograd::impl::hooks(made->trained[i]) = std::move(hooks[i]);
+      }
     });
   } catch (const c10::OutOfMemoryError&) {
     throw;

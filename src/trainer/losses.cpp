@@ -3,7 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
+#include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -33,13 +36,55 @@ at::Tensor weights_of(const std::vector<double>& weights, const at::Tensor& like
   return at::tensor(weights, at::kDouble).to(like.device(), like.scalar_type());
 }
 
+/// The labels of each token's next one, as of a causal language model.
+static at::Tensor next_labels(const at::Tensor& labels) {
+  return at::constant_pad_nd(labels.slice(1, 1), {0, 1}, -100);
+}
+
+/// Whether the labels are those of the next tokens. Empty: this batch cannot tell. Throws InputError if
+/// the loss is neither cross-entropy, because another one would replace it.
+static std::optional<bool> shifts_labels(const LossOutput& own, const at::Tensor& labels) {
+  const at::NoGradGuard no_grad;
+  const double loss = own.loss_sum.item<double>();
+  const bool narrow = own.outputs.defined() && own.outputs.element_size() < 4;
+  double nearest = (narrow ? 2e-2 : 1e-3) * std::abs(loss) + 1e-6;
+  std::optional<bool> shifts;
+  const auto compare = [&](const LossOutput& plain, bool shifted) {
+    const double difference = std::abs(plain.loss_sum.item<double>() - loss);
+    if (own.weight == plain.weight && difference <= nearest) {
+      nearest = difference;
+      shifts = shifted;
+    }
+  };
+  compare(labels.is_floating_point() ? bce_with_logits_output(own.outputs, labels)
+                                     : cross_entropy_output(own.outputs, labels),
+          false);
+  if (labels.dim() >= 2 && !labels.is_floating_point()) {
+    compare(cross_entropy_output(own.outputs, next_labels(labels)), true);
+  }
+  if (!shifts && std::isfinite(loss)) {
+    throw InputError(kLossesWhere,
+                     "label_smoothing_factor or class_weights, which replace cross-entropy, with a "
+                     "loss function of your own",
+                     "the cross-entropy of outputs and labels, over their number",
+                     "leave both arguments out, and return cross_entropy_output(logits, labels, "
+                     "{.label_smoothing, .class_weights}) or what you need");
+  }
+  return loss == 0 ? std::nullopt : shifts;
+}
+
 LossFunction with_objective(LossFunction inner, ClassificationLossOptions how, bool balanced) {
-  return [inner = std::move(inner), how = std::move(how), balanced](const Batch& batch) {
+  const auto shifts = std::make_shared<std::optional<bool>>();
+  return [inner = std::move(inner), how = std::move(how), balanced, shifts](const Batch& batch) {
     LossOutput output = inner(batch);
     if (!output.loss_sum.defined() || !batch.has("labels")) {
       return output;
     }
-    const at::Tensor& labels = batch["labels"];
+    if (!*shifts) {
+      *shifts = shifts_labels(output, batch["labels"]);
+    }
+    const at::Tensor labels =
+        shifts->value_or(false) ? next_labels(batch["labels"]) : batch["labels"];
     if (labels.is_floating_point() && labels.dim() == 2 && how.label_smoothing == 0) {
       return bce_with_logits_output(output.outputs, labels, how.class_weights);
     }

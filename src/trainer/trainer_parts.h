@@ -74,7 +74,8 @@ void settle_precision(TrainerParts& parts, const std::string& kept = {});
 /// Returns `inner` with its loss replaced by cross_entropy_output(how) of its outputs, which must
 /// be logits, as in transformers' Trainer; with several labels per sample by
 /// bce_with_logits_output(class_weights). Batches without labels are unchanged. `balanced`:
-/// classes after the last weight have weight 1.
+/// classes after the last weight have weight 1. If the loss of `inner` is that of the next tokens'
+/// labels, as of a causal model, so is the new one. Calls throw InputError if it is another loss.
 LossFunction with_objective(LossFunction inner, ClassificationLossOptions how, bool balanced);
 
 } // namespace hasten::detail

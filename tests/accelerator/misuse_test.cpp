@@ -43,6 +43,49 @@ TEST(Misuse, ABackwardOfTorchsIsRefusedAtTheStep) {
   EXPECT_TRUE(optimizer.step());
 }
 
+// A generator's loss reaches the discriminator, whose window is open.
+TEST(Misuse, ALossOfAnotherModelInAnOpenWindowIsNamed) {
+  for (const bool frozen : {false, true}) {
+    auto accelerator = accelerator_of({.gradient_accumulation_steps = 2});
+    Net generator = net_of_rank(accelerator);
+    torch::nn::Linear discriminator(3, 1);
+    discriminator->to(testing_support::run_device(), torch::kDouble);
+    torch::optim::SGD sgd_g(generator->parameters(), 0.1), sgd_d(discriminator->parameters(), 0.1);
+    auto [g, optimizer_g] = accelerator.prepare(generator, sgd_g);
+    auto [d, optimizer_d] = accelerator.prepare(discriminator, sgd_d);
+    const Tensor noise = make_batches(2)[1].first;
+    const auto train = [&, &g = g, &d = d, &optimizer_g = optimizer_g,
+                        &optimizer_d = optimizer_d] {
+      {
+        auto window = accelerator.accumulate(d);
+        accelerator.backward(d->forward(g->forward(noise).detach()).sum(), 4);
+        optimizer_d.step();
+        optimizer_d.zero_grad();
+      }
+      auto window = accelerator.accumulate(g);
+      for (const Tensor& parameter : d->parameters()) {
+        parameter.set_requires_grad(!frozen);
+      }
+      const Tensor loss = d->forward(g->forward(noise)).sum();
+      for (const Tensor& parameter : d->parameters()) {
+        parameter.set_requires_grad(true);
+      }
+      accelerator.backward(loss, 4);
+      const bool stepped = optimizer_g.step();
+      optimizer_g.zero_grad();
+      return stepped;
+    };
+    if (frozen) { // as the error says
+      EXPECT_FALSE(train());
+      EXPECT_TRUE(train());
+      continue;
+    }
+    const std::string what = message_of<Error>(train);
+    expect_says(what, "a loss of other models reached parameter \"");
+    expect_says(what, "freeze this model for that loss");
+  }
+}
+
 TEST(Misuse, ParametersAddedToAnOptimizerMustBePrepared) {
   auto accelerator = accelerator_of();
   Ready r(accelerator);

@@ -4,6 +4,7 @@
 
 #include "accelerator/plain_steps.h"
 #include "support/on_device.h"
+#include "support/temporary_folder.h"
 
 namespace hasten::accelerator_test {
 
@@ -20,6 +21,81 @@ std::vector<std::vector<Pair>> steps_of(const std::vector<Pair>& batches, int wo
 template <typename Steps>
 void append(Steps& to, const Steps& more) {
   to.insert(to.end(), more.begin(), more.end());
+}
+
+// Accelerate's sync_with_dataloader=False.
+TEST(Phase, AWindowMayGoOnOverTheEndOfAPass) {
+  const testing_support::TemporaryFolder folder;
+  const auto train = [&](Accelerator& accelerator, Net& net, auto& batches, int saves, int loads) {
+    const auto path = std::filesystem::path(
+        accelerator.broadcast_object(folder.path().string()).template get<std::string>());
+    torch::optim::SGD sgd(net->parameters(), 0.3);
+    auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+    auto held_out = even_batches(2, 2);
+    auto evaluation = accelerator.prepare(held_out);
+    int stepped = 0;
+    if (loads > 0) {
+      accelerator.load_state(path / "state");
+    }
+    for (int epoch = loads; epoch < 3; ++epoch) {
+      for (const auto& batch : loader) {
+        auto window = accelerator.accumulate(model);
+        accelerator.backward(mean_loss(model, batch));
+        EXPECT_EQ(accelerator.sync_gradients(), optimizer.step());
+        stepped += accelerator.sync_gradients();
+        optimizer.zero_grad();
+      }
+      for (const auto& other : evaluation) { // in the middle of a window
+        const torch::NoGradGuard no_grad;
+        model->forward(other.first);
+      }
+      if (epoch + 1 == saves) {
+        accelerator.save_state(path / "state");
+      }
+    }
+    return stepped;
+  };
+  const AcceleratorOptions options{.gradient_accumulation_steps = 4, .sync_with_dataloader = false};
+  auto accelerator = accelerator_of(options);
+  const int world = accelerator.num_processes();
+  auto batches = make_batches(3 * world);
+  Net net = net_of_rank(accelerator);
+  EXPECT_EQ(train(accelerator, net, batches, /*saves=*/1, 0), 2) << "of 9 rounds one is left";
+  std::vector<std::vector<Pair>> steps(2);
+  for (int64_t round = 0; round < 8; ++round) {
+    const auto of_round = round_of(batches, world, round % 3);
+    append(steps[static_cast<size_t>(round / 4)], of_round);
+  }
+  const Net plain = plain_steps(steps, 0.3);
+  EXPECT_LE(largest_difference(*net, *plain), 1e-10);
+  accelerator.end_training(); // drops what is left
+
+  auto resumed = accelerator_of(options);
+  Net again = net_of_seed(9);
+  EXPECT_EQ(train(resumed, again, batches, 0, /*loads=*/1), 2);
+  EXPECT_LE(largest_difference(*again, *plain), 1e-10);
+}
+
+TEST(Phase, MicroBatchesOfTheLastBatchMayBeOneWindow) {
+  for (const bool sync : {true, false}) {
+    auto accelerator =
+        accelerator_of({.gradient_accumulation_steps = 4, .sync_with_dataloader = sync});
+    auto batches = even_batches(2 * accelerator.num_processes());
+    Net net = net_of_rank(accelerator);
+    torch::optim::SGD sgd(net->parameters(), 0.3);
+    auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+    int stepped = 0;
+    for (const auto& batch : loader) {
+      for (int64_t row = 0; row < 4; ++row) {
+        auto window = accelerator.accumulate(model);
+        accelerator.backward(
+            mean_loss(model, {batch.first.narrow(0, row, 1), batch.second.narrow(0, row, 1)}), 1);
+        stepped += optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+    EXPECT_EQ(stepped, sync ? 5 : 2);
+  }
 }
 
 TEST(Phase, BreakAndNestedEvaluationDoNotShiftIt) {

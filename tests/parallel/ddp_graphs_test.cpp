@@ -220,6 +220,36 @@ TEST(DdpParameters, MixedTiedTwiceUsedAndSparseOnesAreTheJoinedBatch) {
   }
 }
 
+struct WaveImpl : torch::nn::Module {
+  explicit WaveImpl(uint64_t seed) {
+    torch::manual_seed(seed);
+    waves = register_parameter("waves", torch::randn({6, 3}, torch::kComplexDouble));
+    gain = register_parameter("gain", torch::randn({3}, torch::kDouble));
+  }
+  Tensor loss(int rank) {
+    const Tensor rows = rows_of(rank, 6);
+    return (rows.to(torch::kComplexDouble).matmul(waves).abs() * gain).square().sum();
+  }
+  Tensor waves, gain;
+};
+TORCH_MODULE(Wave);
+
+TEST(DdpParameters, ComplexOnesAreTheJoinedBatch) {
+  auto communicator = fresh_communicator();
+  const int world = communicator->world_size();
+  for (const bool hooked : {false, true}) {
+    Wave net(static_cast<uint64_t>(communicator->rank()) + 1), plain(1);
+    Ddp ddp(communicator, net.ptr(), kTinyBuckets);
+    if (hooked) { // it leaves complex numbers alone
+      ddp.register_comm_hook(std::make_shared<Int8CompressHook>());
+    }
+    EXPECT_TRUE(torch::equal(net->waves, plain->waves)) << "rank 0's";
+    reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });
+    const auto wanted = plain_gradient(*plain, world, [&](int r) { return plain->loss(r); });
+    EXPECT_LE((net->waves.grad() - wanted[0].second).abs().max().item<double>(), 1e-9);
+  }
+}
+
 TEST(DdpGraphs, AGradientPenaltyWorksAndCreateGraphIsRefused) {
   auto communicator = fresh_communicator();
   const int world = communicator->world_size();

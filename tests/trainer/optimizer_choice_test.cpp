@@ -61,7 +61,7 @@ TEST(TrainerOptimizer, EachNameTrainsAsAPlainLoopOverItDoes) {
       }
       const LossOutput loss = loss_function(texts.collate(rows));
       optimizer->zero_grad();
-      (loss.loss_sum / loss.weight).backward();
+      (loss.loss_sum / loss.weight.item()).backward();
       optimizer->step();
       schedule.step();
     }

@@ -7,6 +7,7 @@
 #include "hasten/trainer/losses.h"
 #include "trainer/toy_text.h"
 #include "trainer/trainer_golden.h"
+#include "trainer/trainer_parts.h"
 
 namespace hasten::trainer_losses_test {
 
@@ -82,6 +83,55 @@ TEST(MultiLabelMetrics, AreScikitLearnsForAnySplitOfTheRows) {
   }
   EXPECT_THROW(whole.update(logits, targets * 2), InputError);
   EXPECT_THROW(whole.update(logits.slice(1, 0, 2), targets), InputError);
+}
+
+/// What the Trainer computes with label smoothing from an own loss function of `logits` and `labels`.
+LossOutput smoothed(const LossFunction& own, const at::Tensor& labels) {
+  const LossFunction loss = detail::with_objective(own, {.label_smoothing = 0.2}, false);
+  const Batch batch{{{"labels", labels}}, std::vector<int64_t>(static_cast<size_t>(labels.size(0)))};
+  const LossOutput first = loss(batch);
+  EXPECT_EQ(loss(batch).loss_sum.item<double>(), first.loss_sum.item<double>());
+  return first;
+}
+
+TEST(TrainerLosses, SmoothingShiftsTheLabelsOfACausalLoss) {
+  torch::manual_seed(3);
+  const at::Tensor logits = at::randn({2, 6, 9}, at::kDouble);
+  at::Tensor labels = at::randint(0, 9, {2, 6});
+  labels[1].slice(0, 0, 3).fill_(-100);
+  const at::Tensor next = at::constant_pad_nd(labels.slice(1, 1), {0, 1}, -100);
+  for (const at::Tensor& truth : {labels, next}) {
+    const LossOutput wanted = cross_entropy_output(logits, truth, {.label_smoothing = 0.2});
+    const LossOutput found =
+        smoothed([&](const Batch&) { return cross_entropy_output(logits, truth); }, labels);
+    EXPECT_EQ(mean_of(found), mean_of(wanted));
+    EXPECT_EQ(found.weight, wanted.weight);
+  }
+}
+
+TEST(TrainerLosses, SmoothingReplacesNoOtherLossOfYourOwn) {
+  const at::Tensor logits = golden(kLogits);
+  const at::Tensor labels = at::tensor(kLabels, at::kLong);
+  const auto error = [&](double times, double weight) {
+    try {
+      smoothed(
+          [&](const Batch&) {
+            LossOutput own = cross_entropy_output(logits, labels);
+            own.loss_sum = own.loss_sum * times;
+            own.weight = own.weight + weight;
+            return own;
+          },
+          labels);
+    } catch (const InputError& refusal) {
+      return std::string(refusal.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(error(1, 0), "");
+  for (const std::string& what : {error(2, 0), error(1, 1)}) { // focal, or by another count
+    EXPECT_NE(what.find("label_smoothing_factor or class_weights"), std::string::npos) << what;
+    EXPECT_NE(what.find("a loss function of your own"), std::string::npos) << what;
+  }
 }
 
 TEST(TrainerLosses, BalancedWeightsAreScikitLearnsAndUnseenLabelsCountOne) {

@@ -116,8 +116,9 @@ class Accelerator : public Gradients {
   /// Prepares models (a ModuleHolder or shared_ptr; returned unchanged), optimizers, ranges of
   /// batches and schedulers (anything with step()), in any order and number. Returns their handles
   /// in that order, as a tuple, or a single handle for one object. All objects except models are
-  /// borrowed: they are lvalues that outlive the handles, or shared_ptrs. A model may be prepared
-  /// again.
+  /// borrowed: they are lvalues that outlive the handles, or shared_ptrs. A model or optimizer may be
+  /// prepared again. Do so on all ranks, between windows and after zero_grad(), when parameters were frozen,
+  /// unfrozen or replaced; the state of optimizers stays.
   /// A model is moved to the device and compared with rank 0's. It gets rank 0's parameters and
   /// buffers, and its gradients become views of flat buffers (memory: one copy of the gradients).
   /// Optimizers are never replaced.

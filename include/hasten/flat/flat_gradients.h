@@ -35,7 +35,7 @@ class FlatGradients {
   /// Makes every parameter's grad() its view again. An undefined grad() becomes a zeroed view;
   /// another tensor is copied into the view. Costs one comparison per parameter if all are in
   /// place. Local.
-  void install();
+  void install(bool all = false);
   /// True if grad() of this slot is its view's memory.
   bool installed(int64_t slot) const;
   /// Like install() for one slot. Throws InputError that names the parameter if the gradient
@@ -44,6 +44,15 @@ class FlatGradients {
   /// The same for several slots. On a device other than the CPU one operator copies all of them.
   void install_slots(const std::vector<int64_t>& slots);
 
+  /// A sparse gradient of this slot stays as it is, and an undefined one undefined: install_slots(), and
+  /// install() unless it takes all, pass it by.
+  void leave_sparse(int64_t slot) {
+    sparse_.resize(layout_.slots().size());
+    sparse_[static_cast<size_t>(slot)] = 1;
+  }
+  bool leaves(int64_t slot) const {
+    return !sparse_.empty() && sparse_[static_cast<size_t>(slot)] != 0;
+  }
   /// With `open`, every place may be given once; without, none, as at first.
   void open_places(bool open) { given_.assign(open ? layout_.slots().size() : 0, 0); }
   /// The place of a parameter's gradient, for a backward that makes the gradient there: a view of its
@@ -95,6 +104,7 @@ class FlatGradients {
   mutable std::vector<at::Tensor> views_{}; // [slot]
   mutable std::vector<const void*> addresses_{}; // [slot] where each view begins
   std::vector<char> given_{}; // [slot] of open places; else empty
+  std::vector<char> sparse_{}; // [slot] see leave_sparse(); empty: none
   // Views share the version counter of their buffer, so one comparison per buffer finds every
   // write by torch.
   mutable bool known_zero_ = true;

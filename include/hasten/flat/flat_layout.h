@@ -73,6 +73,8 @@ class FlatLayout {
   const std::vector<FlatGroup>& groups() const { return groups_; }
   /// The slot of this tensor object; -1 if it has none.
   int64_t find(const at::Tensor& parameter) const;
+  /// Whether the slot's parameter has the shape, dtype and device that it had.
+  bool fits(int64_t slot) const;
   /// Whether the loss depends on each slot's parameter. Walks the loss's graph. [slot]
   std::vector<char> reachable(const at::Tensor& loss) const;
 

@@ -7,6 +7,8 @@
 //
 // Buckets follow the order in which rank 0 completed its gradients in the first reduced backward.
 // Before that they follow the reverse order of registration.
+// Gradients of an Embedding or EmbeddingBag with sparse=true stay sparse, unless they are added to earlier
+// ones: ranks exchange their rows.
 // Gradients of 16-bit parameters are fp32 here (FlatGradients), in sums over batches and ranks: 4
 // bytes per element, also in messages unless a comm hook compresses them.
 // Threading: one thread. Lifetime: shares module and communicator; the destructor never
@@ -112,6 +114,7 @@ class Ddp : public DataParallel {
     int64_t numel = 0; // elements, padding included
     at::Tensor range{}; // part of a group's buffer; undefined on a rank alone
     std::vector<int64_t> slots{};
+    bool sparse = false; // one slot; see Note [Sparse gradients]
     int64_t pending = 0; // gradients still to come in this backward
   };
   // A bucket in flight.
@@ -131,6 +134,7 @@ class Ddp : public DataParallel {
   void gradient_ready(int64_t slot);
   std::vector<char> awaited(const DdpBackward& backward) const;
   void launch(size_t bucket);
+  void sum_rows(const Bucket& bucket);
   void launch_ready_buckets(bool all);
   void check_static_graph();
   void start_agreement();
