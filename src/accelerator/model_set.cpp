@@ -124,15 +124,11 @@ ParameterNames ModelSet::parameter_names() const {
   return names;
 }
 
-bool ModelSet::changed(const torch::nn::Module* module) const {
+bool ModelSet::changed(size_t model, const torch::nn::Module& module) const {
   constexpr const char* kWhere = "accelerator::prepare";
-  const auto known = model_index_.find(module);
-  if (known == model_index_.end()) {
-    return false;
-  }
-  DataParallel& was = *models_[known->second].parallel;
+  DataParallel& was = *models_[model].parallel;
   const FlatLayout& layout = was.gradients().layout();
-  const auto now = unique_tensors(module->named_parameters());
+  const auto now = unique_tensors(module.named_parameters());
   bool changed = now.size() != was.parameters().size();
   auto list = nlohmann::json::array();
   for (size_t i = 0; i < now.size(); ++i) {
@@ -162,15 +158,17 @@ bool ModelSet::changed(const torch::nn::Module* module) const {
   return true;
 }
 
-void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
-                       const std::function<bool(size_t i)>& rows_count, bool changed) {
+bool ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
+                       const std::function<bool(size_t i)>& rows_count,
+                       const std::function<void(size_t i)>& forget) {
   if (!module) {
     throw InputError("accelerator::prepare", "model=null", "a model");
   }
   const auto known = model_index_.find(module.get());
-  const size_t index = known == model_index_.end() ? models_.size() : known->second;
-  if (index < models_.size() && !changed) {
-    return;
+  const bool again = known != model_index_.end();
+  const size_t index = again ? known->second : models_.size();
+  if (again && !changed(index, *module)) {
+    return false;
   }
   if (index >= 32) {
     throw InputError("accelerator::prepare", "a 33rd model", "at most 32 per accelerator");
@@ -185,11 +183,11 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
     }
   }
   std::shared_ptr<CommHook> hook;
-  if (changed) {
+  if (again) {
+    forget(index);
     hook = models_[index].parallel->comm_hook();
     give_back(models_[index]);
-    std::erase_if(parameter_owner_,
-                  [&](const auto& owner) { return owner.second.first == index; });
+    std::erase_if(parameter_owner_, [&](const auto& owner) { return owner.second.first == index; });
   }
   if (run_.options().seed && !seeded_) {
     seed_dropout(*run_.options().seed, run_.world().rank);
@@ -227,6 +225,7 @@ void ModelSet::prepare(const std::shared_ptr<torch::nn::Module>& module, Precisi
   model_index_[module.get()] = index;
   models_.resize(std::max(models_.size(), index + 1));
   models_[index] = std::move(state);
+  return again;
 }
 
 void ModelSet::give_back(PreparedModel& model) const {

@@ -39,15 +39,14 @@ class ModelSet {
  public:
   explicit ModelSet(RunContext& run) : run_(run) {}
 
-  /// Whether the model is prepared, and some rank has frozen, unfrozen, replaced, moved or converted a
-  /// parameter since. Collective for a prepared model. Throws InputError, on every rank, if ranks differ,
-  /// or if there are gradients.
-  bool changed(const torch::nn::Module* module) const;
-  /// Does nothing for a model that is prepared, unless it has `changed`: then as at first. `precision`:
-  /// what forwards compute in. `rows_count`: whether this rank's samples count in a forward of model `i`.
-  /// Collective. Memory: a changed model that is sharded is whole on every rank at first.
-  void prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
-               const std::function<bool(size_t i)>& rows_count, bool changed);
+  /// Does nothing for a model that is prepared, unless a rank has frozen, unfrozen, replaced, moved or
+  /// converted a parameter since. Then it calls `forget`, prepares as at first, and returns true. A sharded
+  /// model is whole on every rank in between. `precision`: what forwards compute in. `rows_count`: whether
+  /// this rank's samples count in a forward of model `i`. Collective. Throws InputError, on every rank, if
+  /// ranks differ, or if a model that has changed has gradients.
+  bool prepare(const std::shared_ptr<torch::nn::Module>& module, Precision precision,
+               const std::function<bool(size_t i)>& rows_count,
+               const std::function<void(size_t i)>& forget);
 
   size_t size() const { return models_.size(); }
   const PreparedModel& operator[](size_t i) const { return models_[i]; }
@@ -100,9 +99,9 @@ class ModelSet {
   void shard_optimizer_state(torch::optim::Optimizer& optimizer) const;
 
  private:
+  bool changed(size_t model, const torch::nn::Module& module) const;
   void convert_batch_norms(const std::shared_ptr<torch::nn::Module>& module, PreparedModel& state,
-                           BroadcastBuffers& broadcast_buffers,
-                           std::function<bool()> rows_count);
+                           BroadcastBuffers& broadcast_buffers, std::function<bool()> rows_count);
   /// Takes the model apart: its parameters are whole again.
   void give_back(PreparedModel& model) const;
   void prepare_whole(PreparedModel& state, std::shared_ptr<torch::nn::Module> module,

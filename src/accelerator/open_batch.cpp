@@ -27,8 +27,7 @@ void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> 
   }
   GradientWindow& next = windows_.get(mask, where);
   WindowBatch batch = begin(mask, loader.get(), weight);
-  batch.data_ends =
-      loader != nullptr && loader->last && run_.options().sync_with_dataloader;
+  batch.data_ends = loader != nullptr && loader->last && run_.options().sync_with_dataloader;
   if (next.opens()) {
     announcer_.even_out_buffers(mask, true);
   } else {
@@ -241,7 +240,15 @@ void OpenBatch::begin_evaluation() {
   if (around == nullptr || !around->training) {
     return;
   }
-  announcer_.even_out_buffers(windows_.unfinished());
+  announcer_.even_out_buffers(unfinished());
+}
+
+uint64_t OpenBatch::unfinished() const {
+  uint64_t mask = 0;
+  for (size_t i = 0; i < models_.size(); ++i) {
+    mask |= uint64_t{windows_.in_window(i) && !windows_.of(i)->opens()} << i;
+  }
+  return mask;
 }
 
 bool OpenBatch::rows_count(size_t model) {

@@ -32,6 +32,8 @@ class OpenBatch : private WindowParts {
   void pop_sync(uint64_t id) noexcept;
   bool sync_gradients() const;
 
+  /// Mask of the models whose window has batches and is not complete.
+  uint64_t unfinished() const;
   /// A pass over an evaluation loader begins.
   void begin_evaluation();
   /// In a forward of this model with layers that communicate: whether this rank's

@@ -67,9 +67,17 @@ std::shared_ptr<OptimizerState> OptimizerSet::prepare(
   return state;
 }
 
-// An optimizer may still have parameters that were replaced: an error at its next step.
+// An optimizer may still have parameters that were replaced: an error at its next step. One without a
+// handle may be gone.
 void OptimizerSet::models_changed() {
   for (const auto& optimizer : optimizers_) {
+    const auto watching = std::ranges::count_if(schedulers_, [&](const auto& scheduler) {
+      return std::ranges::find(scheduler->optimizers, optimizer) != scheduler->optimizers.end();
+    });
+    if (optimizer.use_count() == watching + 1) {
+      slots_[static_cast<size_t>(optimizer->index)].clear();
+      continue;
+    }
     auto parameters = parameters_of(*optimizer->optimizer);
     std::erase_if(parameters, [this](const at::Tensor& p) { return !models_.owns(p); });
     optimizer->known_count = parameters.size();

@@ -37,14 +37,10 @@ std::shared_ptr<const LoaderLink> loader_link(std::shared_ptr<AcceleratorCore> c
 }
 
 void PrepareCall::add(const std::shared_ptr<torch::nn::Module>& model) {
-  const bool changed = core_->models.changed(model.get());
-  if (changed) {
-    core_->windows.forget(core_->models.index(model.get(), "accelerator::prepare"));
-  }
-  core_->models.prepare(
-      model, core_->precision.precision(),
-      [core = core_.get()](size_t i) { return core->batch.rows_count(i); }, changed);
-  if (changed) {
+  if (core_->models.prepare(
+          model, core_->precision.precision(),
+          [core = core_.get()](size_t i) { return core->batch.rows_count(i); },
+          [this](size_t i) { core_->windows.leave(i); })) {
     core_->optimizers.models_changed();
   }
   models_.push_back(model.get());

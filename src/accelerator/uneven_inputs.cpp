@@ -56,7 +56,7 @@ void UnevenInputs::end_ranges(const LoaderState* loader, bool joins) {
       take_part(loader, joins);
     }
     if (goes_on && local_.scope() == nullptr) { // evaluations that follow need equal buffers
-      announcer_.sync_buffers(windows_.unfinished(), false, true);
+      announcer_.sync_buffers(batch_.unfinished(), false, true);
     }
   } catch (const std::exception& error) {
     run_.fail_peers(error); // they may wait for this rank

@@ -103,14 +103,12 @@ void WindowSet::leave(const GradientWindow& window) {
   }
 }
 
-void WindowSet::forget(size_t model) {
+void WindowSet::leave(size_t model) {
   const GradientWindow* last = of(model);
   if (is_local(model) || (last != nullptr && (last->is_open() || !last->opens()))) {
     throw InputError("accelerator::prepare",
-                     std::string("the model's parameters have changed inside a ") +
-                         (is_local(model) ? "scope of LocalSGD" : "window"),
-                     "a second prepare() between windows",
-                     "call it after a window's optimizer step, outside LocalSGD");
+                     "the model's parameters have changed inside a window or a scope of LocalSGD",
+                     "a second prepare() between windows, outside LocalSGD");
   }
   std::erase_if(windows_, [&](const auto& entry) {
     const bool has = (entry.second.models_mask() >> model & 1) != 0;
@@ -139,14 +137,6 @@ void WindowSet::complete(const GradientWindow& window, bool outside, bool again)
 
 bool WindowSet::in_window(size_t model) const {
   return of(model) != nullptr && completed(model) == 0;
-}
-
-uint64_t WindowSet::unfinished() const {
-  uint64_t mask = 0;
-  for (size_t i = 0; i < models_.size(); ++i) {
-    mask |= uint64_t{in_window(i) && !of(i)->opens()} << i;
-  }
-  return mask;
 }
 
 void WindowSet::note_attempt(size_t model, bool of_last) {

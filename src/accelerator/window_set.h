@@ -34,17 +34,14 @@ class WindowSet {
   void enter(GradientWindow& window, bool outside, const LoaderState* feeder);
   /// The models are in no window any more: its backward failed.
   void leave(const GradientWindow& window);
-  /// Drops the windows of a model whose parameters have changed. Throws InputError inside a window or a
-  /// scope of LocalSGD.
-  void forget(size_t model);
+  /// Its parameters have changed: drops its windows. Throws InputError inside one or in LocalSGD's scope.
+  void leave(size_t model);
   /// The gradients of the window are final. Does nothing new for a window that was complete and was
   /// reduced again (`again`).
   void complete(const GradientWindow& window, bool outside, bool again = false);
 
   /// Report of a model's window.
   bool in_window(size_t model) const;
-  /// Mask of the models whose window has batches and is not complete.
-  uint64_t unfinished() const;
   const GradientWindow* of(size_t model) const { return standing(model).window; }
   uint64_t completed(size_t model) const { return standing(model).completed; }
   /// The last window that an optimizer's step was attempted for.

@@ -41,19 +41,15 @@ class ReentrantRegion : public torch::autograd::Function<ReentrantRegion> {
   }
 
   static Tensors backward(Context* context, Tensors gradients) {
-    if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid()) {
-      throw CheckpointError("activation_checkpoint::reentrant",
-                            "autograd::grad or backward with inputs= through a region",
-                            "a backward() without inputs, because another autograd engine "
-                            "is installed in this process and regions are reentrant",
-                            "call backward() without inputs");
-    }
-    if (at::GradMode::is_enabled()) {
-      throw CheckpointError("activation_checkpoint::reentrant",
-                            "a backward with create_graph through a region",
-                            "first derivatives, because another autograd engine is installed in "
-                            "this process and regions are reentrant",
-                            "leave activation checkpointing off");
+    // Its backward inside backward makes no graph.
+    if (!torch::autograd::Engine::get_default_engine().is_checkpoint_valid() ||
+        at::GradMode::is_enabled()) {
+      throw CheckpointError(
+          "activation_checkpoint::reentrant",
+          "autograd::grad or backward with inputs= or create_graph through a region",
+          "a backward() without them, because another autograd engine "
+          "is installed in this process and regions are reentrant",
+          "call backward() without them, or leave activation checkpointing off");
     }
     auto call =
         c10::static_intrusive_pointer_cast<ReentrantCall>(context->saved_data["call"].toCapsule());

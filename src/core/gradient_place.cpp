@@ -20,12 +20,7 @@ at::Tensor gradient_place(const at::Tensor& parameter) {
 }
 
 GradientPlaceScope::GradientPlaceScope(Find find)
-    : find_(std::move(find)), before_(std::exchange(place_finder(), &find_)) {
-  ++count;
-}
-GradientPlaceScope::~GradientPlaceScope() {
-  place_finder() = before_;
-  --count;
-}
+    : find_(std::move(find)), before_(std::exchange(place_finder(), &find_)) {}
+GradientPlaceScope::~GradientPlaceScope() { place_finder() = before_; }
 
 } // namespace hasten::detail

@@ -17,7 +17,8 @@ namespace hasten::detail {
 /// Returns [B, Q, H]. `eager`: by torch's plain operators, differentiable any number of times; otherwise
 /// by kernels that can be differentiated once.
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& mask, int64_t heads, double dropout, bool eager = false);
+                          const at::Tensor& mask, int64_t heads, double dropout,
+                          bool eager = false);
 
 /// How a decoder's block computes its attention.
 struct AttentionPlace {

@@ -122,8 +122,8 @@ at::Tensor ModernBertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, at::
   } else {
     query = rotated(query, cosines, sines, heads_);
   }
-  const at::Tensor context =
-      self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2], mask, heads_, p, eager_);
+  const at::Tensor context = self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2],
+                                            mask, heads_, p, eager_);
   hidden = dropout_add(linear_of(attn_output_, context), hidden, p);
   const at::Tensor wide = linear_of(wide_, mlp_norm_->forward(hidden));
   if (is_training() && mlp_dropout_ > 0) {

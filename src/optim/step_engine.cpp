@@ -197,6 +197,8 @@ void StepEngine::take_gradient(StepItem& item) const {
 void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) const {
   StepArrays& arrays = item.arrays;
   const at::Tensor& parameter = item.parameter;
+  const at::IntArrayRef sizes = parameter.sizes(), strides = parameter.strides();
+  const at::Device device = parameter.device();
   const bool by_rows = rules_->traits().by_rows;
   item.parts = rules_->parts(parameter, optimizer.state()[parameter.unsafeGetTensorImpl()]);
   arrays.moment_type = arrays.parameter_type == StepType::f64 ? StepType::f64
@@ -213,9 +215,9 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
   };
   // The kernels read the memory in the parameter's order.
   const auto take = [&](at::Tensor& state, at::ScalarType type, bool in_rows) {
-    const bool ordered = in_rows ? item.by_tensors || state.is_contiguous()
-                                 : state.strides() == parameter.strides();
-    if (state.scalar_type() != type || state.device() != parameter.device() || !ordered) {
+    const bool ordered =
+        in_rows ? item.by_tensors || state.is_contiguous() : state.strides() == strides;
+    if (state.scalar_type() != type || state.device() != device || !ordered) {
       state = (in_rows ? at::empty(state.sizes(), parameter.options().dtype(type))
                        : at::empty_like(parameter, type))
                   .copy_(state);
@@ -241,7 +243,7 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
     const bool in_rows = by_rows && i < 2 && parameter.dim() >= 2;
     if (in_rows && moment->numel() * parameter.size(i == 0 ? -1 : -2) != arrays.count) {
       refuse(*moment, "a mean for each row or column");
-    } else if (!in_rows && moment->sizes() != parameter.sizes()) {
+    } else if (!in_rows && moment->sizes() != sizes) {
       refuse(*moment, "the parameter's");
     }
     arrays.moments[i] = take(*moment, dtype, in_rows);
@@ -250,7 +252,7 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
     at::Tensor& master = *item.parts.master;
     if (!master.defined()) {
       master = at::empty_like(parameter, at::kFloat).copy_(parameter);
-    } else if (master.sizes() != parameter.sizes()) {
+    } else if (master.sizes() != sizes) {
       refuse(master, "the parameter's");
     }
     arrays.master = static_cast<float*>(take(master, at::kFloat, false));

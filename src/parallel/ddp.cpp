@@ -180,10 +180,10 @@ void Ddp::begin(bool in_place) {
     foreign_ = foreign_ && in_place && !gradients_.cleared();
   } else {
     gradients_.install();
-    const bool zero = gradients_.all_zero() && std::ranges::none_of(
-        gradients_.layout().slots(), [](const FlatSlot& slot) {
-          return slot.parameter.grad().defined() && slot.parameter.grad().is_sparse();
-        });
+    const bool zero = gradients_.all_zero() &&
+                      std::ranges::none_of(gradients_.layout().slots(), [](const FlatSlot& slot) {
+                        return slot.parameter.grad().defined() && slot.parameter.grad().is_sparse();
+                      });
     foreign_ = foreign_ && !zero;
     if (!in_place && !zero) {
       set_aside();

@@ -8,7 +8,6 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
-#include "hasten/core/gradient_place.h"
 #include "hasten/parallel/ddp.h"
 #include "module_buffers.h"
 #include "sync_batch_norm_function.h"
@@ -21,6 +20,35 @@ namespace detail {
 enum AgreementRow { kUsed, kMissing, kFrozen, kDefined, kAgreementRows };
 
 } // namespace detail
+
+// Note [Sparse gradients]
+// Every rank gets all ranks' rows and adds those of one index. If a rank's gradient is dense, as of tied
+// weights, all sum dense ones, in `range`.
+static void sum_rows(Communicator& communicator, FlatGradients& gradients, int64_t slot,
+                     const at::Tensor& range, double factor) {
+  const at::NoGradGuard no_grad;
+  const FlatSlot& entry = gradients.layout().slots()[static_cast<size_t>(slot)];
+  const std::string name = "gradient of " + entry.name;
+  at::Tensor& grad = entry.parameter.mutable_grad();
+  const at::Tensor dense = at::full({1}, grad.defined() && !grad.is_sparse(), at::kLong);
+  communicator.all_reduce(dense, ReduceOp::MAX, "form of the " + name);
+  if (dense.item<int64_t>() != 0) {
+    gradients.install_slot(slot);
+    communicator.all_reduce(range, ReduceOp::SUM, name);
+    range.mul_(factor);
+    return;
+  }
+  if (!grad.defined()) {
+    grad = at::sparse_coo_tensor(entry.sizes, entry.parameter.options().layout(at::kSparse));
+  }
+  const at::Tensor own = grad.coalesce().to(flat_gradient_dtype(entry.dtype));
+  const at::Tensor rows =
+      communicator.all_gather_rows(own._indices().flatten().contiguous(), "rows of the " + name);
+  const at::Tensor values =
+      communicator.all_gather_rows(own._values().contiguous(), "values of the " + name);
+  grad = at::sparse_coo_tensor(rows.unsqueeze(0), values, entry.sizes).coalesce();
+  grad.mul_(factor);
+}
 
 // Gradients that this backward is expected to make. [slot]
 std::vector<char> Ddp::awaited(const DdpBackward& backward) const {
@@ -98,18 +126,13 @@ void Ddp::gradient_ready(int64_t slot) {
       gradients_.mark_written();
       return;
     }
-    if (detail::GradientPlaceScope::any()) { // accelerator.backward() of other models
-      throw InputError("parallel::Ddp",
-                       "a loss of other models reached parameter \"" + entry.name +
-                           "\", whose model is in the middle of its own window",
-                       "losses that depend only on the models of their accumulate()",
-                       "freeze this model for that loss (requires_grad_(false), and back afterwards), "
-                       "detach() its part, or pass all models of the loss to one accumulate()");
-    }
-    throw InputError("parallel::Ddp",
-                     "loss.backward() inside a window reached parameter \"" + entry.name + "\"",
-                     "accelerator.backward(loss), which weights the loss",
-                     "use that, or torch::autograd::grad for your own gradients");
+    throw InputError(
+        "parallel::Ddp",
+        "loss.backward(), or a loss of other models, reached parameter \"" + entry.name +
+            "\", whose model is in the middle of a window",
+        "accelerator.backward() of a loss that depends only on the models of its accumulate()",
+        "use that, or torch::autograd::grad for your own gradients; for other models' losses freeze "
+        "this model (requires_grad_(false), and back afterwards) or detach() its part");
   }
   if (entry.parameter.grad().requires_grad()) {
     throw InputError(
@@ -171,46 +194,19 @@ void Ddp::launch(size_t index) {
     gradients.last = index + 1 == buckets_.size();
     gradients.buffer = bucket.range;
     for (const int64_t slot : bucket.slots) {
-      gradients.gradients.push_back(
-          {slots[static_cast<size_t>(slot)].name, gradients_.view(slot)});
+      gradients.gradients.push_back({slots[static_cast<size_t>(slot)].name, gradients_.view(slot)});
     }
     operation.started = Clock::now();
     operation.step = hook_->reduce(*communicator_, gradients);
   } else {
     operation.started = Clock::now();
-    operation.handle = communicator_->all_reduce_async(
-        real ? bucket.range : at::view_as_real(bucket.range), ReduceOp::SUM,
-        "gradient bucket " + std::to_string(index));
+    operation.handle =
+        communicator_->all_reduce_async(real ? bucket.range : at::view_as_real(bucket.range),
+                                        ReduceOp::SUM, "gradient bucket " + std::to_string(index));
   }
   report_.buckets += 1;
   report_.bytes += static_cast<int64_t>(bucket.range.nbytes());
   operations_.push_back(std::move(operation));
-}
-
-// Note [Sparse gradients]
-// Every rank gets all ranks' rows and adds those of one index. If a rank's gradient is dense, as of tied
-// weights, all sum dense ones.
-void Ddp::sum_rows(const Bucket& bucket) {
-  const FlatSlot& entry = gradients_.layout().slots()[static_cast<size_t>(bucket.slots[0])];
-  const at::NoGradGuard no_grad;
-  at::Tensor& grad = entry.parameter.mutable_grad();
-  const at::Tensor dense = at::full({1}, grad.defined() && !grad.is_sparse(), at::kLong);
-  communicator_->all_reduce(dense, ReduceOp::MAX, "form of the gradient of " + entry.name);
-  if (dense.item<int64_t>() != 0) {
-    gradients_.install_slot(bucket.slots[0]);
-    communicator_->all_reduce(bucket.range, ReduceOp::SUM, "gradient of " + entry.name);
-    return;
-  }
-  if (!grad.defined()) {
-    grad = at::sparse_coo_tensor(entry.sizes, entry.parameter.options().layout(at::kSparse));
-  }
-  const at::Tensor own = grad.coalesce().to(flat_gradient_dtype(entry.dtype));
-  const at::Tensor rows = communicator_->all_gather_rows(own._indices().flatten().contiguous(),
-                                                         "rows of the gradient of " + entry.name);
-  const at::Tensor values = communicator_->all_gather_rows(own._values().contiguous(),
-                                                           "values of the gradient of " + entry.name);
-  grad = at::sparse_coo_tensor(rows.unsqueeze(0), values, entry.sizes).coalesce();
-  grad.mul_(prescale_.value_or(1));
 }
 
 // Only in the buckets' order, so that every rank has the same sequence of operations. The caller
@@ -326,7 +322,7 @@ void Ddp::wait() {
   operations_.clear();
   for (const Bucket& bucket : buckets_) {
     if (bucket.sparse) {
-      sum_rows(bucket);
+      sum_rows(*communicator_, gradients_, bucket.slots[0], bucket.range, prescale_.value_or(1));
     }
   }
   gradients_.mark_written();

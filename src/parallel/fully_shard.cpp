@@ -143,9 +143,9 @@ void FullyShard::gradient_ready(size_t parameter) {
   const ShardedParameter& entry = parameters_[parameter];
   if (entry.parameter.grad().is_sparse()) {
     entry.parameter.mutable_grad().reset();
-    throw InputError("parallel::FullyShard",
-                     "the gradient of parameter \"" + entry.name + "\" is sparse", "dense gradients",
-                     "build the embedding with sparse=false, or use strategy=ddp");
+    throw InputError(
+        "parallel::FullyShard", "the gradient of parameter \"" + entry.name + "\" is sparse",
+        "dense gradients", "build the embedding with sparse=false, or use strategy=ddp");
   }
   const bool whole =
       schedule_->units()[entry.unit]->state() == detail::ShardUnit::State::unsharded &&
@@ -160,8 +160,9 @@ void FullyShard::gradient_ready(size_t parameter) {
         whole
             ? "a backward between the two"
             : "blocks that are called through call_block, and parameters used only in their block",
-        whole ? "use accelerator.backward(loss); for another model's loss freeze this model or detach()"
-              : "do not shard this block; its parameters then belong to the root unit");
+        whole
+            ? "use accelerator.backward(loss); for another model's loss freeze this model or detach()"
+            : "do not shard this block; its parameters then belong to the root unit");
   }
   if (entry.parameter.grad().requires_grad()) {
     throw InputError("parallel::FullyShard",

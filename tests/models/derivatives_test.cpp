@@ -1,12 +1,7 @@
 // Every autograd function of ours compared with the same formula in torch's operators, in double and on
 // the same dropout mask: first derivatives, and second ones of each pair of inputs, or the error that
 // says what to set. The graph shows that our function ran.
-#include <gtest/gtest.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/torch.h>
-
-#include <cmath>
-#include <unordered_set>
+#include "derivatives_rig.h"
 
 #include "attention.h"
 #include "attention_rows.h"
@@ -17,116 +12,10 @@
 #include "hasten/core/linear.h"
 #include "hasten/models/linear_cross_entropy.h"
 #include "hasten/models/lora.h"
-#include "small_family.h"
 #include "sliced_attention.h"
-#include "support/error_of.h"
 #include "sync_batch_norm_function.h"
 
 namespace hasten::derivatives_test {
-
-using at::Tensor;
-using Tensors = std::vector<Tensor>;
-using Formula = std::function<Tensor(const Tensors&)>;
-using testing_support::error_of;
-
-/// Nodes of the graph whose names contain `name`.
-int64_t nodes_of(const Tensor& result, const std::string& name) {
-  std::vector<torch::autograd::Node*> open{result.grad_fn().get()};
-  std::unordered_set<const torch::autograd::Node*> seen{open[0]};
-  int64_t found = 0;
-  while (!open.empty()) {
-    torch::autograd::Node* const node = open.back();
-    open.pop_back();
-    found += node->name().find(name) != std::string::npos;
-    for (const auto& edge : node->next_edges()) {
-      if (edge.function && seen.insert(edge.function.get()).second) {
-        open.push_back(edge.function.get());
-      }
-    }
-  }
-  return found;
-}
-
-Tensors gradients(const Tensor& of, const Tensors& inputs, const Tensor& along, bool again) {
-  if (!of.requires_grad()) {
-    return Tensors(inputs.size());
-  }
-  return torch::autograd::grad({of}, inputs, {along}, /*retain_graph=*/true, again,
-                               /*allow_unused=*/true);
-}
-
-struct Case {
-  std::string name;
-  std::string node; // in the graph of `own`; empty: not asked
-  Tensors inputs; // fp32
-  Formula own;
-  Formula plain; // in torch's operators
-  double limit = 1e-4;
-  std::string refused{}; // in the error of a second derivative; empty: there is one
-};
-
-class Derivatives : public testing::Test {
- protected:
-  testing_support::OneThread one_thread_{};
-
-  static void expect_close(const Tensor& own, const Tensor& plain, double scale, double limit) {
-    const double length = plain.defined() ? plain.norm().item<double>() : 0;
-    const Tensor a = own.defined() ? own.to(at::kDouble) : at::zeros({}, at::kDouble);
-    const Tensor b = plain.defined() ? plain : at::zeros({}, at::kDouble);
-    EXPECT_LE((a - b).norm().item<double>(), limit * std::max(length, 1e-3 * scale));
-  }
-
-  static void compare(const Case& c, at::ScalarType dtype = at::kFloat) {
-    SCOPED_TRACE(c.name);
-    Tensors own, plain;
-    for (const Tensor& input : c.inputs) {
-      own.push_back(input.detach().to(dtype).clone().requires_grad_());
-      plain.push_back(own.back().detach().to(at::kDouble).requires_grad_());
-    }
-    torch::manual_seed(7);
-    const Tensor y = c.own(own);
-    const Tensor z = c.plain(plain);
-    if (!c.node.empty()) {
-      EXPECT_GT(nodes_of(y, c.node), 0) << "torch's function ran";
-      EXPECT_EQ(nodes_of(z, c.node), 0);
-    }
-    ASSERT_EQ(y.sizes(), z.sizes());
-    expect_close(y, z, 0, c.limit);
-    torch::manual_seed(8);
-    const Tensor along = at::randn(y.sizes()).to(y.scalar_type());
-    const Tensors exact = gradients(z, plain, along.to(at::kDouble), true);
-    const Tensors first = gradients(y, own, along, false);
-    for (size_t i = 0; i < own.size(); ++i) {
-      SCOPED_TRACE("input " + std::to_string(i));
-      expect_close(first[i], exact[i], 0, c.limit);
-    }
-    if (!c.refused.empty()) {
-      const std::string what = error_of([&] { gradients(y, own, along, true); });
-      EXPECT_NE(what.find(c.refused), std::string::npos) << what;
-      return;
-    }
-    const Tensors again = gradients(y, own, along, true);
-    for (size_t i = 0; i < own.size(); ++i) {
-      SCOPED_TRACE("input " + std::to_string(i));
-      expect_close(again[i], exact[i], 0, c.limit);
-      const Tensor v = at::randn(own[i].sizes()).to(own[i].scalar_type());
-      const Tensors second = gradients(again[i], own, v, false);
-      const Tensors wanted = gradients(exact[i], plain, v.to(at::kDouble), false);
-      double scale = 0; // of the row, for derivatives that are 0
-      for (const Tensor& w : wanted) {
-        scale = std::max(scale, w.defined() ? w.norm().item<double>() : 0);
-      }
-      for (size_t j = 0; j < own.size(); ++j) {
-        SCOPED_TRACE("and input " + std::to_string(j));
-        expect_close(second[j], wanted[j], scale, c.limit);
-      }
-    }
-  }
-
-  static Tensor random(at::IntArrayRef sizes, double scale = 1) {
-    return at::randn(sizes).mul_(scale);
-  }
-};
 
 /// The factors of a dropout that begins with this seed.
 Tensor kept(at::IntArrayRef sizes, double p, uint64_t seed = 7) {
@@ -195,7 +84,8 @@ TEST_F(Derivatives, OfDropoutAreRightInEveryDtype) {
                      },
                  .plain =
                      [&](const Tensors& in) {
-                       const Tensor dropped = in[0].sin() * (p > 0 ? kept(sizes, p) : 1 + 0 * in[0]);
+                       const Tensor dropped =
+                           in[0].sin() * (p > 0 ? kept(sizes, p) : 1 + 0 * in[0]);
                        return (adds ? dropped + in[1] : dropped).square() * in[1];
                      },
                  .limit = dtype == at::kFloat ? 1e-4 : 2e-2},
@@ -262,8 +152,10 @@ TEST_F(Derivatives, OfAttentionAreRightOrAdviseEagerWhichHasThem) {
                            : how.dropout > 0 ? kept({2, kHeads, kTokens, kTokens}, how.dropout)
                                              : at::ones({}, at::kDouble);
     const bool once = std::string(how.node) != "" && std::string(how.node) != "DropoutAdd";
-    compare({.name = c10::str(how.eager ? "eager " : how.sliced ? "sliced " : "kernel ", dtype,
-                              " dropout ", how.dropout),
+    compare({.name = c10::str(how.eager    ? "eager "
+                              : how.sliced ? "sliced "
+                                           : "kernel ",
+                              dtype, " dropout ", how.dropout),
              .node = how.node,
              .inputs = {random(sizes, 2), random(sizes, 2), random(sizes)},
              .own =
@@ -324,10 +216,8 @@ TEST_F(Derivatives, OfAnAdapterAreRightWithItsDropout) {
       for (const int64_t dims : {2, 3}) { // addmm, and matmul
         torch::manual_seed(3);
         torch::nn::Sequential model(torch::nn::Linear(32, 24));
-        get_peft_model(model.ptr(), {.r = 16,
-                                     .lora_alpha = 32,
-                                     .lora_dropout = 0.3,
-                                     .target_modules = {"0"}});
+        get_peft_model(model.ptr(),
+                       {.r = 16, .lora_alpha = 32, .lora_dropout = 0.3, .target_modules = {"0"}});
         model->train(train);
         std::map<std::string, Tensor> named;
         for (auto& item : model->named_parameters()) {
@@ -384,8 +274,8 @@ TEST_F(Derivatives, OfAnAdapterAreRightWithItsDropout) {
 }
 
 TEST_F(Derivatives, OfSyncBatchNormAreRightOrAdviseTheLayerThatHasThem) {
-  const auto layer = std::make_shared<const detail::SyncLayer>(
-      detail::SyncLayer{.communicator = Communicator::create(World{}), .name = "norm", .channels = 5});
+  const auto layer = std::make_shared<const detail::SyncLayer>(detail::SyncLayer{
+      .communicator = Communicator::create(World{}), .name = "norm", .channels = 5});
   const Formula plain = [](const Tensors& in) {
     const Tensor mean = in[0].mean(0), centred = in[0] - mean;
     const Tensor var = centred.square().mean(0);
@@ -423,12 +313,12 @@ TEST_F(Derivatives, OfCheckpointedRegionsAreThoseOfTheirFunctions) {
     return (dropped * at::sigmoid(dropped)).matmul(in[2].t()).sin();
   };
   const Tensors inputs{random({40, 32}), random({32, 32}, 0.2), random({24, 32}, 0.2)};
-  compare({.name = "region",
-           .node = "DropoutAdd",
-           .inputs = inputs,
-           .own =
-               [&](const Tensors& in) { return activation_checkpoint(block, in[0], in[1], in[2]); },
-           .plain = plain});
+  compare(
+      {.name = "region",
+       .node = "DropoutAdd",
+       .inputs = inputs,
+       .own = [&](const Tensors& in) { return activation_checkpoint(block, in[0], in[1], in[2]); },
+       .plain = plain});
   compare({.name = "nested regions",
            .node = "DropoutAdd",
            .inputs = inputs,
@@ -472,7 +362,8 @@ TEST_F(Derivatives, OfOperatorsThatAutocastKeepsInFp32AreRight) {
       {"softmax", [](const Tensors& in) { return (at::softmax(in[0], 1) * in[1] + in[2]).exp(); }},
       {"logsumexp", [](const Tensors& in) { return at::logsumexp(in[0] * in[1] + in[2], {1}); }}};
   for (const auto& [name, formula] : cases) {
-    compare({.name = name, .node = "", .inputs = inputs, .own = in_scope(formula), .plain = formula});
+    compare(
+        {.name = name, .node = "", .inputs = inputs, .own = in_scope(formula), .plain = formula});
   }
   compare({.name = "a bf16 input",
            .node = "",
@@ -528,7 +419,8 @@ double distance(const Tensors& own, const Tensors& wanted) {
 // In double every layer is torch's. With dropout the masks would differ, so there it is the difference of
 // first derivatives.
 TEST_F(Derivatives, OfAWholeModelAreRightInEveryFamily) {
-  for (const char* type : {"bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen3"}) {
+  for (const char* type :
+       {"bert", "roberta", "distilbert", "modernbert", "gpt2", "llama", "qwen3"}) {
     for (const double dropout : {0.0, 0.2}) {
       SCOPED_TRACE(c10::str(type, " dropout ", dropout));
       PreTrainedConfig config = testing_support::small_config(type, dropout);
@@ -561,9 +453,8 @@ TEST_F(Derivatives, OfAWholeModelAreRightInEveryFamily) {
       }
       Tensors difference;
       for (size_t i = 0; i < v.size(); ++i) {
-        difference.push_back(at_ends[0][i].defined()
-                                 ? (at_ends[0][i] - at_ends[1][i]) / (2 * kStep)
-                                 : Tensor());
+        difference.push_back(at_ends[0][i].defined() ? (at_ends[0][i] - at_ends[1][i]) / (2 * kStep)
+                                                     : Tensor());
       }
       EXPECT_LT(distance(mine, difference), 2e-2);
     }

@@ -88,7 +88,8 @@ TEST(MultiLabelMetrics, AreScikitLearnsForAnySplitOfTheRows) {
 /// What the Trainer computes with label smoothing from an own loss function of `logits` and `labels`.
 LossOutput smoothed(const LossFunction& own, const at::Tensor& labels) {
   const LossFunction loss = detail::with_objective(own, {.label_smoothing = 0.2}, false);
-  const Batch batch{{{"labels", labels}}, std::vector<int64_t>(static_cast<size_t>(labels.size(0)))};
+  const Batch batch{{{"labels", labels}},
+                    std::vector<int64_t>(static_cast<size_t>(labels.size(0)))};
   const LossOutput first = loss(batch);
   EXPECT_EQ(loss(batch).loss_sum.item<double>(), first.loss_sum.item<double>());
   return first;

@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <functional>
 
 namespace hasten::detail {
@@ -24,11 +23,8 @@ class GradientPlaceScope {
   GradientPlaceScope(const GradientPlaceScope&) = delete;
   GradientPlaceScope& operator=(const GradientPlaceScope&) = delete;
   ~GradientPlaceScope();
-  /// Whether one lives in this process: a window's backward runs.
-  static bool any() { return count > 0; }
 
  private:
-  static inline std::atomic<int> count = 0;
   Find find_;
   const Find* before_;
 };

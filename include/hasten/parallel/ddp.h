@@ -134,7 +134,6 @@ class Ddp : public DataParallel {
   void gradient_ready(int64_t slot);
   std::vector<char> awaited(const DdpBackward& backward) const;
   void launch(size_t bucket);
-  void sum_rows(const Bucket& bucket);
   void launch_ready_buckets(bool all);
   void check_static_graph();
   void start_agreement();
