@@ -199,7 +199,7 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
   const at::Tensor& parameter = item.parameter;
   const at::IntArrayRef sizes = parameter.sizes(), strides = parameter.strides();
   const at::Device device = parameter.device();
-  const bool by_rows = rules_->traits().by_rows;
+  const bool by_rows = rules_->traits().by_rows, contiguous = parameter.is_contiguous();
   item.parts = rules_->parts(parameter, optimizer.state()[parameter.unsafeGetTensorImpl()]);
   arrays.moment_type = arrays.parameter_type == StepType::f64 ? StepType::f64
                        : options_.bf16_moments && !by_rows    ? StepType::bf16
@@ -215,8 +215,9 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
   };
   // The kernels read the memory in the parameter's order.
   const auto take = [&](at::Tensor& state, at::ScalarType type, bool in_rows) {
-    const bool ordered =
-        in_rows ? item.by_tensors || state.is_contiguous() : state.strides() == strides;
+    const bool ordered = in_rows
+                             ? item.by_tensors || state.is_contiguous()
+                             : (contiguous && state.is_contiguous()) || state.strides() == strides;
     if (state.scalar_type() != type || state.device() != device || !ordered) {
       state = (in_rows ? at::empty(state.sizes(), parameter.options().dtype(type))
                        : at::empty_like(parameter, type))
