@@ -125,7 +125,7 @@ def config_rows():
     used(CONFIG, "gpt2", "n_embd n_layer n_head n_positions n_inner activation_function resid_pdrop embd_pdrop attn_pdrop "
          "layer_norm_epsilon hidden_size num_hidden_layers num_attention_heads max_position_embeddings")
     neutral(CONFIG, "gpt2", "n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
-            "reorder_and_upcast_attn predict_special_tokens n_special afn embd_pdrop_ model_parallel")
+            "reorder_and_upcast_attn predict_special_tokens n_special afn model_parallel")
     refused(CONFIG, "gpt2", scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
     used(CONFIG, LLAMAS, "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size hidden_act "
          "max_position_embeddings rms_norm_eps attention_dropout head_dim rope_parameters rope_scaling rope_theta")
@@ -277,6 +277,106 @@ def write():
 fill()
 
 
+def opened_files():
+    """{file of a folder: which calls of the reference open it}"""
+    import tempfile
+
+    import reference
+    import transformers
+
+    reference.quiet()
+    calls, opened, now = {}, {}, ["", ""]
+
+    def hook(event, arguments):
+        if event == "open" and now[0] and isinstance(arguments[0], str) and arguments[0].startswith(now[1]):
+            opened.setdefault(arguments[0].removeprefix(now[1]).split("/", 1)[-1], set()).add(now[0])
+
+    sys.addaudithook(hook)
+    with tempfile.TemporaryDirectory() as work:
+        for case in reference.cases():
+            folder = pathlib.Path(work) / case.name
+            case.build(folder)
+            for name, value in [(SPECIAL, {}), (ADDED, {}), ("processor_config.json", {}), ("preprocessor_config.json", {}),
+                                ("chat_template.json", {}), (GENERATION, {}), ("vocab.json", {}), ("modules.json", {}), ("adapter.json", {})]:
+                if not (folder / name).exists() and case.kind != "generate":
+                    reference.write_json(folder / name, value)
+            now[1] = str(folder)
+            calls = {"model": lambda: case.reference(folder)}
+            if case.kind == "encode":
+                calls = {"AutoTokenizer": lambda: transformers.AutoTokenizer.from_pretrained(folder)}
+            elif case.kind == "logits":
+                calls |= {"AutoConfig": lambda: transformers.AutoConfig.from_pretrained(folder),
+                          "GenerationConfig": lambda: transformers.GenerationConfig.from_pretrained(folder)}
+            elif case.kind == "adapter":
+                calls = {"PeftModel": lambda: case.reference(folder)}
+            for now[0], call in calls.items():
+                reference.outcome(lambda: {"result": call()})
+            now[0] = ""
+    return {name: sorted(which) for name, which in sorted(opened.items()) if not name.endswith(".base")}
+
+
+def show_opens():
+    missing = []
+    for name, which in opened_files().items():
+        known = any(file == name for file, _, _ in rows)
+        print(f"{name:32} {', '.join(which)}")
+        if name.endswith(".json") and not known and name != "vocab.json":
+            missing.append(name)
+    for name in missing:
+        print("no rows:", name)
+    return missing
+
+
+VALUES = [True, False, 3, 0.5, "other", [], ["other"], {"other": 1}]
+
+
+def verify():
+    """Changes each neutral key in the reference alone, and each refused one, in one case of each family."""
+    import shutil
+    import tempfile
+
+    import check_keys
+    import reference
+
+    reference.quiet()
+    wrong, silent, done, bites = [], [], set(), {}
+    with tempfile.TemporaryDirectory() as work:
+        for case in reference.cases():
+            folder, changed = pathlib.Path(work) / case.name, pathlib.Path(work) / "changed"
+            case.build(folder)
+            plain = case.reference(folder)
+            for file in (CONFIG, GENERATION, ADAPTER, TOKENIZER_CONFIG):
+                if not (folder / file).exists() or case.kind not in {CONFIG: ["logits"], GENERATION: ["generate"]}.get(file, [case.kind]):
+                    continue
+                of = check_keys.part_of(case, file, {}, ("",))
+                document = reference.read_json(folder / file)
+                for (row_file, row_of, key), _ in sorted(rows.items()):
+                    use, accepted = find(file, of, key) or ("", [])
+                    place = (file, row_of if row_of == "*" else of, key) + ((case.kind,) if row_of != "*" else (of.split(":")[0],))
+                    if row_file != file or row_of not in ("*", of, of.split(":")[0]) or use in ("used", "") or key[0] == "*" or place in done:
+                        continue
+                    done.add(place)
+                    for value in [*VALUES, *check_keys.LEGAL.get(key, [])]:
+                        shutil.rmtree(changed, ignore_errors=True)
+                        shutil.copytree(folder, changed)
+                        reference.write_json(changed / file, document | {key: value})
+                        made = case.reference(changed)
+                        same = "error" not in made and not check_keys.equal(plain, made) and "random" not in made
+                        if use == "neutral" and not same and "error" not in made:
+                            wrong.append((case.name, file, of, key, value))
+                        if use == "refused":
+                            allowed = value in accepted and not (isinstance(value, bool) != isinstance(accepted[accepted.index(value)], bool))
+                            if allowed and not same:
+                                wrong.append((case.name, file, of, key, value))
+                            bites[file, row_of, key] = bites.get((file, row_of, key), False) or not same
+    silent = [place for place, bit in sorted(bites.items()) if not bit]
+    for row in wrong:
+        print("not so:", *row)
+    for row in silent:
+        print("refused, but it never changes the reference's output:", *row)
+    return wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verify", action="store_true")
@@ -285,7 +385,12 @@ def main():
     missing = missing_rows()
     for row in missing:
         print("no row:", *row)
-    if not missing and not options.verify and not options.opens:
+    if options.verify:
+        sys.path.insert(0, str(ROOT / "tools"))
+        missing += verify()
+    elif options.opens:
+        missing += show_opens()
+    elif not missing:
         write()
     return 1 if missing else 0
 

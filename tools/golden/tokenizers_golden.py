@@ -22,7 +22,6 @@ import unicodedata
 import zlib
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXTS, PAIRS, FULL, LONGEST = 5000, 1000, 300, 16
@@ -109,6 +108,8 @@ def corpus(generated):
 
 def charsmap():
     """A table of replacements as SentencePiece compiles it, of rules of ours."""
+    from sentencepiece import sentencepiece_model_pb2  # needs protobuf
+
     rules = {}
     singles = [*range(0xFF01, 0xFF5F), *range(0xFF66, 0xFFA0), *range(0x2460, 0x2474), *range(0xFB00, 0xFB07), *range(0x2153, 0x215F), 0xB2, 0xBD]
     for code in singles:
