@@ -60,15 +60,14 @@ def generation_rows():
     # generate() has its own cache, and answers without the prompt's padding.
     neutral(GENERATION, "*", "use_cache cache_config max_cache_len pad_token_id bos_token_id prefill_chunk_size low_memory disable_compile")
     # Of beams, of which there is one, and of encoder-decoder models.
-    neutral(GENERATION, "*", "early_stopping length_penalty diversity_penalty num_beam_groups encoder_repetition_penalty "
-            "encoder_no_repeat_ngram_size decoder_start_token_id")
+    neutral(GENERATION, "*", "early_stopping length_penalty diversity_penalty num_beam_groups decoder_start_token_id")
     # Of what generate() returns besides the tokens, and of how it computes the same tokens.
     neutral(GENERATION, "*", "output_attentions output_hidden_states output_scores output_logits return_dict_in_generate renormalize_logits "
             "remove_invalid_values num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit "
             "assistant_lookbehind target_lookbehind assistant_ensemble_weight prompt_lookup_num_tokens max_matching_ngram_size "
             "speculation_type continuous_batching_config transformers_version _from_model_config _commit_hash")
     refused(GENERATION, "*", num_beams=[1], num_return_sequences=[1], min_length=[0], min_new_tokens=[0], no_repeat_ngram_size=[0],
-            penalty_alpha=[0], guidance_scale=[1], max_time=[], bad_words_ids=[], suppress_tokens=[[]], begin_suppress_tokens=[[]],
+            encoder_repetition_penalty=[1], encoder_no_repeat_ngram_size=[0], penalty_alpha=[0], guidance_scale=[1], max_time=[], bad_words_ids=[], suppress_tokens=[[]], begin_suppress_tokens=[[]],
             sequence_bias=[], forced_bos_token_id=[], forced_eos_token_id=[], exponential_decay_length_penalty=[], watermarking_config=[],
             constraints=[], force_words_ids=[], dola_layers=[], token_healing=[False], use_mtp=[False], is_assistant=[False],
             compile_config=[], cache_implementation=["dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid"])
@@ -114,6 +113,8 @@ def config_rows():
          "local_rope_theta global_attn_every_n_layers")
     neutral(CONFIG, "modernbert", "initializer_cutoff_factor deterministic_flash_attn sparse_prediction sparse_pred_ignore_index "
             "reference_compile repad_logits_with_grad layer_norm_eps hidden_act rope_theta is_decoder add_cross_attention")
+    neutral(CONFIG, ["modernbert:MaskedLM", "modernbert:TokenClassification"], "classifier_pooling")
+    neutral(CONFIG, ["modernbert:SequenceClassification", "modernbert:TokenClassification"], "decoder_bias")
     refused(CONFIG, "modernbert", sliding_window=[], rope_scaling=[{}])
     for family in ENCODERS:
         neutral(CONFIG, family, "tie_word_embeddings")

@@ -11,10 +11,12 @@ import io
 import json
 import os
 import pathlib
+import resource
 import shutil
 import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RUST_BACKTRACE"] = "0"
 
 import peft  # noqa: E402
 import torch  # noqa: E402
@@ -28,11 +30,13 @@ import tokenizers_golden  # noqa: E402
 TOKENIZERS = families.FILE.parent / "tokenizers"
 PROMPTS = [[9, 10, 11], [30, 12, 13, 14, 15], [20]]
 NEW = 12  # tokens
+LARGEST = 2 * 10**7  # numbers of a model that is loaded
 TASK_TYPES = {"CausalLM": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS"}
 
 
 def quiet():
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (2 * 10**9, 2 * 10**9))
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
@@ -66,6 +70,7 @@ class Model:
 
     def __init__(self, name, sharded=False):
         self.name, self.sharded = name + "_sharded" * sharded, sharded
+        self.model = name
         self.model_type, self.task, self.options = families.CASES[name]
         self.of = f"{self.model_type}:{self.task}"
 
@@ -84,6 +89,10 @@ class Model:
 
     def load(self, folder):
         kind = getattr(transformers, f"AutoModelFor{self.task}")
+        with torch.device("meta"):  # an absent size may be that of a model of billions
+            numbers = sum(each.numel() for each in kind.from_config(transformers.AutoConfig.from_pretrained(folder)).parameters())
+        if numbers > LARGEST:
+            raise ValueError(f"a model of {numbers} numbers")
         return kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
 
     def reference(self, folder):
@@ -164,7 +173,7 @@ class Generation:
         for name in ("generation_config.json", "config.json"):
             with contextlib.suppress(Exception):
                 found = read_json(folder / name)
-                return None if "max_length" in found or "max_new_tokens" in found else NEW
+                return None if found.get("max_length") is not None or found.get("max_new_tokens") is not None else NEW
         return NEW
 
     def reference(self, folder):
@@ -226,6 +235,7 @@ class Tokenizer:
             write_json(folder / "config.json", {"model_type": self.model_type})
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        shutil.copy(TOKENIZERS / f"{self.source}.json", folder / "tokenizer.json")
         config = read_json(folder / "tokenizer_config.json")
         if not self.tokenizer_class:
             (folder / "tokenizer_config.json").unlink()
@@ -306,7 +316,7 @@ def cases():
             ("bert", "DistilBertTokenizerFast", "legacy", "distilbert"), ("bert", "BertTokenizer", "files", None), ("bert", None, "5", "bert"),
             ("roberta", "RobertaTokenizer", "5", None), ("roberta", "RobertaTokenizerFast", "4", "roberta"),
             ("roberta", "RobertaTokenizer", "files", "roberta"), ("gpt2", "GPT2Tokenizer", "5", None), ("gpt2", "GPT2TokenizerFast", "4", "gpt2"),
-            ("gpt2", "GPT2Tokenizer", "legacy", None), ("gpt2", "GPT2Tokenizer", "files", None), ("gpt2_prefix", fast, "5", None),
+            ("gpt2", "GPT2Tokenizer", "legacy", None), ("roberta", "RobertaTokenizer", "legacy", None), ("mistral", fast, "legacy", None), ("gpt2", "GPT2Tokenizer", "files", None), ("gpt2_prefix", fast, "5", None),
             ("modernbert", fast, "4", "modernbert"), ("llama3", fast, "4", "llama"), ("qwen", "Qwen2Tokenizer", "4", "qwen2"),
             ("qwen", fast, "5", "qwen3"), ("llama2", "LlamaTokenizer", "4", "llama"), ("mistral", "LlamaTokenizerFast", "5", None),
             ("llama2", fast, "5", "llama"), ("xlm_roberta", "XLMRobertaTokenizer", "5", "xlm-roberta"), ("xlm_roberta", fast, "4", None),
