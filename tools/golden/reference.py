@@ -63,6 +63,20 @@ def outcome(compute):
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
+def equal(one, two):
+    """Empty, or in what two results differ."""
+    for key in ("logits", "ids", "types", "pairs", "pair_types", "texts"):
+        if key not in one or key not in two:
+            continue
+        a, b = one[key], two[key]
+        if key == "logits":
+            if a.shape != b.shape or not bool(((a - b).abs().max() <= 1e-5 * max(1.0, a.abs().max().item()))):
+                return key
+        elif a != b:
+            return key
+    return ""
+
+
 class Model:
     """A model of families.py. sharded: in several files with an index."""
 
@@ -72,7 +86,7 @@ class Model:
         self.name, self.sharded = name + "_sharded" * sharded, sharded
         self.model = name
         self.model_type, self.task, self.options = families.CASES[name]
-        self.of = f"{self.model_type}:{self.task}"
+        self.of = self.config_of = f"{self.model_type}:{self.task}"
 
     def build(self, folder):
         model = families.make(self.model_type, self.task, self.options)
@@ -157,6 +171,7 @@ class Generation:
     def __init__(self, name, settings, case="llama", without=False, config=None, tokenizer=None):
         self.name, self.settings, self.case, self.of = "generate_" + name, settings, case, "*"
         self.without, self.config, self.tokenizer = without, config or {}, tokenizer
+        self.config_of = families.CASES[case][0] + ":CausalLM"
 
     def build(self, folder):
         families.make(*families.CASES[self.case]).save_pretrained(folder)
@@ -178,7 +193,10 @@ class Generation:
 
     def reference(self, folder):
         def compute():
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+            if info["missing_keys"]:
+                return {"random": f"missing: {sorted(info['missing_keys'])}"}
+            model.eval()
             config, more = model.generation_config, {}
             if config.do_sample and config.top_k != 1 and config.top_p != 0:
                 model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=1)
@@ -219,7 +237,7 @@ class Tokenizer:
     def __init__(self, name, tokenizer_class, style="5", model_type=None):
         self.name = f"tokenizer_{name}_{tokenizer_class or model_type}_{style}"
         self.source, self.style, self.model_type = name, style, model_type
-        self.tokenizer_class = tokenizer_class
+        self.tokenizer_class, self.config_of = tokenizer_class, "*"
         self.of = {"DistilBertTokenizer": "BertTokenizer", "PreTrainedTokenizer": "TokenizersBackend"}.get(
             (tokenizer_class or "").removesuffix("Fast"), (tokenizer_class or "").removesuffix("Fast") or "TokenizersBackend")
 
