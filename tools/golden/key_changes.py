@@ -182,7 +182,7 @@ def words(value):
         return [word for pair in value.items() for each in pair for word in words(each)]
     if isinstance(value, list):
         return [word for each in value for word in words(each)]
-    return [value] if isinstance(value, str) and len(value) > 3 else []
+    return [value] if isinstance(value, str) and len(value) > 3 and value not in (DELETE, "AddedToken", *NEW_TOKEN) else []
 
 
 def other_names(file, path):
@@ -373,7 +373,7 @@ def file_changes(case, folder, draw, count):
             files["config.json"] = {"model_type": draw.choice(["bert", "roberta", "gpt2", "qwen2", "modernbert", "llama"])}
         for file, value in files.items():
             text.append(f"{file}: " + ("none" if value is None else json.dumps({key: each for key, each in value.items() if config.get(key) != each})[:160]))
-        names = [*files, *(word for value in files.values() for word in words(value) if word not in config and word != "content")]
+        names = [*files, *(word for value in files.values() for word in words(value) if word not in config and word not in config.values())]
         made.append(Change(case, "which file wins", names,
                            f"{number}: " + "; ".join(text), files))
     return made
