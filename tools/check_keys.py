@@ -9,9 +9,10 @@ random ones in pairs: a key is deleted, set to null, to another legal value and 
 keys are added, those of src/tables/known_keys.inc and unknown ones. It changes tensors, too, and draws
 which files of a tokenizer are there, with values that contradict each other. hasten's result must be
 the reference's, or an error that names the key or tensor, or the log must name it as ignored. Where
-the reference raises, hasten must refuse, or the table must say that the key is neutral. It may be
-lenient: null counts as no key, a whole number as a number, a key that tokenizers requires may be
-absent where hasten has its value as a default, and what a tokenizer's class replaces is not read.
+the reference raises, hasten must refuse, or the table must say that the key is neutral. A folder that
+hasten writes from it must give the same, with the keys that hasten does not use. hasten may be lenient:
+null counts as no key, a whole number as a number, a key that tokenizers requires may be absent where
+hasten has its value as a default, and what a tokenizer's class replaces is not read.
 
 Prints each failure, and for each kind of file for how many changes the reference's own output changed
 or it raised; below 30 % a kind fails, because such changes prove nothing. --golden writes a sample
@@ -33,12 +34,14 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "golden"))
+import key_changes  # noqa: E402
 import reference  # noqa: E402
 from key_changes import DELETE, Tensors, changes_of  # noqa: E402
 from reference import equal, load_file, read_json  # noqa: E402
 
 LEAST = 0.3  # of a kind's changes must change the reference's output
 WORKERS = 2
+SAVED = 4  # of one in so many folders hasten's own copy is compared, too
 
 
 class Hasten:
@@ -64,9 +67,9 @@ class Hasten:
         self.lines += answer.get("log", [])
         return answer
 
-    def result(self, case, folder):
+    def result(self, case, folder, saved):
         answers = []
-        for job in case.jobs(folder):
+        for job in case.jobs(folder, saved):
             answers.append(self.ask(job(answers) if callable(job) else job))
             if "error" in answers[-1]:
                 return {"error": answers[-1]["error"], "log": self.lines}
@@ -93,6 +96,25 @@ def verdict(change, theirs, ours):
         return "" if change.case.kind == "generate" or "random weights" in log or mentions(log) else "new weights without a word"
     different = equal(theirs, ours)
     return "" if not different or mentions(log) else f"other {different}"
+
+
+# Keys of config.json that hasten writes itself.
+OWN_KEYS = ["transformers_version", "dtype", "torch_dtype", "label2id", "architectures"]
+
+
+def saved_wrongly(change, theirs, folder, saved):
+    """What is wrong with the folder that hasten wrote; its keys must be those that it read."""
+    case = change.case
+    again = case.reference(saved)
+    if "logits" not in again or equal(theirs, again):
+        return f"the folder that hasten wrote gives {summary(again)}"
+    if case.kind == "logits":
+        read, written = read_json(folder / "config.json"), read_json(saved / "config.json")
+        for key, value in read.items():
+            unknown = key_changes.use_of(case, "config.json", read, (key,)) in ("unknown", "neutral")
+            if unknown and key not in OWN_KEYS and written.get(key, "(none)") != value:
+                return f"hasten wrote {key}={written.get(key)} into config.json"
+    return ""
 
 
 def summary(result):
@@ -133,8 +155,12 @@ def run(task):
             change.apply(copy_of)
             theirs = case.reference(copy_of)
             bites = "error" in theirs or "random" in theirs or bool(equal(plain[case.name], theirs))
-            ours = hasten.result(case, copy_of)
+            saved = pathlib.Path(work) / "saved" if len(rows) % SAVED == 0 and case.kind in ("logits", "adapter") else None
+            shutil.rmtree(pathlib.Path(work) / "saved", ignore_errors=True)
+            ours = hasten.result(case, copy_of, saved)
             wrong = verdict(change, theirs, ours)
+            if not wrong and saved and "logits" in theirs and "logits" in ours and not equal(theirs, ours):
+                wrong = saved_wrongly(change, theirs, copy_of, saved)
             if wrong and "error" in theirs and change.lenient:
                 change.apply(copy_of, change.lenient)
                 wrong = verdict(change, case.reference(copy_of), ours) and wrong
@@ -151,8 +177,13 @@ SHOWN_TEXTS = 3
 
 
 def golden(file):
-    """Writes a sample of single changes, most of which tell something. Weights are made by families.py's
-    formula, so a case has only its JSON files; a tokenizer.json is that of tests/golden/tokenizers."""
+    """Writes a sample of single changes, most of which tell something. "cases" has the JSON files of each
+    folder. Weights follow from families.py's formula and from the name of the case of families.py; those of
+    an adapter from "adapter." + lora.plain(name), but a base_layer's are the base's. A tokenizer.json is that
+    of tests/golden/tokenizers. A change sets the value at "path" of "file", or deletes it; or sets the tensors
+    name = from * scale + shift (scale null: there is no such tensor); or writes "files" (null: there is no such file).
+    "expected" is "error", the ids of "texts" or of the answers to "prompts", or the first eight logits of tokens
+    that are no padding. Where hasten refuses instead, the error has one of "names"."""
     reference.quiet()
     made, cases, counts = [], {}, {}
     with tempfile.TemporaryDirectory() as work:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import keys
 from reference import Model, load_file, read_json, save_file, torch, write_json
@@ -90,8 +91,8 @@ def part_of(case, file, document, path):
 def use_of(case, file, document, path):
     if file == "config.json" and path[0] in ("id2label", "label2id"):
         return "used"
-    if file == "config.json" and case.kind == "logits" and path[0] == "eos_token_id":
-        return "neutral"  # generate() reads it
+    if file == "config.json" and case.kind == "logits" and path[0] in ("eos_token_id", "sinusoidal_pos_embds"):
+        return "neutral"  # generate() reads it, and what makes new weights
     row = keys.find(file, part_of(case, file, document, path), path[-1])
     return row[0] if row else "unknown"
 
@@ -207,13 +208,12 @@ def meant(case, file, document, base, path, value, use):
     if file == "tokenizer.json":
         rebuilt = getattr(case, "of", "") in keys.CLASSES and (
             path[0] in REBUILT + REBUILT_TOO.get(case.of, []) or path[0] == "model" and path[-1] not in ("vocab", "merges", "model"))
-        return base if rebuilt or absent and len(path) > 1 else changed(base, path, value)
+        return base if rebuilt or absent else changed(base, path, value)
     if use == "neutral":
         return base
     if value is None:
         return changed(base, path, DELETE) if path[-1] in at(base, path[:-1]) else base
-    inside = at(document, path[:-1])
-    whole = isinstance(value, int) and isinstance(inside[path[-1]] if path[-1] in inside else 0.0, float)
+    whole = isinstance(value, int) and re.search("penalty|eps|drop|theta|factor|temperature|top_p|range|alpha", path[-1])
     return changed(base, path, float(value) if whole else value)
 
 

@@ -119,10 +119,10 @@ class Model:
 
         return outcome(compute)
 
-    def jobs(self, folder):
+    def jobs(self, folder, saved=None):
         self.output_file = folder.with_name(folder.name + ".logits.safetensors")
         return [{"do": "logits", "model": str(folder), "task": self.task, "inputs": str(self.inputs_file),
-                 "output": str(self.output_file), "save": None}]
+                 "output": str(self.output_file), "save": saved and str(saved)}]
 
     def result(self, answers):
         return {"logits": self.selected(load_file(self.output_file)["logits"]), "report": answers[0].get("report", [])}
@@ -215,7 +215,7 @@ class Generation:
 
         return outcome(compute)
 
-    def jobs(self, folder):
+    def jobs(self, folder, saved=None):
         return [{"do": "generate", "model": str(folder), "prompts": PROMPTS, "max_new_tokens": self.new_tokens(folder),
                  "tokenizer": str(folder) if self.tokenizer else None}]
 
@@ -293,7 +293,7 @@ class Tokenizer:
 
         return outcome(compute)
 
-    def jobs(self, folder):
+    def jobs(self, folder, saved=None):
         encode = {"do": "encode", "tokenizer": str(folder), "texts": TEXTS}
         return [encode | {"pairs": None}, encode | {"pairs": TEXTS[1:] + TEXTS[:1]},
                 lambda answers: {"do": "decode", "tokenizer": str(folder), "ids": answers[0]["ids"]}]
