@@ -24,6 +24,7 @@ import argparse
 import concurrent.futures
 import json
 import multiprocessing
+import os
 import pathlib
 import random
 import re
@@ -141,6 +142,7 @@ def run(task):
     """The rows of one worker's changes: (kind of file, changed the reference, verdict, text)."""
     number, workers, options = task
     reference.quiet()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust writes each panic there, too
     hasten = Hasten(options.program)
     rows, plain = [], {}
     with tempfile.TemporaryDirectory() as work:
