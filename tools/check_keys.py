@@ -216,7 +216,7 @@ def golden(file):
             count[same] += 1
             if case.name not in cases:
                 cases[case.name] = golden_case(case, folder)
-            entry = {"case": case.name, "file": change.file, "names": change.names + ["not fit"] * hasattr(case, "task")}
+            entry = {"case": case.name, "file": change.file, "names": [*change.names, *["not fit"] * hasattr(case, "task")]}
             if change.step:
                 path, value = change.step
                 entry |= {"path": list(path)} | ({"delete": True} if value is DELETE else {"value": value})
