@@ -44,6 +44,7 @@ CsvReader::CsvReader(std::shared_ptr<const TextFile> file, CsvOptions options)
       delimiter_(detail::csv_delimiter(window_.file().extension(), options.delimiter)),
       text_(window_.text()) {
   cr_ends_lines_ = detail::lacks_line_feeds(window_);
+  skip_separator_line(options.delimiter);
   if (!read_record()) {
     throw InputError(detail::kCsvReader, "file=" + path().string() + " is empty",
                      "records of text");
@@ -64,6 +65,17 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) {
                        "one column of that name", "rename one of them in the file");
     }
     return static_cast<size_t>(found - columns_.begin());
+  }
+  for (const char delimiter : {';', '\t', '|', ','}) {
+    if (columns_.size() == 1 && columns_[0].find(delimiter) != std::string::npos) {
+      throw InputError(
+          detail::kCsvReader,
+          asked + " is not a column of " + path().string() + ":" + std::to_string(line_) +
+              ", whose only column is \"" + sample(columns_[0]) + "\"",
+          "columns with " + byte_name(delimiter_) + " between them",
+          "name the delimiter: --delimiter " +
+              (delimiter == '\t' ? std::string("tab") : std::string("'") + delimiter + "'"));
+    }
   }
   std::vector<std::string> samples(columns_.size());
   try {
@@ -87,6 +99,19 @@ bool CsvReader::next() {
   }
   check_width();
   return true;
+}
+
+// Excel names the delimiter in a first line: sep=;
+void CsvReader::skip_separator_line(char given) {
+  const std::string_view start = text_.substr(next_);
+  const size_t quote = start.starts_with('"') ? 1 : 0;
+  const size_t end = next_ + 5 + 2 * quote;
+  if (start.substr(quote).starts_with("sep=") && end < text_.size() && line_break(end) > 0 &&
+      (quote == 0 || text_[end - 1] == '"')) {
+    delimiter_ = given == '\0' ? detail::csv_delimiter({}, text_[end - 1 - quote]) : given;
+    next_ = end + line_break(end);
+    ++next_line_;
+  }
 }
 
 // Length of the line break at `at`, or 0. A lone CR is text in a file whose lines end with LF,

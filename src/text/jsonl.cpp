@@ -13,7 +13,9 @@ namespace detail {
 
 constexpr const char* kJsonlReader = "data::JsonlReader";
 constexpr const char* kJsonlExpected =
-    "one JSON object per line, like {\"text\": \"...\", \"label\": \"...\"}";
+    "one JSON object per line, like {\"text\": \"...\", \"label\": \"...\"}, or one array of them";
+
+bool is_json_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
 
 std::string json_as_text(const nlohmann::json& value) {
   if (value.is_string()) {
@@ -26,7 +28,13 @@ std::string json_as_text(const nlohmann::json& value) {
 
 JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file, bool lists)
     : RecordReader(std::move(file)), lists_(lists) {
+  size_t first_byte = 0;
+  while (detail::is_json_space(byte_at(first_byte))) {
+    ++first_byte;
+  }
+  array_ = byte_at(first_byte) == '[';
   const TextWindow start = window_;
+  const size_t start_next = next_;
   std::string_view line;
   if (!find_line(line)) {
     throw InputError(detail::kJsonlReader, "file=" + path().string() + " is empty",
@@ -38,8 +46,10 @@ JsonlReader::JsonlReader(std::shared_ptr<const TextFile> file, bool lists)
     samples_.push_back(detail::json_as_text(value));
   }
   window_ = start;
-  next_ = start.file().mark_bytes();
+  next_ = start_next;
   line_ = 0;
+  next_line_ = 1;
+  in_array_ = false;
 }
 
 size_t JsonlReader::column(std::string_view name, std::string_view flag) {
@@ -65,20 +75,89 @@ bool JsonlReader::next() {
   for (size_t i = 0; i < wanted_.size(); ++i) {
     const auto value = object.find(wanted_[i]);
     if (value == object.end() || value->is_object() || (value->is_array() && !lists_)) {
+      const bool columns = value != object.end() && value->is_object();
       throw InputError(
           detail::kJsonlReader,
           position() + (value == object.end()
                             ? ": the object has no \"" + wanted_[i] + "\""
                             : ": \"" + wanted_[i] + "\" is " + sample(value->dump())),
-          "\"" + wanted_[i] + "\" with a text or a number in every line, as in the first line");
+          "\"" + wanted_[i] + "\" with a text or a number in every line, as in the first line",
+          columns ? "write records: to_json(file, orient='records', lines=True) in pandas" : "");
     }
     fields_[i] = detail::json_as_text(*value);
   }
   return true;
 }
 
-// Finds the next line that is not blank, without its line break.
+// A byte from next_ on; 0 at the end of the file. May move the window.
+char JsonlReader::byte_at(size_t offset) {
+  while (next_ + offset >= window_.text().size()) {
+    if (window_.reaches_end()) {
+      return '\0';
+    }
+    window_.move(std::exchange(next_, 0));
+  }
+  return window_.text()[next_ + offset];
+}
+
+// Finds the next element of the array.
+bool JsonlReader::find_element(std::string_view& element) {
+  const auto fail = [&](const char* what) {
+    throw InputError(detail::kJsonlReader,
+                     path().string() + ":" + std::to_string(next_line_) + ": " + what,
+                     detail::kJsonlExpected, "correct the file");
+  };
+  int commas = 0;
+  size_t at = 0;
+  char c = byte_at(0);
+  for (; detail::is_json_space(c) || c == ',' || (c == '[' && !in_array_); c = byte_at(++at)) {
+    in_array_ = in_array_ || c == '[';
+    commas += c == ',' ? 1 : 0;
+    next_line_ += c == '\n' ? 1 : 0;
+  }
+  if (c == '\0') {
+    fail("the array is not closed");
+  }
+  if (commas != (line_ == 0 || c == ']' ? 0 : 1)) {
+    fail("a comma is missing, or there is one too many");
+  }
+  next_ += at;
+  if (c == ']') {
+    for (at = 1; detail::is_json_space(c = byte_at(at)); ++at) {
+    }
+    if (c != '\0') {
+      fail("text follows the array");
+    }
+    return false;
+  }
+  line_ = next_line_;
+  int depth = 0;
+  bool quoted = false;
+  size_t end = 0;
+  do {
+    c = byte_at(end++);
+    if (c == '\0') {
+      fail("the file ends inside of an element");
+    }
+    next_line_ += c == '\n' ? 1 : 0;
+    if (quoted) {
+      end += c == '\\' ? 1 : 0;
+      quoted = c != '"';
+    } else {
+      quoted = c == '"';
+      depth += c == '{' || c == '[' ? 1 : c == '}' || c == ']' ? -1 : 0;
+    }
+  } while (depth > 0 || quoted);
+  element = window_.text().substr(next_, end);
+  next_ += end;
+  return true;
+}
+
+// Finds the next line that is not blank, without its line break, or the next element of an array.
 bool JsonlReader::find_line(std::string_view& line) {
+  if (array_) {
+    return find_element(line);
+  }
   while (window_.next_line(next_, line)) {
     ++line_;
     if (!trimmed(line).empty()) {

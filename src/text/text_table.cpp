@@ -46,6 +46,13 @@ int64_t placeholder_number(const std::string& label, const std::vector<std::stri
   return number;
 }
 
+// "1" for "1.0", else empty: programs that keep a gap in a column as NaN write its whole numbers so.
+std::string whole_number(std::string_view label) {
+  const bool whole =
+      label.ends_with(".0") && parse_number<int64_t>(label.substr(0, label.size() - 2)).has_value();
+  return whole ? std::string(label.substr(0, label.size() - 2)) : std::string();
+}
+
 std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
                                            const TextTableOptions& options) {
   if (options.documents && file->extension() == ".txt") {
@@ -53,7 +60,7 @@ std::unique_ptr<RecordReader> open_records(std::shared_ptr<const TextFile> file,
     return std::make_unique<PlainTextReader>(std::move(file), options.sample_by);
   }
   if (is_jsonl(file->extension())) {
-    check_csv_options(file->path(), options, "JSON Lines");
+    check_csv_options(file->path(), options, "JSON");
     return std::make_unique<JsonlReader>(std::move(file),
                                          options.problem_type == ProblemType::word_labels);
   }
@@ -206,7 +213,11 @@ LabelledWords read_labelled_words(const TextRowReader& reader, const TextTableOp
 }
 
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels) {
-  const std::set<std::string> distinct(labels.begin(), labels.end());
+  std::set<std::string> distinct(labels.begin(), labels.end());
+  std::erase_if(distinct, [&](const std::string& label) {
+    const std::string whole = detail::whole_number(label);
+    return !whole.empty() && distinct.contains(whole);
+  });
   std::vector<std::pair<int64_t, std::string>> numbered;
   for (const auto& label : distinct) {
     const auto number = parse_number<int64_t>(label);
@@ -228,7 +239,11 @@ std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
   std::vector<int64_t> found;
   found.reserve(labels.size());
   for (const auto& label : labels) {
-    const auto number = numbers.find(label);
+    auto number = numbers.find(label);
+    if (number == numbers.end()) {
+      const std::string whole = detail::whole_number(label);
+      number = numbers.find(whole.empty() ? label + ".0" : whole);
+    }
     found.push_back(number != numbers.end() ? number->second
                                             : detail::placeholder_number(label, names));
   }

@@ -338,4 +338,25 @@ TEST(Csv, ReadsFiftyMegabytesASecond) {
   EXPECT_LT(best, megabytes / 50);
 }
 
+TEST(Csv, ALineThatNamesTheDelimiterIsNoRecord) {
+  const std::vector<Record> rows{{"text", "label"}, {"a, b", "1"}};
+  EXPECT_EQ(CsvCase("sep=;\r\ntext;label\r\n\"a, b\";1\r\n").records(), rows);
+  EXPECT_EQ(CsvCase("\xEF\xBB\xBF\"sep=,\"\ntext,label\n\"a, b\",1\n").records(), rows);
+  EXPECT_EQ(CsvCase("sep=\t\ntext\tlabel\na, b\t1\n").records(), rows);
+  const auto error = CsvCase("sep=;\ntext;label\na\n").error();
+  EXPECT_TRUE(error.starts_with(":3")) << error;
+  EXPECT_EQ(CsvCase("sep=\nx\n").records(), (std::vector<Record>{{"sep="}, {"x"}}));
+}
+
+TEST(Csv, AnotherDelimiterIsNamedInTheError) {
+  const CsvCase semicolons("text;label\n\"a, b\";1\n");
+  CsvReader reader(semicolons.path);
+  try {
+    reader.column("text", "--text-column");
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_NE(std::string(error.what()).find("--delimiter ';'"), std::string::npos) << error.what();
+  }
+}
+
 } // namespace hasten

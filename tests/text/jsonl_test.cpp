@@ -142,4 +142,45 @@ TEST(Jsonl, OptionsOfDelimitedTextAreRefused) {
   EXPECT_THROW(TextRowReader(file, {.has_header = false}), InputError);
 }
 
+// pandas' to_json(orient="records") and json.dump of a list.
+TEST(Jsonl, AnArrayOfRecordsIsReadAsItsLinesAre) {
+  std::string array = "\xEF\xBB\xBF [", lines;
+  for (int i = 0; i < 20'000; ++i) { // longer than a window
+    const std::string row = "{\"text\": \"t\\\"}" + std::to_string(i) +
+                            "\", \"label\": " + std::to_string(i % 2) +
+                            ", \"more\": [1, {\"a\": \"]\"}]}";
+    array += (i == 0 ? "\n  " : ",\n  ") + row;
+    lines += row + "\n";
+  }
+  array += "\n]\n";
+  const testing_support::TemporaryFolder folder;
+  std::ofstream(folder / "a.json", std::ios::binary) << array;
+  TextRowReader a(TextFile::open(folder / "a.json"), {}), b(detail::jsonl_text(lines), {});
+  int64_t number = 0;
+  while (b.next()) {
+    ASSERT_TRUE(a.next());
+    ASSERT_EQ(a.text(), b.text());
+    ASSERT_EQ(a.label(), b.label());
+    ASSERT_EQ(a.line(), ++number + 1);
+  }
+  EXPECT_FALSE(a.next());
+}
+
+TEST(Jsonl, AnArrayThatIsWrongIsNamedWithItsLine) {
+  const std::string row = R"({"text": "a", "label": 1})";
+  for (const auto& [text, part] :
+       {std::pair{"[" + row + ",\n" + row, "rows.jsonl:2: the array is not closed"},
+        {"[" + row + "\n" + row + "]", "rows.jsonl:2: a comma is missing"},
+        {"[" + row + ",]", "rows.jsonl:1: a comma is missing, or there is one too many"},
+        {"[" + row + ", 7]", "rows.jsonl:1: byte 1"},
+        {"[" + row + ", {\"text\": ", "rows.jsonl:1: the file ends inside of an element"},
+        {"[" + row + "] x", "rows.jsonl:1: text follows the array"},
+        {std::string("[]"), "is empty"}}) {
+    EXPECT_NE(detail::jsonl_error(text).find(part), std::string::npos)
+        << part << " in: " << detail::jsonl_error(text);
+  }
+  const std::string columns = detail::jsonl_error(R"({"text": {"0": "a"}, "label": {"0": 1}})");
+  EXPECT_NE(columns.find("orient='records'"), std::string::npos) << columns;
+}
+
 } // namespace hasten

@@ -153,6 +153,16 @@ TEST(Labels, IntegersAreSortedAsNumbersAndNamesByBytes) {
   EXPECT_EQ(distinct_labels({"pos", "neg", "10"}), (Names{"10", "neg", "pos"}));
 }
 
+// pandas writes the whole numbers of a column with a gap as 1.0.
+TEST(Labels, OneAndOnePointZeroAreOneLabel) {
+  EXPECT_EQ(distinct_labels({"1.0", "0", "1", "0.0"}), (Names{"0", "1"}));
+  EXPECT_EQ(distinct_labels({"1.0", "1.5", "2.0"}), (Names{"1.0", "1.5", "2.0"}));
+  EXPECT_EQ(label_numbers({"1.0", "1", "0.0", "2"}, {"0", "1"}),
+            (std::vector<int64_t>{1, 1, 0, -1}));
+  EXPECT_EQ(label_numbers({"1", "1.0"}, {"0.0", "1.0"}), (std::vector<int64_t>{1, 1}));
+  EXPECT_EQ(label_numbers({"v1.0", "1.00"}, {"1", "v1"}), (std::vector<int64_t>{-1, -1}));
+}
+
 TEST(Labels, PlaceholderNamesOfAModelTakeNumbers) {
   EXPECT_EQ(label_numbers({"1", "0", "2"}, {"LABEL_0", "LABEL_1"}),
             (std::vector<int64_t>{1, 0, -1}));

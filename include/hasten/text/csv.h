@@ -1,5 +1,6 @@
 // Streaming reader of delimited text: CSV as in RFC 4180, and TSV.
 //
+// A first line "sep=;" names the delimiter, as in Excel's files.
 // A record ends with LF or CRLF, or with CR if the file has no LF. The reader skips a byte-order
 // mark and empty lines. A field that starts with a quote ends at the next quote that is not
 // doubled. It may contain delimiters and line breaks. A quote anywhere else in a field is an
@@ -23,7 +24,7 @@
 namespace hasten {
 
 struct CsvOptions {
-  /// '\0' chooses by the file name: tab for .tsv and .tab, comma for all others.
+  /// '\0' chooses by the file: its line "sep=;", or its name: tab for .tsv and .tab, comma for others.
   char delimiter = '\0';
   /// The first record has the names of the columns. If false, the columns are named by their
   /// number: "0", "1", ….
@@ -56,6 +57,7 @@ class CsvReader final : public RecordReader {
 
  private:
   CsvReader(const CsvReader&) = default; // to look ahead
+  void skip_separator_line(char given);
   bool read_record();
   bool read_record_in_window();
   bool is_whole(size_t end) const;

@@ -1,4 +1,5 @@
-// Streaming reader of JSON Lines: one JSON object per line, UTF-8.
+// Streaming reader of JSON Lines: one JSON object per line, UTF-8. A file that begins with [ is one
+// array of such objects.
 //
 // The reader skips a byte-order mark and blank lines. The keys of the first object are the columns.
 // Every object must have the keys that column() selected; its other keys may differ. Values become
@@ -36,10 +37,15 @@ class JsonlReader final : public RecordReader {
   std::string_view field(size_t column) const override { return fields_[column]; }
 
  private:
+  char byte_at(size_t offset);
+  bool find_element(std::string_view& element);
   bool find_line(std::string_view& line);
   nlohmann::json parse(std::string_view line) const;
 
   bool lists_;
+  bool array_ = false; // the file is one
+  bool in_array_ = false; // its first byte is read
+  int64_t next_line_ = 1; // of the byte at next_, in an array
   std::vector<std::string> samples_{}; // the first object's values [column]
   std::vector<std::string> wanted_{}; // keys that column() selected
   std::vector<std::string> fields_{}; // [wanted]

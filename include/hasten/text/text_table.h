@@ -1,5 +1,5 @@
 // Reads the samples of files with a text column and optional labels: CSV and TSV
-// (hasten/text/csv.h), or JSON Lines if the file ends in .jsonl, .ndjson or .json
+// (hasten/text/csv.h), or JSON Lines or an array if the file ends in .jsonl, .ndjson or .json
 // (hasten/text/jsonl.h). Files with lists of words are JSON Lines or CoNLL (hasten/text/conll.h). Applies filters, counts skipped records and numbers the labels. Nothing
 // here logs. Threading: one reader per thread; free functions.
 #pragma once
@@ -126,10 +126,11 @@ struct LabelledWords {
 LabelledWords read_labelled_words(const TextRowReader& reader, const TextTableOptions& options);
 
 /// Distinct labels, sorted as numbers if all are integers, else by bytes. The index of a name is
-/// its label number.
+/// its label number. "1.0" is "1" if both occur.
 std::vector<std::string> distinct_labels(const std::vector<std::string>& labels);
 
-/// Label number of each of `labels`; -1 if `names` lacks the label. If `names` are the placeholders
+/// Label number of each of `labels`; -1 if `names` lacks the label. "1.0" and "1" are one label, unless
+/// `names` has both. If `names` are the placeholders
 /// "LABEL_0", "LABEL_1", … of a model without names, label "1" has number 1.
 std::vector<int64_t> label_numbers(const std::vector<std::string>& labels,
                                    const std::vector<std::string>& names);
