@@ -7,12 +7,34 @@
 
 namespace hasten::detail {
 
-void AddedTokens::add(const AddedToken& token, std::string shown) {
-  if (!token.content.empty() && !shown.empty() && !has(token.content)) {
-    ids_.emplace(token.content, tokens_.size());
+void AddedTokens::add(const AddedToken& token, std::string shown, bool replace) {
+  if (token.content.empty() || shown.empty()) {
+    return;
+  }
+  const auto [place, is_new] = ids_.emplace(token.content, tokens_.size());
+  if (is_new) {
     tokens_.push_back(token);
     shown_.push_back(std::move(shown));
+  } else if (replace) {
+    tokens_[place->second] = token;
+    shown_[place->second] = std::move(shown);
   }
+}
+
+std::set<std::string> AddedTokens::contents() const {
+  std::set<std::string> all;
+  for (const AddedToken& token : tokens_) {
+    all.insert(token.content);
+  }
+  return all;
+}
+
+int64_t AddedTokens::next_id(int64_t vocab_size) const {
+  int64_t next = vocab_size;
+  for (const AddedToken& token : tokens_) {
+    next = std::max(next, token.id + 1);
+  }
+  return next;
 }
 
 void AddedTokens::sort() {
@@ -65,8 +87,35 @@ AddedToken read_added_token(const TokenizerPart& part, int64_t id) {
   return token;
 }
 
-std::vector<AddedToken> read_added_tokens_decoder(const nlohmann::json& config) {
+AddedToken read_special_token(const TokenizerPart& part) {
+  AddedToken token{.id = -1};
+  if (!part.json().is_object()) {
+    token.content = part.text();
+    return token;
+  }
+  if (part["__type"].text("") != "AddedToken") {
+    part.fail_value("a text, or \"__type\": \"AddedToken\" among its keys");
+  }
+  token.content = part["content"].text();
+  token.lstrip = part["lstrip"].flag(false);
+  token.rstrip = part["rstrip"].flag(false);
+  token.single_word = part["single_word"].flag(false);
+  return token;
+}
+
+std::vector<AddedToken> read_added_tokens(const nlohmann::json& config,
+                                          const nlohmann::json& plain) {
   std::vector<AddedToken> tokens;
+  if (!config.is_object() || !config.contains("added_tokens_decoder")) {
+    for (const auto& [content, id] : plain.items()) {
+      tokens.push_back({.content = content,
+                        .id = TokenizerPart(id, "added_tokens.json", content).integer(),
+                        .special = false,
+                        .normalized = true});
+    }
+    std::ranges::sort(tokens, {}, &AddedToken::id);
+    return tokens;
+  }
   const auto part = TokenizerPart(config, "tokenizer_config.json")["added_tokens_decoder"];
   if (part.is_null()) {
     return tokens;
@@ -82,6 +131,7 @@ std::vector<AddedToken> read_added_tokens_decoder(const nlohmann::json& config) 
     tokens.push_back(read_added_token(
         TokenizerPart(entry, "tokenizer_config.json", "added_tokens_decoder." + id), *number));
   }
+  std::ranges::sort(tokens, {}, &AddedToken::id);
   return tokens;
 }
 

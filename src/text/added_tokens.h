@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -16,8 +17,12 @@ namespace hasten::detail {
 
 class AddedTokens {
  public:
-  /// `shown` is what texts have: the content, normalized if the token asks for that.
-  void add(const AddedToken& token, std::string shown);
+  /// `shown` is what texts have: the content, normalized if the token asks for that. Replaces a token
+  /// of the same content if `replace`, else leaves it.
+  void add(const AddedToken& token, std::string shown, bool replace = false);
+  /// The id of a new token, where the model has `vocab_size` pieces: as Python's tokenizers counts.
+  int64_t next_id(int64_t vocab_size) const;
+  std::set<std::string> contents() const;
   /// By id. Call it after the last add().
   void sort();
 
@@ -51,7 +56,12 @@ class AddedTokens {
 
 /// An entry of added_tokens. Throws InputError.
 AddedToken read_added_token(const TokenizerPart& part, int64_t id);
-/// The tokens of added_tokens_decoder in tokenizer_config.json. Throws InputError.
-std::vector<AddedToken> read_added_tokens_decoder(const nlohmann::json& config);
+/// A special token of tokenizer_config.json: a text, or an object as of added_tokens that says that it is
+/// one. Its id is -1.
+AddedToken read_special_token(const TokenizerPart& part);
+/// The tokens of added_tokens_decoder in tokenizer_config.json, or if it has none of added_tokens.json
+/// (`plain`). Throws InputError.
+std::vector<AddedToken> read_added_tokens(const nlohmann::json& config,
+                                          const nlohmann::json& plain);
 
 } // namespace hasten::detail

@@ -44,8 +44,9 @@ void read_post_processor(const TokenizerPart& part, PostProcessor& out, bool& ha
     return;
   }
   if (type == 1 || type == 4) {
+    const bool prefix = part["add_prefix_space"].flag(true);
     if (part["trim_offsets"].flag(true)) {
-      out.trim_prefix_space = part["add_prefix_space"].flag(true);
+      out.trim_prefix_space = prefix;
     }
     if (type == 1) {
       return;

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "added_tokens.h"
+#include "base/known_keys.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
@@ -16,6 +18,7 @@
 #include "text_steps.h"
 #include "text_tokens.h"
 #include "token_model.h"
+#include "tokenizer_class.h"
 #include "tokenizer_files.h"
 
 namespace hasten {
@@ -26,13 +29,9 @@ namespace detail {
 constexpr double kNoMaxLength = 1e9;
 constexpr size_t kMaxTextBytes = (size_t{1} << 31) - (size_t{1} << 20);
 
-// The member of tokenizer_config.json, or null.
-nlohmann::json config_value(const nlohmann::json& config, const char* name) {
-  return config.is_object() ? config.value(name, nlohmann::json()) : nlohmann::json();
-}
-
-TokenSide config_side(const nlohmann::json& config, const char* name) {
-  return config_value(config, name) == "left" ? TokenSide::left : TokenSide::right;
+TokenSide read_side(const TokenizerPart& part) {
+  return !part.is_null() && part.one_of({"right", "left"}) == 1 ? TokenSide::left
+                                                                : TokenSide::right;
 }
 
 } // namespace detail
@@ -45,6 +44,9 @@ struct Tokenizer::Impl {
   std::unique_ptr<const detail::TokenModel> model{};
   detail::PostProcessor post_processor{};
   std::vector<detail::DecoderStep> decoder{};
+  bool has_decoder = false; // which may have no steps
+  TokenSide padding_side{}, truncation_side{};
+  bool clean_up = false;
   detail::AddedTokens added{};
   std::string model_type{};
   std::map<std::string, int64_t> special{};
@@ -57,9 +59,11 @@ struct Tokenizer::Impl {
 
   explicit Impl(const detail::TokenizerFiles& given);
   void read_parts(nlohmann::json& json);
-  void read_added(const nlohmann::json& json);
-  void add_token(const AddedToken& token);
-  void read_special(const detail::TokenizerPart& part, const char* name);
+  void read_added(const nlohmann::json& json, const nlohmann::json& plain);
+  void add_token(AddedToken token, bool replace, const std::string& where);
+  void read_special(const detail::TokenizerPart& part, const std::string& name,
+                    const std::set<std::string>& given);
+  void read_all_special(const detail::TokenizerPart& part);
 
   void split_words(std::string_view text, bool after_space, detail::Words& words) const;
   void add_words(std::string_view text, size_t at, detail::Words& words) const;
@@ -91,48 +95,44 @@ struct Tokenizer::Impl {
 
 Tokenizer::Impl::Impl(const detail::TokenizerFiles& given) : files(given) {
   constexpr const char* kWhere = "text::AutoTokenizer";
-  auto json = parse_json(kWhere, files.name, files.tokenizer);
-  if (!json.is_object()) {
-    detail::fail_tokenizer_file(files.name, "not a JSON object", "an object");
-  }
-  if (!files.config.empty()) {
-    config = parse_json(kWhere, "tokenizer_config.json", files.config);
-  }
-  nlohmann::json map;
-  if (!files.special_tokens.empty()) {
-    map = parse_json(kWhere, "special_tokens_map.json", files.special_tokens);
-  }
+  auto json = detail::parsed_object(files.name, files.tokenizer);
+  config = detail::parsed_object("tokenizer_config.json", files.config);
+  const auto map = detail::parsed_object("special_tokens_map.json", files.special_tokens);
+  const std::string& kind = files.tokenizer_class;
+  detail::check_known_keys(kWhere, "tokenizer_config.json", "tokenizer_config.json",
+                           kind.empty() ? "*" : kind, config);
+  detail::check_known_keys(kWhere, "special_tokens_map.json", "special_tokens_map.json", "*", map);
+  config = detail::with_special_tokens(config, map);
+  detail::check_tokenizer_keys(files.name, "*", json);
+  detail::apply_tokenizer_class(kind, config, files.name, json);
   read_parts(json);
-  read_added(json);
-  const detail::TokenizerPart config_part(config, "tokenizer_config.json");
-  const detail::TokenizerPart map_part(map, "special_tokens_map.json");
-  for (const char* name : detail::kSpecialTokens) {
-    read_special(config_part[name].is_null() ? map_part[name] : config_part[name], name);
+  read_added(json, detail::parsed_object("added_tokens.json", files.added_tokens));
+  const detail::TokenizerPart options(config, "tokenizer_config.json");
+  read_all_special(options);
+  padding_side = detail::read_side(options["padding_side"]);
+  truncation_side = detail::read_side(options["truncation_side"]);
+  clean_up = options["clean_up_tokenization_spaces"].flag(false);
+  if (!options["model_max_length"].is_null()) {
+    options["model_max_length"].number();
   }
   added.sort();
-  hash = hash_hex(files.tokenizer + '\0' + files.config + '\0' + files.special_tokens);
+  hash = hash_hex(files.tokenizer + '\0' + files.config + '\0' + files.special_tokens + '\0' +
+                  files.added_tokens + '\0' + kind);
 }
 
 void Tokenizer::Impl::read_parts(nlohmann::json& json) {
-  // The options of tokenizer_config.json override BERT's normalizer.
-  auto& normal = json["normalizer"];
+  const detail::TokenizerPart part(json, files.name);
+  const nlohmann::json& normal = part["normalizer"].json();
   const bool bert =
       normal.is_object() && normal.value("type", nlohmann::json()) == "BertNormalizer";
-  for (const auto& [option, member] : {std::pair{"do_lower_case", "lowercase"},
-                                       {"strip_accents", "strip_accents"},
-                                       {"tokenize_chinese_chars", "handle_chinese_chars"}}) {
-    if (bert && config.is_object() && config.contains(option)) {
-      normal[member] = config[option];
-    }
-  }
-  const detail::TokenizerPart part(json, files.name);
   const auto kind = part["model"]["type"];
   const bool bpe = kind.is_null() ? !part["model"]["merges"].is_null() : kind.json() == "BPE";
   detail::read_normalizer(part["normalizer"], normalizer);
   pre_tokenizer = detail::read_pre_tokenizer(part["pre_tokenizer"], bpe);
   model = detail::TokenModel::read(part["model"], pre_tokenizer.model_writes_bytes);
   post_processor = detail::read_post_processor(part["post_processor"]);
-  if (!part["decoder"].is_null()) {
+  has_decoder = !part["decoder"].is_null();
+  if (has_decoder) {
     detail::read_decoder(part["decoder"], decoder);
   }
   const auto* word_piece = dynamic_cast<const detail::WordPieceModel*>(model.get());
@@ -149,12 +149,21 @@ void Tokenizer::Impl::read_parts(nlohmann::json& json) {
   }
 }
 
-void Tokenizer::Impl::add_token(const AddedToken& token) {
-  if (const int32_t known = model->id(token.content); known >= 0 && known != token.id) {
+// A token with the id -1 gets that of the vocabulary or the next free one. Others must have it: Python's
+// tokenizers give it, whatever the file says.
+void Tokenizer::Impl::add_token(AddedToken token, bool replace, const std::string& where) {
+  const AddedToken* there = added.find(token.content);
+  const int64_t known = there != nullptr ? there->id : model->id(token.content);
+  const auto pieces = std::ssize(model->pieces()) - std::ranges::count(model->pieces(), "");
+  const int64_t expected = known >= 0 ? known : added.next_id(pieces);
+  if (token.id >= 0 && token.id != expected) {
     detail::fail_tokenizer_file(
-        files.name, "the added token " + token.content + " has id=" + std::to_string(token.id),
-        std::to_string(known) + ", its id in the vocabulary");
+        files.name,
+        where + ": the added token " + token.content + " has id=" + std::to_string(token.id),
+        std::to_string(expected) +
+            (known >= 0 ? ", its id in the vocabulary" : ", the first one that is free"));
   }
+  token.id = expected;
   std::string shown = token.content;
   if (token.normalized) {
     detail::AlignedText text;
@@ -164,38 +173,68 @@ void Tokenizer::Impl::add_token(const AddedToken& token) {
     }
     shown = std::move(text.text);
   }
-  added.add(token, std::move(shown));
+  added.add(token, std::move(shown), replace);
 }
 
-void Tokenizer::Impl::read_added(const nlohmann::json& json) {
+// `plain`: added_tokens.json.
+void Tokenizer::Impl::read_added(const nlohmann::json& json, const nlohmann::json& plain) {
   const auto part = detail::TokenizerPart(json, files.name)["added_tokens"];
-  for (const auto& entry : part.is_null() ? std::vector<detail::TokenizerPart>() : part.items()) {
-    add_token(detail::read_added_token(entry, entry["id"].integer()));
+  const bool decoder = config.contains("added_tokens_decoder");
+  // A class that makes its own parts takes these tokens from one place.
+  const bool left_out = part.is_null() || (decoder && !files.tokenizer_class.empty());
+  for (const auto& entry : left_out ? std::vector<detail::TokenizerPart>() : part.items()) {
+    detail::check_known_keys("text::AutoTokenizer", files.name + ": added_tokens", "tokenizer.json",
+                             "added_token", entry.json());
+    add_token(detail::read_added_token(entry, entry["id"].integer()), false, "added_tokens");
   }
-  for (const AddedToken& token : detail::read_added_tokens_decoder(config)) {
-    add_token(token);
+  for (const AddedToken& token : detail::read_added_tokens(config, plain)) {
+    add_token(token, decoder, decoder ? "added_tokens_decoder" : "added_tokens.json");
   }
 }
 
-// A special token by its name. The model's vocabulary or the added tokens have it, or it is none.
-void Tokenizer::Impl::read_special(const detail::TokenizerPart& part, const char* name) {
-  const auto content = part.json().is_object() ? part["content"] : part;
-  if (content.is_null()) {
+// A special token by its name; null: none. One that neither the vocabulary nor the added tokens have
+// gets a new id. Of equal new ones the last counts.
+void Tokenizer::Impl::read_special(const detail::TokenizerPart& part, const std::string& name,
+                                   const std::set<std::string>& given) {
+  if (part.is_null()) {
     return;
   }
-  const std::string text = content.text();
-  if (const AddedToken* token = added.find(text)) {
-    special[name] = token->id;
-  } else if (const int32_t id = model->id(text); id >= 0) {
-    AddedToken token{.content = text, .id = id};
-    if (part.json().is_object()) {
-      token.lstrip = part["lstrip"].flag(false);
-      token.rstrip = part["rstrip"].flag(false);
-      token.single_word = part["single_word"].flag(false);
-    }
-    added.add(token, text);
-    special[name] = id;
+  if (AddedToken token = detail::read_special_token(part); !token.content.empty()) {
+    const bool plain = files.tokenizer_class == "Qwen2Tokenizer"; // which adds all of them again
+    token = plain ? AddedToken{.content = token.content, .id = -1} : token;
+    add_token(token, plain || !given.contains(token.content), name);
+    special[name] = added.find(token.content)->id;
   }
+}
+
+// The seven named ones, other keys that end in "_token", and those of the lists, in this order.
+void Tokenizer::Impl::read_all_special(const detail::TokenizerPart& part) {
+  const std::set<std::string> given = added.contents();
+  for (const char* name : detail::kSpecialTokens) {
+    read_special(part[name], name, given);
+  }
+  for (const auto& [key, value] : part.json().items()) {
+    const bool flag = key == "add_bos_token" || key == "add_eos_token";
+    if (key.ends_with("_token") && !flag && !special.contains(key) &&
+        (value.is_string() || value.is_object())) {
+      read_special(part[key.c_str()], key, given);
+    }
+  }
+  const auto more = part["extra_special_tokens"];
+  const bool none = more.is_null() || more.json().empty();
+  for (const auto& listed :
+       {part["model_specific_special_tokens"], none ? part["additional_special_tokens"] : more}) {
+    if (listed.json().is_object()) {
+      for (const auto& [key, value] : listed.json().items()) {
+        read_special(listed[key.c_str()], key, given);
+      }
+    } else if (!listed.is_null()) {
+      for (const auto& each : listed.items()) {
+        read_special(each, "", given);
+      }
+    }
+  }
+  special.erase("");
 }
 
 // Appends a part of the text without added tokens, which begins at byte `at` of the original.
@@ -415,8 +454,7 @@ Encoding Tokenizer::Impl::encode(detail::TextTokens first, const std::string_vie
     throw InputError(detail::kTokenizer, "truncation=only_second without a second text",
                      "a pair of texts", "use longest_first");
   }
-  const auto side =
-      options.truncation_side.value_or(detail::config_side(config, "truncation_side"));
+  const auto side = options.truncation_side.value_or(truncation_side);
   // Of a pair both lengths count, and from the left the end does.
   const size_t most = static_cast<size_t>(options.max_length) - special_count;
   const bool ends_early = truncates && pair == nullptr && side == TokenSide::right;
@@ -475,25 +513,21 @@ std::string Tokenizer::decode(const std::vector<int64_t>& ids, const DecodeOptio
   for (const auto& step : impl_->decoder) {
     step(tokens);
   }
-  std::string text = joined(tokens, impl_->decoder.empty() ? " " : "");
-  if (model_type() != "BPE" &&
-      options.clean_up_tokenization_spaces.value_or(
-          detail::config_value(impl_->config, "clean_up_tokenization_spaces") == true)) {
+  std::string text = joined(tokens, impl_->has_decoder ? "" : " ");
+  if (model_type() != "BPE" && options.clean_up_tokenization_spaces.value_or(impl_->clean_up)) {
     detail::clean_up_spaces(text, false);
   }
   return text;
 }
 
 PaddingOptions Tokenizer::padding() const {
-  return {.pad_id = pad_id(), .padding_side = detail::config_side(impl_->config, "padding_side")};
+  return {.pad_id = pad_id(), .padding_side = impl_->padding_side};
 }
 
-TokenSide Tokenizer::truncation_side() const {
-  return detail::config_side(impl_->config, "truncation_side");
-}
+TokenSide Tokenizer::truncation_side() const { return impl_->truncation_side; }
 
 int64_t Tokenizer::model_max_length() const {
-  const auto length = detail::config_value(impl_->config, "model_max_length");
+  const auto length = impl_->config.value("model_max_length", nlohmann::json());
   return length.is_number() && length.get<double>() >= 0 &&
                  length.get<double>() < detail::kNoMaxLength
              ? length.get<int64_t>()
@@ -540,11 +574,13 @@ void Tokenizer::save_pretrained(const std::filesystem::path& folder) const {
     write_file_atomically(folder / "vocab.txt", joined(pieces, "\n") + "\n");
   }
   write_file_atomically(folder / "tokenizer.json", impl_->files.tokenizer);
-  if (!impl_->files.config.empty()) {
-    write_file_atomically(folder / "tokenizer_config.json", impl_->files.config);
-  }
-  if (!impl_->files.special_tokens.empty()) {
-    write_file_atomically(folder / "special_tokens_map.json", impl_->files.special_tokens);
+  for (const auto& [name, text] : {std::pair{"tokenizer_config.json", &impl_->files.config},
+                                   {"special_tokens_map.json", &impl_->files.special_tokens},
+                                   {"added_tokens.json", &impl_->files.added_tokens},
+                                   {"chat_template.jinja", &impl_->files.chat_template}}) {
+    if (!text->empty()) {
+      write_file_atomically(folder / name, *text);
+    }
   }
 }
 

@@ -15,6 +15,7 @@
 #include "hasten/base/text.h"
 #include "hasten/text/tokenizer.h"
 #include "hasten/text/utf8.h"
+#include "tokenizer_class.h"
 #include "tokenizer_part.h"
 
 namespace hasten {
@@ -247,31 +248,41 @@ TokenizerFiles word_piece_files(const std::vector<std::string>& vocab,
   json["post_processor"] = bert_post_processor(options.cls_token, cls, options.sep_token, sep);
   json["decoder"] = {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}};
   json["model"] = word_piece_model(vocab, ids, options.unk_token);
-  return {
-      .name = "the vocabulary", .tokenizer = json.dump(2) + "\n", .config = config.dump(2) + "\n"};
+  return {.name = "the vocabulary",
+          .tokenizer = json.dump(2) + "\n",
+          .config = config.dump(2) + "\n",
+          .tokenizer_class = "BertTokenizer"};
 }
 
 // GPT-2's or RoBERTa's tokenizer.json from vocab.json and merges.txt.
 class BytePairFiles {
  public:
-  BytePairFiles(const std::filesystem::path& folder, const nlohmann::json& config,
-                const nlohmann::json& map)
+  BytePairFiles(const std::filesystem::path& folder, const nlohmann::json& config)
       : folder_(folder), vocab_(read_json_file(kAutoTokenizer, folder / "vocab.json")) {
     const bool roberta = is_roberta(config);
-    config_ = roberta ? nlohmann::json{{"bos_token", "<s>"},
-                                       {"eos_token", "</s>"},
-                                       {"sep_token", "</s>"},
-                                       {"cls_token", "<s>"},
-                                       {"unk_token", "<unk>"},
-                                       {"pad_token", "<pad>"},
-                                       {"mask_token", {{"content", "<mask>"}, {"lstrip", true}}},
-                                       {"tokenizer_class", "RobertaTokenizer"}}
-                      : nlohmann::json{{"bos_token", "<|endoftext|>"},
-                                       {"eos_token", "<|endoftext|>"},
-                                       {"unk_token", "<|endoftext|>"},
-                                       {"tokenizer_class", "GPT2Tokenizer"}};
-    config_.update(map);
+    kind_ = roberta ? "RobertaTokenizer" : "GPT2Tokenizer";
+    config_ =
+        roberta
+            ? nlohmann::json{{"bos_token", "<s>"},
+                             {"eos_token", "</s>"},
+                             {"sep_token", "</s>"},
+                             {"cls_token", "<s>"},
+                             {"unk_token", "<unk>"},
+                             {"pad_token", "<pad>"},
+                             {"mask_token",
+                              {{"__type", "AddedToken"}, {"content", "<mask>"}, {"lstrip", true}}},
+                             {"tokenizer_class", "RobertaTokenizer"}}
+            : nlohmann::json{{"bos_token", "<|endoftext|>"},
+                             {"eos_token", "<|endoftext|>"},
+                             {"unk_token", "<|endoftext|>"},
+                             {"tokenizer_class", "GPT2Tokenizer"}};
     config_.update(config);
+    for (const char* name : {"add_bos_token", "add_eos_token"}) {
+      const auto part = TokenizerPart(config_, "tokenizer_config.json")[name];
+      if (part.flag(false) && !roberta) {
+        part.fail_value("false, or a tokenizer.json, whose post_processor adds these tokens");
+      }
+    }
     const bool prefix =
         TokenizerPart(config_, "tokenizer_config.json")["add_prefix_space"].flag(false);
     json_["pre_tokenizer"] = {{"type", "ByteLevel"}, {"add_prefix_space", prefix}};
@@ -290,7 +301,10 @@ class BytePairFiles {
   TokenizerFiles files() const {
     return {.name = (folder_ / "vocab.json").string(),
             .tokenizer = json_.dump() + "\n",
-            .config = config_.dump(2) + "\n"};
+            .config = config_.dump(2) + "\n",
+            .added_tokens = optional_file(folder_ / "added_tokens.json"),
+            .chat_template = optional_file(folder_ / "chat_template.jinja"),
+            .tokenizer_class = kind_};
   }
 
  private:
@@ -352,8 +366,28 @@ class BytePairFiles {
   std::filesystem::path folder_;
   nlohmann::json vocab_;
   nlohmann::json config_{};
+  std::string kind_{};
   nlohmann::json json_{{"version", "1.0"}};
 };
+
+nlohmann::json with_special_tokens(nlohmann::json config, nlohmann::json map) {
+  const bool has_more =
+      config.contains("extra_special_tokens") || config.contains("additional_special_tokens");
+  if (config.contains("added_tokens_decoder")) {
+    return config;
+  }
+  for (auto [key, value] : map.items()) {
+    if (value.is_object() && value.contains("content")) {
+      value["__type"] = "AddedToken"; // as tokenizer_config.json says it
+    }
+    if (key == "extra_special_tokens" && value.is_array() && config[key].is_array()) {
+      config[key].insert(config[key].end(), value.begin(), value.end());
+    } else if (key != "additional_special_tokens" || !has_more) {
+      config[key] = value;
+    }
+  }
+  return config;
+}
 
 TokenizerFiles read_tokenizer_files(const std::filesystem::path& folder) {
   const auto json_path = folder / "tokenizer.json";
@@ -361,9 +395,12 @@ TokenizerFiles read_tokenizer_files(const std::filesystem::path& folder) {
   TokenizerFiles files{.name = json_path.string(),
                        .tokenizer = optional_file(json_path),
                        .config = optional_file(folder / "tokenizer_config.json"),
-                       .special_tokens = optional_file(folder / "special_tokens_map.json")};
+                       .special_tokens = optional_file(folder / "special_tokens_map.json"),
+                       .added_tokens = optional_file(folder / "added_tokens.json"),
+                       .chat_template = optional_file(folder / "chat_template.jinja")};
   const auto config = parsed_object(folder / "tokenizer_config.json", files.config);
   const auto map = parsed_object(folder / "special_tokens_map.json", files.special_tokens);
+  const auto merged = with_special_tokens(config, map);
   const bool has_vocab = std::filesystem::exists(vocab_path);
   if (!files.tokenizer.empty() || has_vocab) {
     const auto json = parsed_object(json_path, files.tokenizer);
@@ -373,25 +410,29 @@ TokenizerFiles read_tokenizer_files(const std::filesystem::path& folder) {
         check_same_vocab(vocab_path.string(), vocab,
                          TokenizerPart(json, files.name)["model"]["vocab"].json());
       }
+      const auto model = folder / "config.json";
+      files.tokenizer_class =
+          tokenizer_class(merged, parsed_object(model, optional_file(model)), json);
       return files;
     }
     if (!has_vocab) {
       fail_tokenizer_file(files.name, "it has no model", "a tokenizer.json with a vocabulary");
     }
-    auto merged = config;
-    merged.update(map);
-    merged.update(config);
     const auto options = word_piece_options(json, merged, files.name);
     check_special_tokens(vocab_path.string(), vocab, options, config);
-    auto made = word_piece_files(vocab, options, read_added_tokens_decoder(config));
+    auto made = word_piece_files(
+        vocab, options,
+        read_added_tokens(config, parsed_object(folder / "added_tokens.json", files.added_tokens)));
     made.name = vocab_path.string();
-    made.config = files.config.empty() ? made.config : files.config;
-    made.special_tokens = files.special_tokens;
+    auto known = TokenizerJson::parse(made.config);
+    known.update(TokenizerJson(merged));
+    made.config = known.dump(2) + "\n";
+    made.chat_template = files.chat_template;
     return made;
   }
   if (std::filesystem::exists(folder / "vocab.json") &&
       std::filesystem::exists(folder / "merges.txt")) {
-    return BytePairFiles(folder, config, map).files();
+    return BytePairFiles(folder, merged).files();
   }
   for (const char* name : {"sentencepiece.bpe.model", "spiece.model", "tokenizer.model"}) {
     if (std::filesystem::exists(folder / name)) {

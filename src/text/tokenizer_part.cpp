@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/known_keys.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "unicode_text.h"
@@ -89,6 +90,23 @@ size_t TokenizerPart::one_of(const std::vector<std::string>& names) const {
     fail_value("one of " + joined(names));
   }
   return static_cast<size_t>(found - names.begin());
+}
+
+void check_tokenizer_keys(const std::string& file, const std::string& part,
+                          const nlohmann::json& json) {
+  const auto type = json.is_object() ? json.value("type", nlohmann::json()) : nlohmann::json();
+  check_known_keys("text::AutoTokenizer", part == "*" ? file : file + ": " + part, "tokenizer.json",
+                   type.is_string() ? part + ":" + type.get<std::string>() : part, json);
+  for (const auto& [key, value] : json.items()) {
+    const bool whole = part == "*"; // the file itself: its parts
+    if (whole && value.is_object()) {
+      check_tokenizer_keys(file, key, value);
+    } else if (!whole && value.is_array() && key.ends_with("ers")) { // of a Sequence
+      for (const auto& inner : value) {
+        check_tokenizer_keys(file, part, inner);
+      }
+    }
+  }
 }
 
 } // namespace hasten::detail

@@ -51,4 +51,9 @@ class TokenizerPart {
 [[noreturn]] void fail_tokenizer_file(const std::string& file, const std::string& what,
                                       const std::string& expected, const std::string& fix = {});
 
+/// Checks the keys of a part of tokenizer.json and of the parts in it (check_known_keys). `part` is its
+/// name in the file, such as "normalizer"; "*": the file.
+void check_tokenizer_keys(const std::string& file, const std::string& part,
+                          const nlohmann::json& json);
+
 } // namespace hasten::detail

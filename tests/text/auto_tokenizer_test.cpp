@@ -53,7 +53,7 @@ TEST(AutoTokenizer, APartThatHastenLacksIsNamed) {
              "post_processor.type=\"Other\"");
   EXPECT_HAS(changed_error("bert", put("decoder", {{"type", "CTC"}})), "decoder.type=\"CTC\"");
   EXPECT_HAS(changed_error("gpt2", [](auto& json) { json["model"]["dropout"] = 0.1; }),
-             "model.dropout=0.1");
+             "model: dropout=0.1. Expected 0, or no such key");
   EXPECT_HAS(changed_error("gpt2", [](auto& json) { json["model"]["merges"][3] = "a zzzz"; }),
              "the merge number 3 is \"a zzzz\"");
   EXPECT_HAS(changed_error("llama3",

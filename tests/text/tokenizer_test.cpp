@@ -120,7 +120,7 @@ TEST(Tokenizer, OptionsComeFromTheConfigThenFromTheNormalizer) {
   EXPECT_EQ(pieces("GOOD Good"), (Pieces{"[UNK]", "Good"}));
   const std::string config = R"({"do_lower_case": true, "strip_accents": false,
           "model_max_length": 1000000000000000019884624838656,
-          "cls_token": {"content": "[CLS]", "lstrip": false}})";
+          "cls_token": {"__type": "AddedToken", "content": "[CLS]", "lstrip": false}})";
   write_text(folder / "tokenizer_config.json", config);
   const auto tokenizer = AutoTokenizer::from_pretrained(folder.path());
   EXPECT_EQ(tokenizer.model_max_length(), 0);
@@ -128,7 +128,11 @@ TEST(Tokenizer, OptionsComeFromTheConfigThenFromTheNormalizer) {
   // The same for a tokenizer.json with everything.
   WordPieceTokenizer(kSmallVocab, {.do_lower_case = false}).save_pretrained(folder.path());
   EXPECT_EQ(pieces("GOOD Good"), (Pieces{"[UNK]", "Good"}));
+  // The options are those of a class. Without one, transformers takes tokenizer.json as it is.
   write_text(folder / "tokenizer_config.json", config);
+  EXPECT_EQ(pieces("GOOD Good"), (Pieces{"[UNK]", "Good"}));
+  write_text(folder / "tokenizer_config.json",
+             R"({"tokenizer_class": "BertTokenizerFast", )" + config.substr(1));
   EXPECT_EQ(pieces("Caf\xC3\x89 GOOD"), (Pieces{"caf\xC3\xA9", "good"}));
 }
 

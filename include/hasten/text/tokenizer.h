@@ -147,7 +147,8 @@ class Tokenizer {
 
   /// Hash of everything that determines the ids; 32 hex digits.
   const std::string& hash() const;
-  /// Writes tokenizer.json, tokenizer_config.json and, for WordPiece, vocab.txt. from_pretrained()
+  /// Writes tokenizer.json, tokenizer_config.json and, for WordPiece, vocab.txt, and unchanged what there
+  /// was of special_tokens_map.json, added_tokens.json and chat_template.jinja. from_pretrained()
   /// and transformers' AutoTokenizer read them and give the same ids. Throws Error with the path
   /// (for example if the disk is full).
   void save_pretrained(const std::filesystem::path& folder) const;
@@ -167,7 +168,11 @@ class AutoTokenizer {
   /// Loads a Hugging Face folder, or a repository in its cache by name (pretrained_folder):
   /// tokenizer.json, or else vocab.txt (WordPiece), or else vocab.json and merges.txt (GPT-2 or
   /// RoBERTa, as tokenizer_config.json or config.json say). Special tokens and lengths come from
-  /// tokenizer_config.json and special_tokens_map.json.
+  /// tokenizer_config.json, or if it has no added_tokens_decoder first from special_tokens_map.json and
+  /// added_tokens.json. A class that tokenizer_config.json or config.json names (BertTokenizer,
+  /// GPT2Tokenizer, …) takes of tokenizer.json only what it takes in transformers: the vocabulary, and not
+  /// the parts that it makes from its own options, such as do_lower_case and add_prefix_space. Logs keys
+  /// that transformers does not have either.
   /// Throws InputError with the file's name if there is no vocabulary, hasten lacks a part, special
   /// tokens are missing, or the JSON cannot be read. Time: up to a second for 250,000 pieces.
   /// Memory: about four times the files.
