@@ -23,7 +23,9 @@ GenerationConfig generation_config(const GenerateCommand& command) {
   set(config.top_p, command.top_p);
   set(config.repetition_penalty, command.repetition_penalty);
   config.do_sample = config.do_sample || command.do_sample;
-  config.stop_strings = command.stop_strings;
+  if (!command.stop_strings.empty()) {
+    config.stop_strings = command.stop_strings;
+  }
   config.seed = command.seed;
   config.use_cache = !command.no_cache;
   config.validate();

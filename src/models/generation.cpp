@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 
+#include "base/known_keys.h"
 #include "encoder.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
@@ -15,6 +17,7 @@
 #include "hasten/core/random.h"
 #include "hasten/models/auto_model.h"
 #include "hasten/models/key_value_cache.h"
+#include "hasten/models/lora.h"
 #include "hasten/text/pretrained_folder.h"
 
 namespace hasten {
@@ -126,6 +129,7 @@ class Generation {
     const std::vector<int64_t> answer = one.answer();
     const bool asked = stopping_criteria && stopping_criteria(prompt, answer);
     return asked || std::ssize(answer) >= config_.max_new_tokens ||
+           std::ssize(one.ids) == config_.max_length ||
            std::ranges::find(config_.eos_token_id, answer.back()) != config_.eos_token_id.end();
   }
 
@@ -219,7 +223,9 @@ class Generation {
 };
 
 void check_prompts(const PreTrainedModelImpl& model,
-                   const std::vector<std::vector<int64_t>>& prompts, int64_t max_new_tokens) {
+                   const std::vector<std::vector<int64_t>>& prompts,
+                   const GenerationConfig& config) {
+  const int64_t max_new_tokens = config.max_new_tokens;
   for (size_t i = 0; i < prompts.size(); ++i) {
     const std::string prompt = "prompt " + std::to_string(i) + ": ";
     const int64_t longest = model.config().max_tokens() - std::max<int64_t>(1, max_new_tokens);
@@ -232,6 +238,11 @@ void check_prompts(const PreTrainedModelImpl& model,
                            std::to_string(model.config().max_tokens()) + " positions",
                        "shorten the prompt, or lower max_new_tokens");
     }
+    require_value(
+        max_new_tokens > 0 || config.max_length == 0 || std::ssize(prompts[i]) < config.max_length,
+        prompt + "tokens=" + std::to_string(prompts[i].size()) +
+            ", max_length=" + std::to_string(config.max_length),
+        "a prompt that leaves room for an answer, or max_new_tokens");
     for (const int64_t id : prompts[i]) {
       require_value(id >= 0 && id < model.config().vocab_size, prompt + "id=" + std::to_string(id),
                     "0 to " + std::to_string(model.config().vocab_size - 1));
@@ -239,46 +250,34 @@ void check_prompts(const PreTrainedModelImpl& model,
   }
 }
 
-/// Values that change nothing of options that hasten does not have.
-const nlohmann::json& neutral_options() {
-  static const nlohmann::json options{
-      {"num_beams", 1},  {"num_beam_groups", 1}, {"num_return_sequences", 1},
-      {"min_length", 0}, {"min_new_tokens", 0},  {"no_repeat_ngram_size", 0},
-      {"min_p", 0},      {"typical_p", 1},       {"epsilon_cutoff", 0},
-      {"eta_cutoff", 0}, {"penalty_alpha", 0},   {"guidance_scale", 1}};
-  return options;
-}
-
-void require_known_options(const nlohmann::json& options, const std::string& source) {
-  for (const auto& [key, neutral] : neutral_options().items()) {
-    const nlohmann::json value = options.value(key, nlohmann::json());
-    if (!value.is_null() && value != neutral) {
-      throw InputError(kGenerate, source + ": " + key + "=" + value.dump().substr(0, 80),
-                       "hasten does not have this option: " + neutral.dump() + ", or no such key");
-    }
-  }
-  for (const char* key : {"bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
-                          "forced_bos_token_id", "forced_eos_token_id", "sequence_bias"}) {
-    require_value(options.value(key, nlohmann::json()).is_null(), source + ": it has " + key,
-                  "no such key, because hasten does not have this option");
-  }
-}
-
-std::vector<int64_t> end_tokens(const nlohmann::json& options) {
-  const auto id = options.find("eos_token_id");
-  if (id == options.end() || id->is_null()) {
+/// The values of a key whose value is a list or a single one.
+template <typename T>
+std::vector<T> listed_option(const nlohmann::json& options, const char* key) {
+  const auto found = options.find(key);
+  if (found == options.end() || found->is_null()) {
     return {};
   }
-  return id->is_array() ? family_option(options, "eos_token_id", std::vector<int64_t>())
-                        : std::vector{family_option(options, "eos_token_id", int64_t{0})};
+  return found->is_array() ? family_option(options, key, std::vector<T>())
+                           : std::vector{family_option(options, key, T())};
+}
+
+/// The token that is the `most`-th probable of a row, and all that are as probable: transformers keeps
+/// them, too, and logits in 16 bits are often equal.
+int64_t with_equal_logits(const at::Tensor& logits, int64_t most) {
+  const at::Tensor last = std::get<0>(logits.topk(most, 1)).slice(1, most - 1);
+  return logits.ge(last).sum(1).max().item<int64_t>();
 }
 
 } // namespace detail
 
 TokenCandidates token_candidates(const at::Tensor& logits, const GenerationConfig& config) {
   const int64_t most = config.top_k > 0 ? std::min(config.top_k, logits.size(1)) : logits.size(1);
-  const auto [scores, tokens] = (logits.to(at::kFloat) / config.temperature).topk(most, 1);
-  at::Tensor probabilities = scores.softmax(1);
+  const at::Tensor divided = logits.to(at::kFloat) / config.temperature;
+  const int64_t kept = most < logits.size(1) ? detail::with_equal_logits(divided, most) : most;
+  const auto [scores, tokens] = divided.topk(kept, 1);
+  const at::Tensor least = scores.slice(1, most - 1, most);
+  at::Tensor probabilities =
+      scores.masked_fill(scores < least, -std::numeric_limits<float>::infinity()).softmax(1);
   if (config.top_p < 1) {
     const at::Tensor before = probabilities.cumsum(1) - probabilities; // of more probable tokens
     probabilities = probabilities.masked_fill(before >= config.top_p, 0);
@@ -291,41 +290,60 @@ void GenerationConfig::validate() const {
   using detail::require_value;
   require_value(max_new_tokens >= 0, "max_new_tokens=" + std::to_string(max_new_tokens),
                 "0 or more");
-  require_value(temperature > 0, "temperature=" + format_digits(temperature),
+  require_value(max_length >= 0, "max_length=" + std::to_string(max_length), "0 or more");
+  require_value(!do_sample || temperature > 0, "temperature=" + format_digits(temperature),
                 "above 0; do_sample=false always takes the most probable token");
-  require_value(top_k >= 0, "top_k=" + std::to_string(top_k), "0 or more");
-  require_value(top_p > 0 && top_p <= 1, "top_p=" + format_digits(top_p), "above 0, at most 1");
+  require_value(!do_sample || top_k >= 0, "top_k=" + std::to_string(top_k), "0 or more");
+  require_value(!do_sample || (top_p > 0 && top_p <= 1), "top_p=" + format_digits(top_p),
+                "above 0, at most 1");
   require_value(repetition_penalty > 0, "repetition_penalty=" + format_digits(repetition_penalty),
                 "above 0");
 }
 
 GenerationConfig GenerationConfig::from_pretrained(const std::string& model) {
   const std::filesystem::path folder = pretrained_folder(model);
-  const auto read = [&](const char* name) {
-    std::error_code error;
-    const nlohmann::json json = std::filesystem::exists(folder / name, error)
-                                    ? read_json_file(detail::kGenerate, folder / name)
-                                    : nlohmann::json::object();
-    detail::require_value(json.is_object(), (folder / name).string(), "a JSON object");
-    return json;
-  };
-  const nlohmann::json options = read("generation_config.json");
-  detail::require_known_options(options, (folder / "generation_config.json").string());
+  if (std::error_code ignored;
+      LoraConfig::is_adapter(folder) &&
+      !std::filesystem::exists(folder / "generation_config.json", ignored)) {
+    return from_pretrained(LoraConfig::base_of(folder)); // as PEFT, which writes none
+  }
+  // The keys of an older model's config.json count only where there is no other file.
+  auto path = folder / "generation_config.json";
+  std::error_code ignored;
+  const bool own = std::filesystem::exists(path, ignored);
+  path = own ? path : folder / "config.json";
+  nlohmann::json options = std::filesystem::exists(path, ignored)
+                               ? read_json_file(detail::kGenerate, path)
+                               : nlohmann::json::object();
+  detail::require_value(options.is_object(), path.string(), "a JSON object");
+  options = own ? options : detail::known_members("generation_config.json", options);
+  const auto samples = detail::family_option(options, "do_sample", false);
+  detail::check_known_keys("models::pretrained", path.string(), "generation_config.json",
+                           samples ? "do_sample" : "*", options);
   GenerationConfig config;
   const auto take = [&](const char* key, auto& field) {
     field = detail::family_option(options, key, field);
   };
   take("max_new_tokens", config.max_new_tokens);
+  detail::require_value(config.max_new_tokens > 0 || !options.contains("max_new_tokens"),
+                        path.string() + ": max_new_tokens=" + std::to_string(config.max_new_tokens),
+                        "1 or more");
+  take("max_length", config.max_length);
+  detail::require_value(config.max_length > 0 || !options.contains("max_length"),
+                        path.string() + ": max_length=" + std::to_string(config.max_length),
+                        "1 or more");
   take("do_sample", config.do_sample);
   take("temperature", config.temperature);
   take("top_k", config.top_k);
   take("top_p", config.top_p);
   take("repetition_penalty", config.repetition_penalty);
-  config.eos_token_id = detail::end_tokens(options);
-  if (config.eos_token_id.empty()) {
-    config.eos_token_id = detail::end_tokens(read("config.json"));
-  }
-  config.validate();
+  config.stop_strings = detail::listed_option<std::string>(options, "stop_strings");
+  config.eos_token_id = detail::listed_option<int64_t>(options, "eos_token_id");
+  detail::require_value(
+      !config.eos_token_id.empty() || options.value("eos_token_id", nlohmann::json()).is_null(),
+      path.string() + ": eos_token_id=[]", "an id, or some");
+  constexpr int64_t kDefaultMaxLength = 20; // which transformers takes for "not given"
+  config.max_length = config.max_length == kDefaultMaxLength ? 0 : config.max_length;
   return config;
 }
 
@@ -337,14 +355,19 @@ std::vector<std::vector<int64_t>> generate(PreTrainedModel model,
   detail::require_value(model->task() == ModelTask::causal_lm,
                         "the model has a head for " + std::string(task_name(model->task())),
                         "one for " + std::string(task_name(ModelTask::causal_lm)));
-  detail::check_prompts(*model, prompts, config.max_new_tokens);
+  detail::require_value(config.stop_strings.empty() || stopping_criteria,
+                        "stop_strings=" + joined(config.stop_strings),
+                        "none, because generate() has no tokenizer; generate_texts() has one");
+  detail::check_prompts(*model, prompts, config);
   GenerationConfig used = config;
   if (used.max_new_tokens == 0) {
-    used.max_new_tokens = 256;
+    used.max_new_tokens = used.max_length > 0 ? used.max_length : 256;
     for (const auto& prompt : prompts) {
       used.max_new_tokens =
           std::min(used.max_new_tokens, model->config().max_tokens() - std::ssize(prompt));
     }
+  } else {
+    used.max_length = 0;
   }
   const c10::InferenceMode inference;
   const bool training = model->is_training();

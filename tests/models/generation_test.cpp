@@ -172,8 +172,15 @@ TEST_F(Generation, BadInputIsNamed) {
   EXPECT_NE(error({{48}}).find("id=48"), std::string::npos);
   EXPECT_NE(error({std::vector<int64_t>(20, 9)}).find("20 positions"), std::string::npos);
   EXPECT_NE(error({{9}}, {.max_new_tokens = 20}).find("max_new_tokens=20"), std::string::npos);
-  EXPECT_NE(error({{9}}, {.temperature = 0}).find("temperature=0"), std::string::npos);
-  EXPECT_NE(error({{9}}, {.top_p = 1.5}).find("top_p=1.5"), std::string::npos);
+  const auto drawn_error = [&](GenerationConfig config) {
+    config.do_sample = true;
+    return error({{9}}, config);
+  };
+  EXPECT_NE(drawn_error({.temperature = 0}).find("temperature=0"), std::string::npos);
+  EXPECT_NE(drawn_error({.top_p = 1.5}).find("top_p=1.5"), std::string::npos);
+  EXPECT_NE(error({{9}}, {.stop_strings = {"end"}}).find("stop_strings=end"), std::string::npos);
+  EXPECT_NE(error({{9, 9, 9}}, {.max_length = 3}).find("tokens=3, max_length=3"),
+            std::string::npos);
   PreTrainedModel classifier = golden_model("llama_classes");
   EXPECT_NE(error_of([&] { generate(classifier, {{9}}); }).find("SequenceClassification"),
             std::string::npos);
@@ -194,8 +201,52 @@ TEST_F(Generation, OptionsComeFromTheFolder) {
   EXPECT_EQ(config.eos_token_id, (std::vector<int64_t>{5, 6}));
   EXPECT_NE(error_of([&] { with(R"({"num_beams": 4})"); }).find("num_beams=4"), std::string::npos);
   EXPECT_NE(error_of([&] { with(R"({"top_k": "x"})"); }).find("top_k"), std::string::npos);
-  EXPECT_NE(error_of([&] { with(R"({"temperature": -1})"); }).find("temperature=-1"),
+  EXPECT_NE(error_of([&] { with(R"({"do_sample": true, "min_p": 0.1})"); }).find("min_p=0.1"),
             std::string::npos);
+  EXPECT_EQ(with(R"({"min_p": 0.1, "top_k": 1})").top_k, 1) << "min_p counts with do_sample only";
+  // config.json counts only without the other file.
+  EXPECT_TRUE(with(R"({"top_k": 1})").eos_token_id.empty());
+}
+
+TEST_F(Generation, GreedyFoldersWithoutATemperatureGenerate) {
+  const TemporaryFolder folder;
+  write_file_atomically(folder / "generation_config.json",
+                        R"({"do_sample": false, "temperature": 0.0, "top_p": 0.0, "top_k": -1})");
+  PreTrainedModel model = golden_model("gpt2");
+  auto config = GenerationConfig::from_pretrained(folder / "");
+  config.max_new_tokens = 4;
+  EXPECT_EQ(generate(model, {{8, 9}}, config), generate(model, {{8, 9}}, {.max_new_tokens = 4}));
+  config.do_sample = true;
+  config.temperature = 1; // what a flag sets replaces the file's value before it is checked
+  config.top_p = 1;
+  config.top_k = 0;
+  EXPECT_EQ(generate(model, {{8, 9}}, config)[0].size(), 4u);
+}
+
+TEST_F(Generation, MaxLengthCountsThePrompt) {
+  const TemporaryFolder folder;
+  const auto length = [&](const char* text, const std::vector<int64_t>& prompt) {
+    write_file_atomically(folder / "generation_config.json", text);
+    return generate(golden_model("gpt2"), {prompt},
+                    GenerationConfig::from_pretrained(folder / ""))[0]
+        .size();
+  };
+  EXPECT_EQ(length(R"({"max_length": 9})", {8, 9}), 7u);
+  EXPECT_EQ(length(R"({"max_length": 9})", {8, 9, 10, 11}), 5u);
+  EXPECT_EQ(length(R"({"max_length": 9, "max_new_tokens": 3})", {8, 9}), 3u);
+  EXPECT_EQ(length(R"({"max_length": 20})", {8, 9}), 18u) << "20 counts as no limit";
+}
+
+TEST_F(Generation, TopKKeepsAllTokensThatAreAsProbableAsTheLastOne) {
+  const at::Tensor logits =
+      at::tensor({1.f, 3.f, 2.f, 2.f, 0.f, 5.f, 4.f, 3.f, 2.f, 1.f}).view({2, 5});
+  const auto [tokens, probabilities] = token_candidates(logits, {.do_sample = true, .top_k = 2});
+  ASSERT_EQ(tokens.sizes(), (at::IntArrayRef{2, 3}));
+  EXPECT_EQ(tokens[0][0].item<int64_t>(), 1);
+  // As transformers' TopKLogitsWarper: softmax over 3, 2, 2, and over 5, 4.
+  const at::Tensor first = at::tensor({3.f, 2.f, 2.f}).softmax(0);
+  EXPECT_TRUE(at::allclose(probabilities[0], first)) << probabilities;
+  EXPECT_EQ(probabilities[1][2].item<float>(), 0);
 }
 
 } // namespace hasten::generation_test

@@ -25,12 +25,16 @@ struct GenerationConfig {
   /// Most tokens of an answer. 0: 256, or fewer if the model has no positions for more after the
   /// longest prompt.
   int64_t max_new_tokens = 0;
+  /// Most tokens of a prompt and its answer together. 0: no such limit. max_new_tokens counts where both
+  /// are given.
+  int64_t max_length = 0;
   /// Draws tokens by their probabilities. False: always takes the most probable (greedy).
   bool do_sample = false;
   /// Divides the logits, > 0; below 1 makes probable tokens more probable. With do_sample only, as are
   /// top_k and top_p.
   double temperature = 1;
-  /// Draws from the `top_k` most probable tokens; 0: from all.
+  /// Draws from the `top_k` most probable tokens, and from those as probable as the last of them; 0:
+  /// from all.
   int64_t top_k = 50;
   /// Draws from the fewest most probable tokens whose probabilities sum up to `top_p`, in (0, 1].
   double top_p = 1;
@@ -39,8 +43,8 @@ struct GenerationConfig {
   double repetition_penalty = 1;
   /// Each of these tokens ends an answer, as its last token. Empty: none.
   std::vector<int64_t> eos_token_id{};
-  /// A text that contains one of these ends, with the token that completes it. Only generate_texts()
-  /// reads them.
+  /// A text that contains one of these ends, with the token that completes it. generate_texts() reads
+  /// them; generate() needs stopping_criteria that do.
   std::vector<std::string> stop_strings{};
   /// Draws depend on the seed, the prompt's index and the token's place alone, not on the batch.
   uint64_t seed = 42;
@@ -53,10 +57,12 @@ struct GenerationConfig {
   /// larger. 0: all.
   int64_t vocab_size = 0;
 
-  /// Of a folder's generation_config.json, and eos_token_id of its config.json where the former has
-  /// none. `model` is a folder or the name of a repository in Hugging Face's cache.
-  /// Throws InputError for a value of another type or out of range, and for an option that changes
-  /// answers and that hasten does not have (num_beams, no_repeat_ngram_size, min_p, …).
+  /// Of a folder's generation_config.json, else of the keys of that file that its config.json has. A
+  /// max_length of 20 counts as none, as in transformers. `model` is a folder or the name of a repository in Hugging Face's cache. Logs keys that
+  /// transformers does not have either. A value out of range is an error of generate(), so that it can
+  /// be replaced first.
+  /// Throws InputError for a value of another type, and for an option that changes answers and that
+  /// hasten does not have (num_beams, no_repeat_ngram_size, min_p, …).
   static GenerationConfig from_pretrained(const std::string& model);
   /// Throws InputError with the first value that is out of range.
   void validate() const;
@@ -72,7 +78,8 @@ using StoppingCriteria = std::function<bool(size_t prompt, const std::vector<int
 /// Runs the model without gradients, in evaluation mode, in the dtype of its weights and on its
 /// device. Local. Memory: the logits of one token of each prompt, and the cache.
 /// Throws InputError if the model has no head for causal_lm, for a prompt without tokens or with ids
-/// outside of the vocabulary, and if a prompt and max_new_tokens are more than max_tokens().
+/// outside of the vocabulary, if a prompt and max_new_tokens are more than max_tokens(), and for
+/// stop_strings without stopping_criteria.
 std::vector<std::vector<int64_t>> generate(PreTrainedModel model,
                                            const std::vector<std::vector<int64_t>>& prompts,
                                            const GenerationConfig& config = {},
