@@ -7,9 +7,11 @@
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <set>
 #include <unordered_set>
 
+#include "base/known_keys.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
@@ -80,6 +82,17 @@ static std::vector<LinearPlace> require_adapter(const torch::nn::Module& model, 
                      "call get_peft_model or load_adapter first");
   }
   return places;
+}
+
+// PEFT adapts or copies the output layer or the word embeddings alone, also where they share a weight.
+static void untie_adapted(torch::nn::Module& model, const LoraConfig& config) {
+  auto* ours = dynamic_cast<PreTrainedModelImpl*>(&model);
+  const TiedWeight tied = ours != nullptr ? ours->tied_weight() : TiedWeight();
+  if (!tied.output.empty() && (inside_modules(tied.output, config.modules_to_save) ||
+                               inside_modules(tied.output, config.target_modules) ||
+                               inside_modules(tied.embeddings, config.modules_to_save))) {
+    ours->untie_weights();
+  }
 }
 
 // Sets what depends on the model.
@@ -161,6 +174,20 @@ static NamedTensors adapter_tensors(const torch::nn::Module& model,
   return tensors;
 }
 
+/// The weight of an adapted layer itself, which PEFT writes for output layers: "….base_layer.weight".
+static at::Tensor base_weight(const torch::OrderedDict<std::string, at::Tensor>& parameters,
+                              const std::string& name) {
+  constexpr std::string_view kBase = ".base_layer.";
+  const std::string prefix = kAdapterPrefix;
+  const size_t at = name.find(kBase);
+  if (at == std::string::npos || !name.starts_with(prefix)) {
+    return {};
+  }
+  const at::Tensor* found = parameters.find(name.substr(prefix.size(), at - prefix.size()) + "." +
+                                            name.substr(at + kBase.size()));
+  return found == nullptr ? at::Tensor() : *found;
+}
+
 /// The layers of an adapter's file, in the order of their names.
 static std::vector<std::string> adapted_layers(const SafetensorsReader& reader) {
   const std::string prefix = kAdapterPrefix;
@@ -174,30 +201,59 @@ static std::vector<std::string> adapted_layers(const SafetensorsReader& reader) 
   return {layers.begin(), layers.end()};
 }
 
-// Options of PEFT that change the computation and that this library does not have.
-static void refuse_features(const nlohmann::json& json, const std::string& file) {
-  const auto refuse = [&](const std::string& key) {
-    throw InputError("models::LoraConfig",
-                     file + ": " + key + "=" + json.at(key).dump().substr(0, 200),
-                     "an adapter without this option", "merge it into its base with PEFT");
-  };
-  for (const char* key :
-       {"use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication",
-        "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "arrow_config",
-        "eva_config", "corda_config", "loftq_config", "lora_ga_config", "use_bdlora", "kasa_config",
-        "velora_config", "monteclora_config"}) {
-    const auto value = json.find(key);
-    if (value != json.end() && !value->is_null() && *value != false && !value->empty()) {
-      refuse(key);
+/// The number of the block in a layer's name; -1: none.
+static int64_t block_of(const std::string& layer) {
+  const auto parts = split(layer, ".");
+  for (size_t i = parts.size() - 1; i-- > 2;) {
+    if (const auto number = parse_number<int64_t>(parts[i])) {
+      return *number;
     }
   }
-  if (json.contains("bias") && json.at("bias") != "none") {
-    refuse("bias");
+  return -1;
+}
+
+/// Whether Python's re.fullmatch would find it; also for a pattern that only Python has.
+static bool matches_pattern(const std::string& layer, const std::string& pattern) {
+  try {
+    return std::regex_match(layer, std::regex(pattern));
+  } catch (const std::regex_error&) {
+    return true;
   }
-  // The other ways to begin change the base, too, which an adapter's file does not have.
-  static const std::set<nlohmann::json> beginnings{nullptr, true, false, "gaussian", "orthogonal"};
-  if (json.contains("init_lora_weights") && !beginnings.contains(json.at("init_lora_weights"))) {
-    refuse("init_lora_weights");
+}
+
+/// PEFT gives no adapter to layers that these options leave out, whatever the file has.
+static void require_targets(const std::filesystem::path& file, const nlohmann::json& json,
+                            const SafetensorsReader& reader) {
+  const auto refuse = [&](const char* key, const std::string& layer) {
+    throw InputError(kAdapterWhere,
+                     file.string() + ": " + key + "=" + json.at(key).dump().substr(0, 200) +
+                         " leaves out " + layer + ", which the weights have",
+                     "the options with which the adapter was trained");
+  };
+  const auto targets = json.value("target_modules", nlohmann::json());
+  const bool pattern = targets.is_string() && targets != kAllLinear;
+  const auto blocks = json.value("layers_to_transform", nlohmann::json());
+  if (targets.is_object() ||
+      (!blocks.is_null() && !blocks.is_array() && !blocks.is_number_integer())) {
+    throw InputError(kAdapterWhere,
+                     file.string() + ": target_modules=" + targets.dump().substr(0, 200) +
+                         ", layers_to_transform=" + blocks.dump().substr(0, 200),
+                     "names or a pattern, and numbers");
+  }
+  const auto excluded = json.value("exclude_modules", nlohmann::json());
+  for (const std::string& layer : adapted_layers(reader)) {
+    const int64_t block = block_of(layer);
+    if (blocks.is_number()
+            ? blocks != block
+            : !blocks.empty() && std::find(blocks.begin(), blocks.end(), block) == blocks.end()) {
+      refuse("layers_to_transform", layer);
+    }
+    if (pattern && !matches_pattern(layer, targets.get<std::string>())) {
+      refuse("target_modules", layer);
+    }
+    if (excluded.is_array() && matches_module(layer, excluded.get<std::vector<std::string>>())) {
+      refuse("exclude_modules", layer);
+    }
   }
 }
 
@@ -296,7 +352,8 @@ LoraConfig LoraConfig::from_pretrained(const std::filesystem::path& folder) {
   if (type != "LORA") {
     throw InputError("models::LoraConfig", file + ": peft_type=" + shortened(type, 100), "LORA");
   }
-  detail::refuse_features(json, file);
+  detail::check_known_keys("models::pretrained", file, "adapter_config.json", "*", json,
+                           "merge it into its base with PEFT");
   LoraConfig config;
   config.r = value("r", config.r);
   config.lora_alpha = value("lora_alpha", config.lora_alpha);
@@ -324,6 +381,7 @@ LoraConfig get_peft_model(const std::shared_ptr<torch::nn::Module>& model, LoraC
     throw InputError(detail::kLoraWhere, "model=null", "a model");
   }
   config.validate();
+  detail::untie_adapted(*model, config);
   const auto places = detail::linear_places(*model);
   if (std::ranges::any_of(places, detail::is_adapted)) {
     throw InputError(detail::kLoraWhere, "the model has an adapter", "a model without one",
@@ -368,7 +426,11 @@ LoraConfig get_peft_model(const std::shared_ptr<torch::nn::Module>& model, LoraC
 void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
                   const std::filesystem::path& folder) {
   constexpr const char* kWhere = "models::save_adapter";
+  std::vector<std::string> targets = config.target_modules; // empty: it was a pattern
   for (const detail::LinearPlace& place : detail::require_adapter(model, kWhere)) {
+    if (config.target_modules.empty()) {
+      targets.push_back(place.name);
+    }
     if (const auto mark = detail::lora_mark(place.weight); !mark || mark->merged) {
       throw InputError(kWhere, "the adapter is merged",
                        "an adapter that is not merged into its base", "call unmerge_adapter first");
@@ -381,7 +443,7 @@ void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
       {"r", config.r},
       {"lora_alpha", config.lora_alpha},
       {"lora_dropout", config.lora_dropout},
-      {"target_modules", config.target_modules},
+      {"target_modules", targets},
       {"modules_to_save",
        config.modules_to_save.empty() ? nlohmann::json() : nlohmann::json(config.modules_to_save)},
       {"use_rslora", config.use_rslora},
@@ -400,8 +462,13 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
   LoraConfig config = LoraConfig::from_pretrained(folder);
   const SafetensorsReader reader(folder / detail::kAdapterWeights);
   const std::string file = reader.path().string();
+  const auto options = folder / detail::kAdapterConfig;
+  const nlohmann::json json = read_json_file(detail::kAdapterWhere, options);
+  detail::require_targets(options, json, reader);
   if (detail::adapted_places(*model).empty()) {
-    if (config.target_modules.empty()) {
+    // Without the option the family's layers are adapted.
+    if (config.target_modules.empty() &&
+        !json.value("target_modules", nlohmann::json()).is_null()) {
       config.target_modules = detail::adapted_layers(reader);
     }
     try {
@@ -423,9 +490,17 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
                          c10::str(tensor.sizes()));
     }
   }
+  const auto parameters = model->named_parameters();
   for (const std::string& name : reader.names()) {
-    if (!tensors.contains(name)) {
+    if (tensors.contains(name)) {
+      continue;
+    }
+    const at::Tensor base = detail::base_weight(parameters, name);
+    if (!base.defined()) {
       problems.push_back("unexpected: " + name);
+    } else if (const at::Tensor there = reader.read(name).to(base.options());
+               there.sizes() != base.sizes() || !at::equal(there, base)) {
+      problems.push_back(name + " differs from the model's weight");
     }
   }
   if (!problems.empty()) {

@@ -22,6 +22,15 @@ CASES = {
     "gpt2": ("gpt2", dict(r=4, lora_alpha=16, target_modules=["c_attn", "mlp.c_proj"],
                           fan_in_fan_out=True, task_type="CAUSAL_LM")),
     "roberta": ("roberta", dict(r=2, lora_alpha=2, task_type="SEQ_CLS")),
+    # The output layer and the word embeddings of qwen2 are tied.
+    "tied_embeddings": ("qwen2", dict(r=2, lora_alpha=8, target_modules=["q_proj"],
+                                      modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")),
+    "tied_head": ("qwen2", dict(r=2, lora_alpha=8, target_modules=["q_proj"],
+                                modules_to_save=["lm_head"], task_type="CAUSAL_LM")),
+    "tied_lora_head": ("qwen2", dict(r=2, lora_alpha=8, target_modules=["q_proj", "lm_head"],
+                                     task_type="CAUSAL_LM")),
+    "lora_head": ("llama", dict(r=2, lora_alpha=8, target_modules=["q_proj", "lm_head"],
+                                task_type="CAUSAL_LM")),
 }
 
 
