@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention.h"
@@ -9,6 +10,7 @@
 #include "dropout.h"
 #include "encoder.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
 #include "rotary.h"
@@ -55,15 +57,13 @@ DecoderOptions::DecoderOptions(const PreTrainedConfig& config, DecoderFamily fam
       "positive numbers, the first a divisor of num_attention_heads=" + std::to_string(heads));
   require_option(embedding_dropout >= 0 && embedding_dropout < 1,
                  "embd_pdrop=" + std::to_string(embedding_dropout), "from 0 to below 1");
-  for (const char* key : {"scale_attn_by_inverse_layer_idx", "use_sliding_window"}) {
-    require_option(!family_option(options, key, false), std::string(key) + "=true", "false");
-  }
-  require_option(family_option(options, "scale_attn_weights", true), "scale_attn_weights=false",
-                 "true");
+  const auto types = family_option(options, "layer_types", std::vector<std::string>());
+  require_option(std::ranges::count(types, "full_attention") == std::ssize(types),
+                 "layer_types=" + joined(types), "\"full_attention\" for each layer");
   if (!gpt2) {
     require_option(head_width % 2 == 0, "head_dim=" + std::to_string(head_width),
                    "an even width, whose halves are turned");
-    rotary = RotaryOptions::of(options);
+    rotary = RotaryOptions::of(options, config.max_position_embeddings);
   }
 }
 
@@ -84,7 +84,7 @@ class Gpt2BlockImpl : public torch::nn::Module {
         heads_(options.heads),
         attention_dropout_(config.attention_probs_dropout_prob),
         dropout_(config.hidden_dropout_prob),
-        activation_{config.hidden_act} {}
+        activation_{config.activation()} {}
   /// `hidden` [B, T, H]; the same for the result.
   at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor,
                      AttentionPlace place) {
@@ -149,7 +149,7 @@ LlamaBlockImpl::LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOpti
     : heads_(options.heads),
       key_value_heads_(options.key_value_heads),
       attention_dropout_(config.attention_probs_dropout_prob),
-      activation_{config.hidden_act, /*gated=*/true} {
+      activation_{config.activation(), /*gated=*/true} {
   const auto norm = [&](const char* path, int64_t width) {
     return registered(*this, path, RmsNorm(width, config.layer_norm_eps));
   };
@@ -210,8 +210,18 @@ class DecoderModel : public PreTrainedModelImpl {
   std::string output_layer() const override {
     return task() == ModelTask::causal_lm ? "lm_head" : "score";
   }
+  TiedWeight tied_weight() const override {
+    return output_.is_empty() ? TiedWeight{"lm_head.weight", gpt2_ ? "transformer.wte.weight"
+                                                                   : "model.embed_tokens.weight"}
+                              : TiedWeight{};
+  }
 
  protected:
+  at::Tensor make_output_weight() override {
+    output_ = registered(*this, output_layer(),
+                         make_linear(config().hidden_size, config().vocab_size, false));
+    return output_->weight;
+  }
   LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels) override {
     return linear_cross_entropy(decode(inputs), output_weight(), labels);
   }

@@ -147,7 +147,7 @@ EncoderLayerImpl::EncoderLayerImpl(const PreTrainedConfig& config, const Encoder
       eager_(config.attn_implementation == "eager"),
       hidden_dropout_(config.hidden_dropout_prob),
       attention_dropout_(config.attention_probs_dropout_prob),
-      activation_{config.hidden_act} {
+      activation_{config.activation()} {
   const int64_t width = config.hidden_size, wide = config.intermediate_size;
   query_ = registered(*this, names.query, make_linear(width, width));
   key_ = registered(*this, names.key, make_linear(width, width));
@@ -264,10 +264,14 @@ class EncoderModel : public PreTrainedModelImpl {
   at::Tensor logits(const ModelInputs& inputs) override;
   void init_weight(const std::string& name, const at::Tensor& weight) override;
   std::string output_layer() const override { return head_.output; }
+  TiedWeight tied_weight() const override {
+    return task() == ModelTask::masked_lm ? TiedWeight{head_.tied, words_} : TiedWeight{};
+  }
 
  private:
   std::shared_ptr<TextEncoder> encoder_;
   HeadPlan head_;
+  std::string words_{}; // parameter of the word embeddings
   torch::nn::Linear dense_{nullptr};
   torch::nn::LayerNorm norm_{nullptr};
   torch::nn::Linear output_{nullptr};
@@ -278,6 +282,11 @@ EncoderModel::EncoderModel(const PreTrainedConfig& config, ModelTask task, const
                            std::shared_ptr<TextEncoder> encoder, HeadPlan head)
     : PreTrainedModelImpl(config, task), encoder_(std::move(encoder)), head_(std::move(head)) {
   register_module(base, encoder_);
+  for (const auto& parameter : encoder_->named_parameters()) {
+    if (parameter.value().is_same(encoder_->words()->weight)) {
+      words_ = base + "." + parameter.key();
+    }
+  }
   if (!head_.dense.empty()) {
     dense_ = registered(*this, head_.dense,
                         make_linear(config.hidden_size, config.hidden_size, head_.dense_bias));
@@ -346,11 +355,6 @@ std::shared_ptr<PreTrainedModelImpl> make_encoder_model(const PreTrainedConfig& 
                                                         ModelTask task, const std::string& base,
                                                         std::shared_ptr<TextEncoder> encoder,
                                                         HeadPlan head) {
-  const auto options = parse_json("models::EncoderModel", "other_keys", config.other_keys);
-  if (task == ModelTask::masked_lm && !family_option(options, "tie_word_embeddings", true)) {
-    throw InputError("models::PreTrainedConfig", "config.json: tie_word_embeddings=false",
-                     "a decoder that shares the word embeddings' weights");
-  }
   return std::make_shared<EncoderModel>(config, task, base, std::move(encoder), std::move(head));
 }
 

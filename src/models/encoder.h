@@ -34,6 +34,17 @@ T family_option(const nlohmann::json& options, const char* key, T fallback) {
   }
 }
 
+/// An option that is an object; an empty one if it is missing.
+inline nlohmann::json family_object(const nlohmann::json& options, const char* key) {
+  auto object = family_option(options, key, nlohmann::json::object());
+  if (!object.is_object()) {
+    throw InputError("models::PreTrainedConfig",
+                     std::string("config.json: ") + key + "=" + object.dump().substr(0, 200),
+                     "an object");
+  }
+  return object;
+}
+
 /// Weights are uninitialised.
 torch::nn::Linear make_linear(int64_t in, int64_t out, bool bias = true);
 torch::nn::Embedding make_embedding(int64_t rows, int64_t width,
@@ -93,6 +104,8 @@ struct HeadPlan {
   /// Module of the last projection. For masked_lm: name of its bias; the weights are those of the
   /// word embeddings.
   std::string output{};
+  /// For masked_lm: name that files may have for those weights.
+  std::string tied{};
   std::string activation = "gelu";
   double dropout_before = 0;
   double dropout = 0;

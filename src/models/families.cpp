@@ -22,17 +22,15 @@ constexpr EncoderNames kBertNames = {.layers = "encoder.layer",
                                      .output_norm = "output.LayerNorm",
                                      .positions_after_padding = false};
 
-// Older names, buffers, and copies of the word embeddings in the head for language models.
+// Buffers, older names, and a second name of a bias.
 std::string current_encoder_name(const std::string& name) {
-  for (const char* copy : {"position_ids", "token_type_ids", "cls.predictions.decoder.weight",
-                           "cls.predictions.decoder.bias", "vocab_projector.weight",
-                           "lm_head.decoder.weight", "lm_head.decoder.bias"}) {
-    if (name.ends_with(copy)) {
-      return "";
-    }
+  if (name.ends_with("position_ids") || name.ends_with("token_type_ids")) {
+    return "";
   }
-  for (const auto& [old_end, end] :
-       {std::pair("LayerNorm.gamma", "LayerNorm.weight"), {"LayerNorm.beta", "LayerNorm.bias"}}) {
+  for (const auto& [old_end, end] : {std::pair("LayerNorm.gamma", "LayerNorm.weight"),
+                                     {"LayerNorm.beta", "LayerNorm.bias"},
+                                     {"cls.predictions.decoder.bias", "cls.predictions.bias"},
+                                     {"lm_head.decoder.bias", "lm_head.bias"}}) {
     if (name.ends_with(old_end)) {
       return name.substr(0, name.size() - std::string_view(old_end).size()) + end;
     }
@@ -51,7 +49,8 @@ std::shared_ptr<PreTrainedModelImpl> make_bert(const PreTrainedConfig& config, M
     head = {.dense = "cls.predictions.transform.dense",
             .norm = "cls.predictions.transform.LayerNorm",
             .output = "cls.predictions.bias",
-            .activation = config.hidden_act};
+            .tied = "cls.predictions.decoder.weight",
+            .activation = config.activation()};
   }
   return make_encoder_model(config, task, "bert", make_bert_encoder(config, kBertNames), head);
 }
@@ -69,6 +68,9 @@ constexpr EncoderNames kDistilBertNames = {.layers = "transformer.layer",
 
 std::shared_ptr<PreTrainedModelImpl> make_distilbert(const PreTrainedConfig& config,
                                                      ModelTask task) {
+  // Its type is checked here; init_weight() reads it.
+  family_option(parse_json("models::DistilBert", "other_keys", config.other_keys),
+                "sinusoidal_pos_embds", false);
   HeadPlan head;
   head.output = "classifier";
   if (task == ModelTask::sequence_classification) {
@@ -81,7 +83,8 @@ std::shared_ptr<PreTrainedModelImpl> make_distilbert(const PreTrainedConfig& con
     head = {.dense = "vocab_transform",
             .norm = "vocab_layer_norm",
             .output = "vocab_projector.bias",
-            .activation = config.hidden_act};
+            .tied = "vocab_projector.weight",
+            .activation = config.activation()};
   }
   return make_encoder_model(config, task, "distilbert", make_bert_encoder(config, kDistilBertNames),
                             head);
@@ -119,7 +122,10 @@ std::shared_ptr<PreTrainedModelImpl> make_roberta(const PreTrainedConfig& config
     head.activation = "tanh";
     head.dropout_before = head.dropout;
   } else if (task == ModelTask::masked_lm) {
-    head = {.dense = "lm_head.dense", .norm = "lm_head.layer_norm", .output = "lm_head.bias"};
+    head = {.dense = "lm_head.dense",
+            .norm = "lm_head.layer_norm",
+            .output = "lm_head.bias",
+            .tied = "lm_head.decoder.weight"};
   }
   EncoderNames names = kBertNames;
   names.positions_after_padding = true;
@@ -152,6 +158,7 @@ std::shared_ptr<PreTrainedModelImpl> make_modern_bert(const PreTrainedConfig& co
   }
   if (task == ModelTask::masked_lm) {
     head.output = family_option(options, "decoder_bias", true) ? "decoder.bias" : "";
+    head.tied = "decoder.weight";
   } else {
     const auto pooling = family_option<std::string>(options, "classifier_pooling", "cls");
     if (pooling != "cls" && pooling != "mean") {
@@ -174,10 +181,7 @@ ModelFamily modern_bert_family() {
                                        {"attention_probs_dropout_prob", "attention_dropout"},
                                        {"layer_norm_eps", "norm_eps"},
                                        {"type_vocab_size", ""}},
-                     .make = make_modern_bert,
-                     .current_name = [](const std::string& name) {
-                       return name == "decoder.weight" ? std::string() : name;
-                     }};
+                     .make = make_modern_bert};
   PreTrainedConfig& defaults = family.defaults;
   defaults.vocab_size = 50368;
   defaults.num_hidden_layers = 22;

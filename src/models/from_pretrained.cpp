@@ -66,6 +66,13 @@ std::vector<SafetensorsReader> open_weights(const std::filesystem::path& folder,
 struct FoundTensor {
   const SafetensorsReader* reader = nullptr;
   std::string name{}; // in the file
+
+  at::Tensor read() const { return reader->read(name); }
+  bool equals(const FoundTensor& other) const {
+    const auto& mine = reader->entry(name);
+    const auto& its = other.reader->entry(other.name);
+    return mine.shape == its.shape && mine.dtype == its.dtype && at::equal(read(), other.read());
+  }
 };
 
 std::string module_of(const std::string& parameter) {
@@ -82,6 +89,7 @@ class FolderLoad {
   void find_weights();
   void decide_output(const FromPretrainedOptions& options);
   void check_size() const;
+  void settle_tied_weight();
   void check_weights();
   void report();
   void copy_weights();
@@ -101,6 +109,7 @@ class FolderLoad {
   std::string reason_ = "the folder has none"; // why it is new
   std::vector<SafetensorsReader> readers_;
   std::map<std::string, FoundTensor> tensors_{}; // by current name
+  std::vector<std::string> buffers_{}; // that the model makes itself
   std::optional<std::vector<int64_t>> rows_{}; // order of the last layer's rows
   LoadingInfo info_{};
   PreTrainedModel model_{nullptr};
@@ -137,6 +146,7 @@ void FolderLoad::find_weights() {
     for (const auto& name : reader.names()) {
       std::string current = family_.current_name ? family_.current_name(name) : name;
       if (current.empty()) {
+        buffers_.push_back(name);
         continue;
       }
       const bool in_base = current.starts_with(base_);
@@ -148,10 +158,13 @@ void FolderLoad::find_weights() {
         info_.unexpected_keys.push_back(name);
         continue;
       }
-      if (!tensors_.emplace(current, FoundTensor{&reader, name}).second) {
+      const FoundTensor found{&reader, name};
+      const auto [place, is_new] = tensors_.emplace(current, found);
+      if (!is_new && !found.equals(place->second)) {
         throw InputError(kLoadWhere,
                          reader.path().string() + ": \"" + current +
-                             "\" occurs twice, under old and new names or in two files");
+                             "\" occurs twice with different values, under old and new names or in "
+                             "two files");
       }
     }
   }
@@ -235,6 +248,26 @@ bool FolderLoad::may_be_new(const std::string& parameter) const {
          (!parameter.starts_with(base_) || module.find(".pooler.") != std::string::npos);
 }
 
+// Some files have the weight that the output layer takes from the word embeddings a second time, or
+// under the output layer's name alone. Values that differ count, as in transformers.
+void FolderLoad::settle_tied_weight() {
+  const TiedWeight tied = model_->tied_weight();
+  const auto output = tensors_.find(tied.output);
+  if (output == tensors_.end()) {
+    return;
+  }
+  const auto embeddings = tensors_.find(tied.embeddings);
+  if (embeddings != tensors_.end() && !output->second.equals(embeddings->second)) {
+    model_->untie_weights();
+    info_.report.push_back(tied.output +
+                           " is not tied: the folder has other values for it than for " +
+                           tied.embeddings);
+    return;
+  }
+  tensors_.insert({tied.embeddings, output->second});
+  tensors_.erase(tied.output);
+}
+
 // Compares names and shapes. Throws one error with all differences.
 void FolderLoad::check_weights() {
   std::vector<std::string> missing, unexpected, wrong;
@@ -300,6 +333,9 @@ void FolderLoad::report() {
   if (!info_.unexpected_keys.empty()) {
     info_.report.push_back("ignored weights of other tasks: " + joined(info_.unexpected_keys));
   }
+  if (!buffers_.empty()) {
+    info_.report.push_back("ignored buffers, which the model computes itself: " + joined(buffers_));
+  }
 }
 
 void FolderLoad::copy_weights() {
@@ -311,7 +347,7 @@ void FolderLoad::copy_weights() {
       continue;
     }
     const auto& [reader, name] = match->second;
-    at::Tensor weights = in_deferred_init() ? reader->tensor(name) : reader->read(name);
+    at::Tensor weights = in_deferred_init() ? reader->tensor(name) : match->second.read();
     if (rows_ && module_of(parameter.key()) == output_) {
       weights = weights.index_select(0, at::tensor(*rows_, at::kLong));
     }
@@ -323,10 +359,14 @@ PreTrainedModel FolderLoad::load() {
   check_size();
   config_.dtype = "float32";
   model_ = model_from_config(config_, task_, false);
+  settle_tied_weight();
   check_weights();
   report();
   copy_weights();
   model_->set_loading_info(info_);
+  if (const auto path = path_ / "generation_config.json"; std::filesystem::exists(path)) {
+    model_->set_generation_config(read_file(path));
+  }
   return model_;
 }
 

@@ -3,12 +3,15 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/container/modulelist.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention.h"
+#include "base/known_keys.h"
 #include "dropout.h"
 #include "encoder.h"
 #include "hasten/base/json.h"
+#include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
 #include "rotary.h"
@@ -35,8 +38,16 @@ struct ModernBertOptions {
 // Older files have global_rope_theta and local_rope_theta, newer ones rope_parameters.
 static double rope_theta(const nlohmann::json& options, const char* type, const char* old_key,
                          double fallback) {
-  const auto of_type = options.value("rope_parameters", nlohmann::json::object())
-                           .value(type, nlohmann::json::object());
+  const auto parameters = family_object(options, "rope_parameters");
+  for (const auto& [key, value] : parameters.items()) {
+    if (!value.is_object() && !value.is_null()) { // one for all types of layers
+      throw_modern_bert("rope_parameters has " + key, "an object for each type of layer");
+    }
+  }
+  const auto of_type = family_object(parameters, type);
+  check_known_keys("models::pretrained", "config.json", "config.json", "rope_parameters:modernbert",
+                   parameters);
+  check_known_keys("models::pretrained", "config.json", "config.json", "rope_parameters", of_type);
   const auto kind = family_option<std::string>(of_type, "rope_type", "default");
   const double theta =
       family_option(of_type, "rope_theta", family_option(options, old_key, fallback));
@@ -63,6 +74,12 @@ ModernBertOptions::ModernBertOptions(const PreTrainedConfig& config) {
                           ", global_attn_every_n_layers=" + std::to_string(every) +
                           ", embedding_dropout=" + std::to_string(embedding_dropout),
                       "2 or more, 1 or more, and from 0 to below 1");
+  }
+  if (std::ranges::count(types, "sliding_attention") +
+          std::ranges::count(types, "full_attention") !=
+      std::ssize(types)) {
+    throw_modern_bert("layer_types=" + joined(types),
+                      "\"sliding_attention\" or \"full_attention\"");
   }
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     local.push_back(i < std::ssize(types) ? types[static_cast<size_t>(i)] == "sliding_attention"
@@ -96,7 +113,7 @@ ModernBertLayerImpl::ModernBertLayerImpl(const PreTrainedConfig& config,
       eager_(config.attn_implementation == "eager"),
       attention_dropout_(config.attention_probs_dropout_prob),
       mlp_dropout_(config.hidden_dropout_prob),
-      activation_{config.hidden_act, true} {
+      activation_{config.activation(), true} {
   if (!first) {
     attn_norm_ = register_module("attn_norm", make_norm(config, options.norm_bias));
   }

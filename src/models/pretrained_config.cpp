@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "base/known_keys.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
@@ -15,6 +16,7 @@ namespace hasten {
 namespace detail {
 
 constexpr const char* kConfigWhere = "models::PreTrainedConfig";
+constexpr const char* kPretrainedWhere = "models::pretrained";
 
 struct ModelShape {
   std::string_view name;
@@ -59,6 +61,10 @@ void visit_fields(auto& config, const auto& visit) {
   visit("layer_norm_eps", config.layer_norm_eps);
 }
 
+// Fields that a config.json may also have under their common names: hidden_size beside GPT-2's n_embd.
+constexpr std::string_view kCommonNames[] = {"hidden_size", "num_hidden_layers",
+                                             "num_attention_heads", "max_position_embeddings"};
+
 // The family's key for a field; empty if it has none.
 std::string key_of(const ModelFamily& family, const char* field) {
   const auto found = family.attribute_map.find(field);
@@ -93,6 +99,7 @@ void take_key(nlohmann::json& json, std::string_view source, const std::string& 
 // {"0": "negative", "1": "positive"} -> names by id.
 std::vector<std::string> take_labels(nlohmann::json& json, std::string_view source) {
   int64_t count = 2;
+  const bool json_has_count = !json.value("num_labels", nlohmann::json()).is_null();
   take_key(json, source, "num_labels", count);
   if (count < 1 || count > 1'000'000) {
     throw_bad_config(source, "num_labels=" + std::to_string(count), "1 to 1000000");
@@ -114,6 +121,10 @@ std::vector<std::string> take_labels(nlohmann::json& json, std::string_view sour
     }
     names.push_back(found->get<std::string>());
   }
+  if (json_has_count && std::ssize(names) != count) {
+    throw_bad_config(source, "num_labels=" + std::to_string(count),
+                     std::to_string(names.size()) + ", the labels of id2label, or no such key");
+  }
   if (!map.is_object() || map.empty() || names.size() != map.size()) {
     throw_bad_config(source, "id2label=" + map.dump().substr(0, 200),
                      "{\"0\": \"name\", \"1\": \"name\", …} without gaps");
@@ -121,18 +132,13 @@ std::vector<std::string> take_labels(nlohmann::json& json, std::string_view sour
   return names;
 }
 
-// Rejects settings that would silently give other results than in transformers.
-void refuse_other_architectures(const nlohmann::json& json, std::string_view source) {
-  const auto position = json.find("position_embedding_type");
-  if (position != json.end() && !position->is_null() && *position != "absolute") {
-    throw_bad_config(source, "position_embedding_type=" + position->dump(), "\"absolute\"");
-  }
-  for (const char* key : {"is_decoder", "add_cross_attention"}) {
-    if (json.contains(key) && json[key] == true) {
-      throw_bad_config(source, std::string(key) + "=true", "an encoder, false");
-    }
-  }
-}
+// Other names that transformers has for the same functions.
+constexpr std::pair<std::string_view, std::string_view> kActivationAliases[] = {
+    {"gelu_pytorch_tanh", "gelu_new"},
+    {"gelu_fast", "gelu_new"},
+    {"gelu_python", "gelu"},
+    {"swish", "silu"},
+};
 
 } // namespace detail
 
@@ -146,6 +152,12 @@ std::string_view task_name(ModelTask task) {
 int64_t PreTrainedConfig::max_tokens() const {
   const bool after_padding = model_family(model_type).positions_after_padding;
   return max_position_embeddings - (after_padding ? pad_token_id + 1 : 0);
+}
+
+std::string PreTrainedConfig::activation() const {
+  const auto* alias = std::ranges::find(detail::kActivationAliases, hidden_act,
+                                        [](const auto& each) { return each.first; });
+  return alias == std::end(detail::kActivationAliases) ? hidden_act : std::string(alias->second);
 }
 
 bool PreTrainedConfig::has_head(ModelTask task) const {
@@ -163,14 +175,30 @@ PreTrainedConfig PreTrainedConfig::from_json(const nlohmann::json& json, std::st
   std::string type;
   detail::take_key(rest, source, "model_type", type);
   const ModelFamily& family = model_family(type, source);
-  detail::refuse_other_architectures(json, source);
+  detail::check_known_keys(detail::kPretrainedWhere, std::string(source), "config.json", type,
+                           json);
   PreTrainedConfig config = family.defaults;
   const auto take = [&](const char* field, auto& value) {
-    if (const std::string key = detail::key_of(family, field); !key.empty()) {
+    const std::string key = detail::key_of(family, field);
+    if (!key.empty()) {
       detail::take_key(rest, source, key, value);
+    }
+    if (!key.empty() &&
+        std::ranges::count(detail::kCommonNames, field)) { // it wins over the family's
+      detail::take_key(rest, source, field, value);
     }
   };
   detail::visit_fields(config, take);
+  if (json.value("pad_token_id", nlohmann::json()).is_number() && config.pad_token_id < 0) {
+    detail::throw_bad_config(source, "pad_token_id=" + std::to_string(config.pad_token_id),
+                             "an id of the vocabulary, or null");
+  }
+  if (const auto types = json.find("layer_types");
+      types != json.end() && types->is_array() && std::ssize(*types) != config.num_hidden_layers) {
+    detail::throw_bad_config(
+        source, "layer_types=" + types->dump().substr(0, 200),
+        "a type for each of num_hidden_layers=" + std::to_string(config.num_hidden_layers));
+  }
   double classifier_dropout = -1;
   take("classifier_dropout", classifier_dropout);
   if (classifier_dropout >= 0) {
@@ -249,10 +277,11 @@ void PreTrainedConfig::validate(std::string_view source) const {
     detail::throw_bad_config(source, "pad_token_id=" + std::to_string(pad_token_id),
                              "an id below vocab_size=" + std::to_string(vocab_size));
   }
-  if (hidden_act != "gelu" && hidden_act != "gelu_new" && hidden_act != "relu" &&
-      hidden_act != "silu") {
-    detail::throw_bad_config(source, "hidden_act=\"" + hidden_act + "\"",
-                             "\"gelu\", \"gelu_new\", \"relu\" or \"silu\"");
+  if (const std::string name = activation();
+      name != "gelu" && name != "gelu_new" && name != "relu" && name != "silu") {
+    detail::throw_bad_config(
+        source, "hidden_act=\"" + hidden_act + "\"",
+        "\"gelu\", \"gelu_new\", \"relu\" or \"silu\", or another name of these");
   }
   if (attn_implementation != "auto" && attn_implementation != "eager" &&
       attn_implementation != "sdpa") {

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 
+#include "base/known_keys.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/models/auto_model.h"
@@ -102,6 +104,26 @@ void PreTrainedModelImpl::init_weight(const std::string& name, const at::Tensor&
   }
 }
 
+void PreTrainedModelImpl::untie_weights() {
+  const TiedWeight tied = tied_weight();
+  if (tied.output.empty()) {
+    return;
+  }
+  const at::Tensor shared = named_parameters()[tied.embeddings];
+  at::Tensor own = make_output_weight();
+  if (!own.defined()) {
+    throw InputError("models::PreTrainedModel", tied.output + " has other values",
+                     "those of " + tied.embeddings + ", because " + joined(config_.architectures) +
+                         " uses them in its output layer");
+  }
+  const at::NoGradGuard no_grad;
+  own.set_data(shared.detach().clone());
+  own.requires_grad_(shared.requires_grad());
+  auto options = parse_json("models::PreTrainedModel", "other_keys", config_.other_keys);
+  options["tie_word_embeddings"] = false;
+  config_.other_keys = options.dump();
+}
+
 void PreTrainedModelImpl::init_weights() {
   const at::NoGradGuard no_grad;
   for (const auto& parameter : named_parameters()) {
@@ -115,6 +137,9 @@ void PreTrainedModelImpl::save_pretrained(const std::filesystem::path& folder) c
     weights[parameter.key()] = parameter.value().detach();
   }
   write_file_atomically(folder / "config.json", config_.to_json().dump(2) + "\n");
+  if (!generation_config_.empty()) {
+    write_file_atomically(folder / "generation_config.json", generation_config_);
+  }
   write_safetensors(folder / "model.safetensors", weights);
 }
 
@@ -139,6 +164,9 @@ PreTrainedModel model_from_config(const PreTrainedConfig& config, ModelTask task
         "one for " + joined(mapped(family.tasks,
                                    [](ModelTask each) { return std::string(task_name(each)); })));
   }
+  const auto options = parse_json("models::AutoModel", "other_keys", config.other_keys);
+  detail::check_known_keys("models::pretrained", "config.json", "config.json",
+                           config.model_type + ":" + std::string(task_name(task)), options);
   PreTrainedModel model(family.make(config, task));
   if (initialize) {
     model->init_weights();

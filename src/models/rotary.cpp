@@ -5,16 +5,17 @@
 #include <nlohmann/json.hpp>
 #include <numbers>
 
+#include "base/known_keys.h"
 #include "encoder.h"
 
 namespace hasten::detail {
 
-RotaryOptions RotaryOptions::of(const nlohmann::json& options) {
-  const auto none = nlohmann::json::object();
-  auto scaling = family_option(options, "rope_parameters", none);
-  if (scaling.empty()) { // older files
-    scaling = family_option(options, "rope_scaling", none);
+RotaryOptions RotaryOptions::of(const nlohmann::json& options, int64_t max_position_embeddings) {
+  auto scaling = family_object(options, "rope_scaling"); // of older files
+  if (scaling.empty()) {
+    scaling = family_object(options, "rope_parameters");
   }
+  check_known_keys("models::pretrained", "config.json", "config.json", "rope_parameters", scaling);
   RotaryOptions rotary;
   rotary.theta =
       family_option(scaling, "rope_theta", family_option(options, "rope_theta", rotary.theta));
@@ -22,7 +23,16 @@ RotaryOptions RotaryOptions::of(const nlohmann::json& options) {
   rotary.factor = family_option(scaling, "factor", rotary.factor);
   rotary.low_freq = family_option(scaling, "low_freq_factor", rotary.low_freq);
   rotary.high_freq = family_option(scaling, "high_freq_factor", rotary.high_freq);
-  rotary.context = family_option(scaling, "original_max_position_embeddings", rotary.context);
+  rotary.context = family_option(scaling, "original_max_position_embeddings",
+                                 static_cast<double>(max_position_embeddings));
+  for (const char* key : {"factor", "low_freq_factor", "high_freq_factor"}) {
+    const bool needed = rotary.type == "llama3" || (rotary.type == "linear" && key[0] == 'f');
+    if (needed && scaling.value(key, nlohmann::json()).is_null()) {
+      throw InputError("models::RotaryOptions",
+                       "config.json: rope_type=" + rotary.type + " without " + key,
+                       "the numbers of this type");
+    }
+  }
   const bool known = rotary.type == "default" || rotary.type == "linear" || rotary.type == "llama3";
   if (!known || !(rotary.theta > 0 && rotary.factor >= 1 && rotary.low_freq > 0 &&
                   rotary.high_freq > rotary.low_freq && rotary.context > 0)) {

@@ -16,11 +16,11 @@ struct RotaryOptions {
   double factor = 1;
   /// llama3: waves longer than context / low_freq are stretched, those shorter than context /
   /// high_freq kept, those between interpolated.
-  double low_freq = 1, high_freq = 4, context = 8192;
+  double low_freq = 1, high_freq = 4, context = 0;
 
-  /// Of a config.json's rope_parameters, or rope_theta and rope_scaling. Throws InputError for another
-  /// type, and for a number out of range.
-  static RotaryOptions of(const nlohmann::json& options);
+  /// Of a config.json's rope_scaling, else rope_parameters, and rope_theta. Throws InputError for another
+  /// type, and for a number that is missing or out of range.
+  static RotaryOptions of(const nlohmann::json& options, int64_t max_position_embeddings);
   /// The angles of position 1: [width / 2], fp32.
   at::Tensor frequencies(int64_t width, const at::Device& device) const;
 };

@@ -106,9 +106,11 @@ TEST(BertPretrained, BareEncoderWithLegacyNamesGetsAFreshClassifier) {
   EXPECT_TRUE(loaded->loading_info().new_output);
   EXPECT_EQ(loaded->named_parameters()["classifier.weight"].size(0), 4);
   EXPECT_NEAR(loaded->named_parameters()["classifier.weight"].std().item<double>(), 0.3, 0.1);
-  ASSERT_EQ(loaded->loading_info().report.size(), 2u);
+  ASSERT_EQ(loaded->loading_info().report.size(), 3u);
   expect_contains(loaded->loading_info().report[0], "the classifier is new");
   expect_contains(loaded->loading_info().report[1], "cls.predictions.bias");
+  expect_contains(loaded->loading_info().report[2], "ignored buffers");
+  expect_contains(loaded->loading_info().report[2], "embeddings.position_ids");
 }
 
 // Weights that are all random, all from a file, or partly each.

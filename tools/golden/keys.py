@@ -148,8 +148,9 @@ def config_rows():
 
 
 def adapter_rows():
-    used(ADAPTER, "*", "peft_type task_type base_model_name_or_path r lora_alpha lora_dropout use_rslora fan_in_fan_out target_modules "
-         "modules_to_save layers_to_transform layers_pattern exclude_modules")
+    used(ADAPTER, "*", "peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora fan_in_fan_out target_modules "
+         "modules_to_save layers_to_transform exclude_modules")
+    refused(ADAPTER, "*", layers_pattern=[[]], task_type=["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"])
     # Of where it comes from, of how it began, and of Megatron.
     neutral(ADAPTER, "*", "auto_mapping revision inference_mode peft_version megatron_core qalora_group_size loftq_config eva_config "
             "corda_config lora_ga_config runtime_config enable_lora merge_weights")

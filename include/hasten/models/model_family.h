@@ -43,7 +43,7 @@ struct ModelFamily {
                                                      ModelTask task)>
       make{};
   /// Optional: the parameter's name for a tensor's name in a file, such as an older one; empty for
-  /// tensors that the model makes itself (buffers, copies of tied weights).
+  /// buffers, which the model makes itself.
   std::function<std::string(const std::string& name)> current_name{};
 
   /// Name of transformers' class for a task.

@@ -39,7 +39,7 @@ struct PreTrainedConfig {
   /// This row of the word embeddings starts at 0 and gets no gradient (but not GPT-2's). -1: none, for
   /// decoders.
   int64_t pad_token_id = 0;
-  /// "gelu" (exact), "gelu_new" (tanh), "relu" or "silu".
+  /// "gelu" (exact), "gelu_new" (tanh), "relu" or "silu", or another of transformers' names for these.
   std::string hidden_act = "gelu";
   double hidden_dropout_prob = 0.1;
   double attention_probs_dropout_prob = 0.1;
@@ -71,12 +71,15 @@ struct PreTrainedConfig {
   /// Largest number of tokens of an input: max_position_embeddings, without the rows that
   /// RoBERTa's position embeddings have for padding.
   int64_t max_tokens() const;
+  /// hidden_act by the first of its names: "gelu_new" for "gelu_pytorch_tanh".
+  std::string activation() const;
   /// Whether `architectures` has a model of this task, so that its folder has such a head.
   bool has_head(ModelTask task) const;
 
   /// Reads config.json. Messages use `source` as the file's name. Throws InputError with key and
   /// value for a model_type that no family has (naming those that there are), a value out of range,
-  /// an option that the family does not support, or gaps in id2label.
+  /// an option that the family does not support, or gaps in id2label. Logs keys that transformers
+  /// does not have either.
   static PreTrainedConfig from_json(const nlohmann::json& json,
                                     std::string_view source = "config.json");
   /// config.json for transformers: with architectures, model_type, id2label, label2id and

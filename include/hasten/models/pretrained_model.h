@@ -63,6 +63,14 @@ struct LoadingInfo {
   std::vector<std::string> report{};
 };
 
+/// Names of a weight that two layers share: in files of some programs both are there.
+struct TiedWeight {
+  /// The output layer's, which this model does not have: "lm_head.weight". Empty: nothing is shared.
+  std::string output{};
+  /// The word embeddings', which it uses instead: "model.embed_tokens.weight".
+  std::string embeddings{};
+};
+
 /// The base of all models. A family derives from it and implements logits(). It calls its repeated
 /// blocks, which it has in a torch::nn::ModuleList, through hasten::call_block. Its parameters have
 /// the names of transformers.
@@ -96,7 +104,8 @@ class PreTrainedModelImpl : public torch::nn::Module {
   /// Draws all parameters, in named_parameters() order. After hasten::set_seed they are equal on all
   /// ranks.
   void init_weights();
-  /// Writes config.json and model.safetensors into an existing folder. To replace a whole model
+  /// Writes config.json, model.safetensors and, if the model was loaded with one, generation_config.json
+  /// into an existing folder. To replace a whole model
   /// folder atomically, pass FolderCommit::folder(), add the other files and commit. Local: call it
   /// on one rank. Throws Error with path and reason.
   void save_pretrained(const std::filesystem::path& folder) const;
@@ -108,10 +117,20 @@ class PreTrainedModelImpl : public torch::nn::Module {
   ModelTask task() const { return task_; }
   /// The repeated blocks, in order: the units of checkpointing and of sharding.
   std::vector<std::shared_ptr<torch::nn::Module>> blocks() const;
+  /// The weight that the output layer takes from the word embeddings.
+  virtual TiedWeight tied_weight() const { return {}; }
+  /// Gives the output layer a copy of that weight, as tie_word_embeddings=false. Does nothing if it has
+  /// one. Call it before prepare(). Throws InputError if the family has no such layer.
+  void untie_weights();
   const LoadingInfo& loading_info() const { return loading_info_; }
   void set_loading_info(LoadingInfo info) { loading_info_ = std::move(info); }
+  /// Text of generation_config.json, for save_pretrained(). Empty: none.
+  void set_generation_config(std::string text) { generation_config_ = std::move(text); }
 
  protected:
+  /// Registers an output layer and returns its weight, which no other layer has. Undefined: the family
+  /// has none.
+  virtual at::Tensor make_output_weight() { return {}; }
   /// causal_loss() for `labels` [B, T] of each token's next one.
   virtual LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels);
 
@@ -122,6 +141,7 @@ class PreTrainedModelImpl : public torch::nn::Module {
   PreTrainedConfig config_;
   ModelTask task_;
   LoadingInfo loading_info_{};
+  std::string generation_config_{};
 };
 TORCH_MODULE(PreTrainedModel);
 
