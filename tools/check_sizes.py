@@ -6,7 +6,7 @@ CMakeLists.txt 200; the body of a function 80. A class has at most 30 public nam
 inherited ones counted and a struct's fields not (60 for the Accelerator, a facade, and what it inherits), 40 member
 functions, and definitions in 3 source files. Split by idea, not by alphabet.
 
-include/ and src/ together have a sum for each library. A change that needs more lines raises
+include/ and src/ together have a sum for each library, without the generated tables. A change that needs more lines raises
 the sum in LIBRARIES and says in its message what for.
 """
 
@@ -21,10 +21,12 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 58970),
-    ("hasten_text", ("text", "models", "tasks"), 15845),
-    ("the programs", ("cli",), 6895),
+    ("hasten", (), 59722),
+    ("hasten_text", ("text", "models", "tasks"), 16710),
+    ("the programs", ("cli",), 6925),
 )
+# Lines of src/tables: generated data, one line a key.
+TABLES = 1200
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")
 CONTROL = re.compile(r"(^|\belse\s+)(if|for|while|switch|catch)\b[^;]*$")
@@ -191,8 +193,13 @@ def library_sums(root):
     named = {folder: name for name, folders, _ in LIBRARIES for folder in folders}
     sums = dict.fromkeys((name for name, _, _ in LIBRARIES), 0)
     for path in tree.files(root, ("include", "src")):
+        if path.parts[1] == "tables":
+            continue
         folder = path.parts[2] if path.parts[0] == "include" else path.parts[1]
         sums[named.get(folder, LIBRARIES[0][0])] += len((root / path).read_text().splitlines())
+    lines = sum(len((root / path).read_text().splitlines()) for path in tree.files(root, ("src",)) if path.parts[1] == "tables")
+    if lines > TABLES:
+        yield tree.Problem("src/tables", 1, f"{lines} lines of generated tables, the limit is {TABLES}")
     for name, _, limit in LIBRARIES:
         if sums[name] > limit:
             yield tree.Problem("include, src", 1, f"{sums[name]} lines of {name}, the limit is {limit}")
