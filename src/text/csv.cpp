@@ -66,15 +66,17 @@ size_t CsvReader::column(std::string_view name, std::string_view flag) {
     }
     return static_cast<size_t>(found - columns_.begin());
   }
+  const auto shown = [](char delimiter) {
+    return delimiter == '\t' ? std::string("tab") : std::string("'") + delimiter + "'";
+  };
   for (const char delimiter : {';', '\t', '|', ','}) {
     if (columns_.size() == 1 && columns_[0].find(delimiter) != std::string::npos) {
-      throw InputError(
-          detail::kCsvReader,
-          asked + " is not a column of " + path().string() + ":" + std::to_string(line_) +
-              ", whose only column is \"" + sample(columns_[0]) + "\"",
-          "columns with " + byte_name(delimiter_) + " between them",
-          "name the delimiter: --delimiter " +
-              (delimiter == '\t' ? std::string("tab") : std::string("'") + delimiter + "'"));
+      throw InputError(detail::kCsvReader,
+                       asked + " is not a column of " + path().string() + ":" +
+                           std::to_string(line_) + ", whose only column is \"" +
+                           sample(columns_[0]) + "\"",
+                       "columns with the delimiter " + shown(delimiter_),
+                       "name the delimiter: --delimiter " + shown(delimiter));
     }
   }
   std::vector<std::string> samples(columns_.size());
