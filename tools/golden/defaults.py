@@ -50,6 +50,12 @@ BEHAVIOUR = [
      "the Trainer's divisor also counts the first token of each row, so its loss is too small: by a "
      "factor of 127 / 128 for rows of 128"),
     ("fp16", "an overflow is found in the reduced gradients", "GradScaler looks at each rank's"),
+    ("`generate()` without a length", "256 tokens, or what the model has positions for",
+     "20 tokens"),
+    ("a token that a tokenizer's class has by default and the vocabulary lacks",
+     "there is no such token", "it becomes a new token"),
+    ("an added token whose id is neither that of the vocabulary nor the first free one", "an error",
+     "it gets that id"),
 ]
 
 
