@@ -111,6 +111,9 @@ TEST(LaunchSignals, RanksThatDoNotEndAreNamedInOneLine) {
 
 // Skipped where this process may not make a control group for memory.
 TEST(LaunchSignals, ARankThatTheKernelKillsForWantOfMemoryIsNamedSo) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the launcher takes more memory than the group has";
+#endif
   const std::string name = "hasten-test-" + std::to_string(::getpid());
   const std::filesystem::path group = "/sys/fs/cgroup/memory/" + name;
   std::error_code error;
