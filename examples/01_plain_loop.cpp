@@ -3,7 +3,7 @@
 //
 //   01_plain_loop examples/reviews.csv
 //
-//   epoch 1  loss 0.6842  accuracy 0.7826
+//   epoch 1  loss 0.6879  accuracy 0.8462
 //   …
 #include <torch/torch.h>
 

@@ -33,7 +33,9 @@ double accuracy(auto& accelerator, auto& model, auto& loader) { // 03
 }
 
 void train(const std::string& csv, const std::string& save_to) {
+  // [accelerator]
   hasten::Accelerator accelerator; // 03
+  // [/accelerator]
   const Reviews reviews = read_reviews(csv);
   const int64_t rows = reviews.train->size();
   const int64_t updates = (rows + kBatch - 1) / kBatch; // per epoch

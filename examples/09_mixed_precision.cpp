@@ -15,8 +15,6 @@
 namespace examples {
 
 using torch::Tensor;
-
-// [numbers]
 void numbers() {
   const auto in = [](double x, torch::ScalarType type) {
     return torch::tensor(x, torch::kFloat).to(type).item<double>();
@@ -26,20 +24,16 @@ void numbers() {
     std::printf("%-22.10g %-12.10g %-12.10g\n", x, in(x, torch::kHalf), in(x, torch::kBFloat16));
   }
 }
-// [/numbers]
 
 // A product whose result is 70000, above the largest value of fp16.
-// [overflow]
 double product(torch::ScalarType type) {
   const hasten::Autocast autocast({.dtype = type});
   const Tensor x = torch::full({1, 70}, 10.0);
   const Tensor w = torch::full({70, 1}, 100.0);
   return torch::mm(x, w).item<double>();
 }
-// [/overflow]
 
 // Eight windows of a small regression; the gradient of the third overflows.
-// [training]
 void train(hasten::Precision precision) {
   hasten::Accelerator accelerator( // 09
       {.mixed_precision = precision, .grad_scaler = {.init_scale = 1024}});
@@ -69,7 +63,6 @@ void train(hasten::Precision precision) {
   }
   accelerator.end_training();
 }
-// [/training]
 
 } // namespace examples
 

@@ -36,8 +36,6 @@ Images make_images(int64_t rows) {
   }
   return batches;
 }
-
-// [model]
 struct BrightnessImpl : torch::nn::Module {
   Tensor forward(const Tensor& x) {
     const Tensor h = torch::relu(norm->forward(conv->forward(x)));
@@ -49,9 +47,6 @@ struct BrightnessImpl : torch::nn::Module {
   torch::nn::Linear linear = register_module("linear", torch::nn::Linear(4, 2));
 };
 TORCH_MODULE(Brightness);
-// [/model]
-
-// [train]
 void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync) {
   hasten::Accelerator accelerator({.sync_batchnorm = sync}, communicator); // 11
   Images batches = make_images(kBatch / accelerator.num_processes());
@@ -76,7 +71,6 @@ void train(const std::shared_ptr<hasten::Communicator>& communicator, bool sync)
   accelerator.print(text);
   accelerator.end_training();
 }
-// [/train]
 
 // Prints the mean of the first batch on one process and on all.
 void show_means(hasten::Communicator& communicator) {

@@ -54,7 +54,6 @@ void train(const std::string& folder) {
   }
   torch::optim::SGD sgd(line->parameters(), 0.1);
   auto [model, optimizer, loader] = accelerator.prepare(line, sgd, batches);
-  // [loop]
   int64_t step = 0;
   for (const auto& [input, target] : loader) {
     auto window = accelerator.accumulate(model);
@@ -66,7 +65,6 @@ void train(const std::string& folder) {
     }
   }
   accelerator.end_training();
-  // [/loop]
 }
 
 } // namespace examples

@@ -80,8 +80,6 @@ void train(const std::string& csv, const std::string& folder) {
   config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0;
   auto model = hasten::AutoModelForCausalLM::from_config(config);
   // [/model]
-
-  // [train]
   hasten::TrainingArguments arguments;
   arguments.num_train_epochs = 36;
   arguments.per_device_train_batch_size = 2;
@@ -93,7 +91,6 @@ void train(const std::string& csv, const std::string& folder) {
                           eval_rows, task.metrics(unlabelled, {}));
   trainer.train();
   const double perplexity = trainer.evaluate().at("eval_perplexity");
-  // [/train]
   trainer.accelerator().print("perplexity per byte: " + std::to_string(perplexity));
   // [generate]
   const auto answers = hasten::generate_texts(model, tokenizer, {"the new", "this film"},

@@ -72,7 +72,6 @@ struct NormNetImpl : torch::nn::Module {
 TORCH_MODULE(NormNet);
 
 double with_sync_batch_norm(const Data& train) {
-  // [sync_batch_norm]
   hasten::Accelerator accelerator({.sync_batchnorm = true});
   NormNet net;
   torch::optim::SGD sgd(net->parameters(), 0.5);
@@ -89,7 +88,6 @@ double with_sync_batch_norm(const Data& train) {
     }
   }
   accelerator.end_training();
-  // [/sync_batch_norm]
   return final_loss(net, train);
 }
 

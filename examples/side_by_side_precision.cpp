@@ -38,7 +38,6 @@ double in_fp16(const Data& train) {
 }
 
 double in_bf16(const Data& train) {
-  // [bf16]
   hasten::Accelerator accelerator({.mixed_precision = hasten::Precision::bf16});
   Net net;
   torch::optim::SGD sgd(net->parameters(), 0.5);
@@ -55,7 +54,6 @@ double in_bf16(const Data& train) {
     }
   }
   accelerator.end_training();
-  // [/bf16]
   return final_loss(net, train);
 }
 

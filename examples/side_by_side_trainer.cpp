@@ -54,7 +54,6 @@ double with_trainer(const Data& train) {
 
 double with_checkpointed_trainer(const Data& train) {
   const Data eval = samples(64, 2);
-  // [checkpointed_trainer]
   NetWithLoss model;
   hasten::TrainingArguments arguments{
       .num_train_epochs = kEpochs,
@@ -71,12 +70,10 @@ double with_checkpointed_trainer(const Data& train) {
       .eval_dataset = eval,
   });
   trainer.train();
-  // [/checkpointed_trainer]
   return loss_of(trainer, train);
 }
 
 double with_checkpointed_loop(const Data& train) {
-  // [checkpointed_loop]
   hasten::Accelerator accelerator({.gradient_accumulation_steps = 4});
   Net net;
   hasten::gradient_checkpointing_enable(net);
@@ -94,7 +91,6 @@ double with_checkpointed_loop(const Data& train) {
     }
   }
   accelerator.end_training();
-  // [/checkpointed_loop]
   return final_loss(net, train);
 }
 

@@ -78,7 +78,7 @@ class Hasten:
 
 
 def is_documented(change):
-    """Differences of docs/differences.md, and files that Python's tokenizers refuses for a null."""
+    """Differences of docs/guides/coming-from-python.md, and files that Python's tokenizers refuses for a null."""
     case, text = change.case, change.text
     # A class of the change has a token by default that the vocabulary lacks, or works on bytes that it lacks.
     classed = case.kind == "encode" and any(name in text for name in ("model_type=qwen2", "tokenizer_class=\"GPT2TokenizerFast\""))

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """The page for Python's users names only what hasten has.
 
-A row of a table is `| Python | hasten | remark |`. Its second column has names in backquotes,
-or is "not there", and then the remark says why or what to do. A name is
+A row of a table is `| Python | hasten | remark |`. Its second column has names in backquotes, or is
+"the same", the names of the first column, or "the same, in `Class`", which has them as members, or is
+"not there", and then the remark says why or what to do. Tables with other heads are not of names. A name is
 
 - `Class::member` or `function`: declared in include/; a member in its class or in a base class
 - `hasten command --flag`, or `--flag`: a command or flag of the program
@@ -22,6 +23,7 @@ NAME = re.compile(r"`([^`]+)`")
 IDENTIFIER = re.compile(r"(?:hasten::)?(?:([A-Za-z_]\w*)::)?(~?[A-Za-z_]\w*)(?:\(\))?$")
 CLASS = r"\b(?:class|struct|enum class|enum)\s+(?:\[\[\w+\]\]\s*)?{}\b(?:\s+final)?([^;{{}}()]*)\{{"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+SAME = re.compile(r"the same(?:, in `(\w+)`)?$")
 
 
 class Tree:
@@ -69,17 +71,21 @@ class Tree:
 
 def check(root):
     lines = (root / PAGE).read_text().splitlines()
-    known, problems, rows = Tree(root), [], 0
+    known, problems, rows, of_names = Tree(root), [], 0, False
     for number, line in enumerate(lines, 1):
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        header = number < len(lines) and lines[number].startswith("|--")
-        if not line.startswith("|") or line.startswith("|--") or header:
+        if number < len(lines) and lines[number].startswith("|--"):
+            of_names = cells[1:] == ["hasten", "remark"]
+            continue
+        if not line.startswith("|") or line.startswith("|--") or not of_names:
             continue
         rows += 1
         if len(cells) != 3:
             problems.append(tree.Problem(PAGE, number, f"has {len(cells)} columns, not 3"))
             continue
         names = NAME.findall(cells[1])
+        if same := SAME.match(cells[1]):
+            names = [f"{same[1]}::{name}" if same[1] else name for name in NAME.findall(cells[0])]
         if not names and (cells[1] != "not there" or not cells[2]):
             problems.append(tree.Problem(PAGE, number, 'needs a name, or "not there" and a remark'))
         for name in names:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The functions that README.md's table names are defined in the files that it names.
+"""The functions that a table of docs/architecture.md names are defined in the files that it names.
 
-A row is `| what | [name.cpp](src/part/name.cpp) | `Class::function` |`. A function that
+A row is `| what | [name.cpp](../src/part/name.cpp) | `Class::function` |`. A function that
 moves to another file, or takes another name, fails here until its row follows.
 """
 
@@ -10,8 +10,8 @@ import re
 import tree
 from check_sizes import bare
 
-PAGE = "README.md"
-ROW = re.compile(r"^\|[^|]*\|\s*\[[^\]]*\]\((src/[^)\s]+)\)\s*\|([^|]*)\|\s*$")
+PAGE = "docs/architecture.md"
+ROW = re.compile(r"^\|[^|]*\|\s*\[[^\]]*\]\(\.\./(src/[^)\s]+)\)\s*\|([^|]*)\|\s*$")
 NAME = re.compile(r"`([A-Za-z_]\w*(?:::~?\w+)*)`")
 
 

@@ -6,10 +6,12 @@ lines between `// [loop]` and `// [/loop]` of that file (`# [loop]` in CMake's),
 their common indentation and without the marks of pieces inside it. A diff block stands
 under `<!-- examples/01_plain_loop.cpp to examples/03_accelerator.cpp: loop -->` and shows
 what one file's pieces, without comments at the ends of lines, are in the other; a piece
-that only the second file has is added as a whole. `--fix` writes the blocks. Relative links must lead to files that exist.
+that only the second file has is added as a whole. `--fix` writes the blocks. Relative links must lead to files that
+exist, and to headings of pages.
 """
 
 import difflib
+import functools
 import re
 import textwrap
 
@@ -19,7 +21,17 @@ PIECE = re.compile(r"^\s*(?://|#) \[/?[\w-]+\]$")
 BLOCKS = {"```cpp": "C++", "```c++": "C++", "```cmake": "CMake", "```diff": "diff"}
 MARK = re.compile(r"^<!-- ([\w./-]+): ([\w-]+) -->$")
 DIFF_MARK = re.compile(r"^<!-- ([\w./-]+) to ([\w./-]+): ([\w -]+) -->$")
-LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)]*))?\)")
+FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+HEADING = re.compile(r"^#+ (.*)$", re.M)
+
+
+@functools.cache
+def anchors(page):
+    """The names by which links reach a page's headings, as GitHub makes them."""
+    found = HEADING.findall(FENCED.sub("", page.read_text()))
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in found)
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def piece(root, file, name):
@@ -64,10 +76,12 @@ def check_page(root, path, fix):
     number = 0
     while number < len(lines):
         line = lines[number]
-        for link in LINK.findall(line):
-            target = (root / path).parent / link[0]
+        for link, anchor in LINK.findall(line):
+            target = (root / path).parent / link if link else root / path
             if not target.exists():
-                problems.append(tree.Problem(str(path), number + 1, f"links to {link[0]}, which is not there"))
+                problems.append(tree.Problem(str(path), number + 1, f"links to {link}, which is not there"))
+            elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+                problems.append(tree.Problem(str(path), number + 1, f"links to {link}#{anchor}, a heading that is not there"))
         result.append(line)
         number += 1
         if line.strip() not in BLOCKS:

@@ -14,15 +14,15 @@ import unittest
 TOOLS = pathlib.Path(__file__).resolve().parent
 
 GOOD = {
-    "docs/architecture.md": "| layer | folders |\n|---|---|\n| 0 | `base` |\n| 1 | `core`, `launch` |\n| 2 | `comm` |\n",
+    "docs/architecture.md": "| layer | folders |\n|---|---|\n| 0 | `base` |\n| 1 | `core`, `launch` |\n| 2 | `comm` |\n"
+    "| runs | [b.cpp](../src/comm/b.cpp) | `B::run` |\n",
     "include/hasten/base/a.h": "#pragma once\n#include <string>\ninline std::string a() { return {}; }\n",
     "include/hasten/comm/b.h": '#pragma once\n#include "hasten/base/a.h"\n#include <ATen/core/Tensor.h>\ninline at::Tensor b() { a(); return {}; }\n',
     "src/comm/b.cpp": '#include "hasten/comm/b.h"\nint B::run(int a) const {\n  return a;\n}\n',
     "tests/comm/CMakeLists.txt": "hasten_tests(unit b_test.cpp)\n",
     "tests/comm/b_test.cpp": "TEST(B, Holds) {\n  if (none()) {\n    GTEST_SKIP() << \"why\";\n  }\n}\n",
     "examples/loop.cpp": "int main() {\n  // [loop]\n  run();\n  // [/loop]\n}\n",
-    "README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\n```\n[page](docs/architecture.md)\n"
-    "| runs | [b.cpp](src/comm/b.cpp) | `B::run` |\n",
+    "README.md": "<!-- examples/loop.cpp: loop -->\n```cpp\nrun();\n```\n[page](docs/architecture.md)\n",
     "docs/guides/coming-from-python.md": "| Python | hasten | remark |\n|---|---|---|\n"
     "| `a` | `a` | |\n| `jit` | not there | C++ is compiled |\n",
 }
@@ -207,8 +207,17 @@ class ChecksTest(unittest.TestCase):
     def test_snippets_dead_link(self):
         self.assert_bad("snippets", {"README.md": "[page](docs/none.md)\n"}, "docs/none.md")
 
+    def test_snippets_dead_anchor(self):
+        heading = "# Where `it` is: [there](b.md)\n\n```sh\n# no heading\n```\n"
+        for link in ("docs/a.md#where-it-is-there", "#top"):
+            write(self.root, {"docs/a.md": heading, "README.md": f"# Top\n\n[a]({link})\n", "docs/b.md": ""})
+            self.assert_good("snippets")
+        for link in ("docs/a.md#where-it-is", "docs/a.md#no-heading", "#down"):
+            write(self.root, GOOD)
+            self.assert_bad("snippets", {"README.md": f"# Top\n\n[a]({link})\n"}, link)
+
     def assert_place(self, text, *words):
-        self.assert_bad("places", {"src/comm/b.cpp": text}, "README.md:6", *words)
+        self.assert_bad("places", {"src/comm/b.cpp": text}, "architecture.md:6", *words)
 
     def test_places_moved(self):
         self.assert_place("void run() {}\n", "src/comm/b.cpp does not define B::run")
@@ -225,21 +234,21 @@ class ChecksTest(unittest.TestCase):
                 self.assert_place(text, "B::run")
 
     def test_places_file_gone(self):
-        row = "| runs | [c.cpp](src/comm/c.cpp) | `B::run` |\n"
-        self.assert_bad("places", {"README.md": row}, "src/comm/c.cpp is not there")
+        row = "| runs | [c.cpp](../src/comm/c.cpp) | `B::run` |\n"
+        self.assert_bad("places", {"docs/architecture.md": row}, "src/comm/c.cpp is not there")
 
     def test_places_row_without_a_function(self):
-        self.assert_bad("places", {"README.md": "| runs | [b](src/comm/b.cpp) | run |\n"}, "names no function")
+        self.assert_bad("places", {"docs/architecture.md": "| runs | [b](../src/comm/b.cpp) | run |\n"}, "names no function")
 
     def test_places_no_table(self):
-        self.assert_bad("places", {"README.md": "text\n"}, "no table")
+        self.assert_bad("places", {"docs/architecture.md": "text\n"}, "no table")
 
     def map_row(self, hasten, remark="r"):
         page = "| Python | hasten | remark |\n|---|---|---|\n"
         return {"docs/guides/coming-from-python.md": f"{page}| `x` | {hasten} | {remark} |\n"}
 
     def test_mapping_names(self):
-        header = "struct Base {\n  int old;\n};\nclass Box : public Base {\n  int lid;\n};\nint f(); // gone\n"
+        header = "struct Base {\n  int old, x;\n};\nclass Box : public Base {\n  int lid;\n};\nint f(); // gone\n"
         source = '// --no-flag\nvoid g() { flag("--size,--rows"); run("train"); getenv("HASTEN_X"); }\n'
         write(self.root, {"include/hasten/base/m.h": header, "src/base/m.cpp": source})
         for name in ("Box::lid", "Box::old", "hasten::f", "f()", "--rows", "hasten train --size",
@@ -247,6 +256,14 @@ class ChecksTest(unittest.TestCase):
             with self.subTest(name):
                 write(self.root, self.map_row(f"`{name}`", ""))
                 self.assert_good("mapping")
+        page, row = self.map_row("the same, in `Box`", "").popitem()
+        write(self.root, {page: row + "\n| what | hasten | there |\n|---|---|---|\n| a | 1 | 2 |\n"})
+        self.assert_good("mapping")
+        self.assert_bad("mapping", self.map_row("the same, in `Bag`", ""), "md:3", "Bag::x")
+        write(self.root, self.map_row("the same", ""))
+        self.assert_good("mapping")
+        page, row = self.map_row("the same", "").popitem()
+        self.assert_bad("mapping", {page: row.replace("`x`", "`y`")}, "md:3", "y is not in include/")
         for name in ("Box::f", "Bag::lid", "gone", "--no-flag", "hasten fly", "HASTEN_Y",
                      "hasten/base/n.h", "f(1)", "Base::lid"):
             with self.subTest(name):

@@ -162,8 +162,8 @@ def page(accelerator, programs):
     lines.append("|---" * (len(FEATURES) + 1) + "|")
     for i, row in enumerate(FEATURES):
         cells = []
-        for j, column in enumerate(FEATURES):
-            pair = [FEATURES[min(i, j)], FEATURES[max(i, j)]][: 1 if i == j else 2]
+        for j, column in enumerate(FEATURES[: i + 1]):
+            pair = [column, row][: 1 if i == j else 2]
             if not possible(pair):
                 cells.append("–")
             elif frozenset(pair) in REASONS:
@@ -175,7 +175,8 @@ def page(accelerator, programs):
                 found = {"A": accelerator} | programs
                 found = {letter: f[" + ".join(pair)].values() for letter, f in found.items() if " + ".join(pair) in f}
                 bad = set().union(*found.values()) - {"equal", "runs"}
-                cells.append(f"**{', '.join(bad)}**" if bad else " ".join(found))
+                cells.append(f"**{', '.join(bad)}**" if bad else "".join(found))
+        cells += [""] * (len(FEATURES) - len(cells))  # each pair once
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     stacks = [name for name in accelerator if name.count(" + ") > 1]
     text = [

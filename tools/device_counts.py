@@ -12,12 +12,11 @@ import sys
 import tempfile
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs/design/devices.md"
+SHAPES = [("1", "no"), ("1", "full"), ("4", "no"), ("4", "full")]  # accumulation, checkpointing
 HEAD = [
-    "| strategy | ranks | precision | accumulation | checkpointing | before: operators, syncs "
-    "| operators | syncs | copies | bytes |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| strategy | ranks | precision | operators | checkpointed | 4 batches | both | syncs | copies of a batch |",
+    "|---|---|---|---|---|---|---|---|---|",
 ]
-BEFORE = {("ddp", "1", "fp32", "1", "no"): "about 420, 45"}
 
 
 def measured(programs):
@@ -39,14 +38,18 @@ def measured(programs):
     }
 
 
+def mean(steps, key):
+    return f"{sum(step[key] for step in steps) / len(steps):.0f}"
+
+
 def table(rows):
     lines = list(HEAD)
-    for row in sorted(rows, key=lambda row: (row[0], row[1], row[2] == "bf16", row[3], row[4] == "full")):
-        steps = rows[row]
-        means = [
-            f"{sum(step[key] for step in steps) / len(steps):.0f}" for key in ("operators", "syncs", "copies", "bytes")
-        ]
-        lines.append("| " + " | ".join([*row, BEFORE.get(row, "did not run"), *means]) + " |")
+    for case in sorted({row[:3] for row in rows}, key=lambda case: (*case[:2], case[2] == "bf16")):
+        operators = [mean(rows[*case, *shape], "operators") for shape in SHAPES]
+        steps = [step for shape in SHAPES for step in rows[*case, *shape]]
+        syncs = str(max(step["syncs"] for step in steps))
+        copies = mean(rows[*case, *SHAPES[0]], "copies")
+        lines.append("| " + " | ".join([*case, *operators, syncs, copies]) + " |")
     return lines
 
 

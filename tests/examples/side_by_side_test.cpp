@@ -101,17 +101,19 @@ TEST(SideBySide, NoLoopHasManyMoreLinesThanPythons) {
   for (const std::string& line : example_lines("../docs/guides/side-by-side.md")) {
     if (line.rfind("```", 0) == 0) {
       if (language == "cpp") {
-        EXPECT_LE(lines["cpp"], 1.3 * lines["python"]) << "pair " << pairs;
-        EXPECT_GT(lines["cpp"], 3) << "pair " << pairs;
+        if (lines["python"] > 0) { // the page has C++ loops of their own, too
+          ++pairs;
+          EXPECT_LE(lines["cpp"], 1.3 * lines["python"]) << "pair " << pairs;
+          EXPECT_GT(lines["cpp"], 3) << "pair " << pairs;
+        }
         lines.clear();
       }
       language = language.empty() ? line.substr(3) : "";
-      pairs += language == "cpp";
     } else if (!language.empty() && line.find_first_not_of(' ') != std::string::npos) {
       ++lines[language];
     }
   }
-  EXPECT_GE(pairs, 13);
+  EXPECT_GE(pairs, 9);
 }
 
 } // namespace

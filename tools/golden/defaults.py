@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/differences.md: every default that differs from transformers' and Accelerate's.
+"""Writes the defaults that differ from transformers' and Accelerate's into the page for Python's users.
 
     python3 tools/golden/defaults.py SITE_PACKAGES
 
-Reads the defaults of TrainingArguments, DataLoaderConfiguration and Accelerator from the
-sources of the installed transformers and accelerate (neither is imported, torch is not
-needed), and ours from the public headers. Behaviour that no default shows is listed by hand
-below.
+Reads the defaults of TrainingArguments and DataLoaderConfiguration from the sources of the
+installed transformers and accelerate (neither is imported, torch is not needed), and ours
+from the public headers. The rows go into the table below "## Other defaults".
 """
 
 import ast
@@ -15,7 +14,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/differences.md"
+PAGE = ROOT / "docs/guides/coming-from-python.md"
 # The same default, spelled in another way.
 SAME = {
     ("", "None"), ("-1", "-1"), ("no", "False"), ("linear", "SchedulerType.LINEAR"),
@@ -31,32 +30,6 @@ OURS = {
         "include/hasten/loader/loader_state.h", "DataLoaderConfiguration",
     ),
 }
-BEHAVIOUR = [
-    ("Local SGD's interval", "counts optimizer steps", "Accelerate counts calls of `step()`: with "
-     "accumulation 2 and `local_sgd_steps` 8 it averages twice as often"),
-    ("`AcceleratorOptions::seed`", "42: generators are seeded, equally for weights and differently "
-     "for dropout", "Accelerate seeds nothing; call `set_seed`"),
-    ("the loss of an accumulation window", "the mean over all samples of the window, on all ranks",
-     "Accelerate: the mean of the batches' means"),
-    ("the gradient under DDP with batches of unequal size", "that of the joined batch",
-     "each rank counts equally"),
-    ("a training loader whose samples do not divide by the ranks", "each sample counts once; a "
-     "rank without a sample gets a batch of weight 0", "samples are repeated (`even_batches`)"),
-    ("a learning-rate schedule", "steps once for each optimizer step, on any number of ranks",
-     "Accelerate steps it once for each process"),
-    ("buffers, for example running statistics", "equal on all ranks when a window opens and when it is complete",
-     "DDP broadcasts them before each forward"),
-    ("the evaluation loss of a language model", "the mean over the tokens that are predicted",
-     "the Trainer's divisor also counts the first token of each row, so its loss is too small: by a "
-     "factor of 127 / 128 for rows of 128"),
-    ("fp16", "an overflow is found in the reduced gradients", "GradScaler looks at each rank's"),
-    ("`generate()` without a length", "256 tokens, or what the model has positions for",
-     "20 tokens"),
-    ("a token that a tokenizer's class has by default and the vocabulary lacks",
-     "there is no such token", "it becomes a new token"),
-    ("an added token whose id is neither that of the vocabulary nor the first free one", "an error",
-     "it gets that id"),
-]
 
 
 def plain(node):
@@ -123,35 +96,20 @@ def rows(mine, other):
 
 def main():
     site = pathlib.Path(sys.argv[1])
-    versions = {
-        name: re.search(r'__version__ = "(.*?)"', (site / name / "__init__.py").read_text())[1]
-        for name in ("transformers", "accelerate")
-    }
-    lines = [
-        "# Defaults and behaviour that differ",
-        "",
-        f"Compared with transformers {versions['transformers']} and Accelerate "
-        f"{versions['accelerate']}. `tools/golden/defaults.py`",
-        "writes this page from their sources and from the public headers. Options that only one",
-        "side has are not listed.",
-        "",
-        "## Defaults",
-        "",
-        "| option | hasten | there |",
-        "|---|---|---|",
-    ]
     there = {
         "TrainingArguments": theirs(site, "transformers/training_args.py", "TrainingArguments"),
         "DataLoaderConfiguration": theirs(
             site, "accelerate/utils/dataclasses.py", "DataLoaderConfiguration"
         ),
     }
+    table = "| option | hasten | there |\n|---|---|---|\n"
     for struct, place in OURS.items():
         for name, here, other in rows(ours(*place), there[struct]):
-            lines.append(f"| `{struct}::{name}` | {here} | {other} |")
-    lines += ["", "## Behaviour", "", "| what | hasten | there |", "|---|---|---|"]
-    lines += [f"| {what} | {here} | {other} |" for what, here, other in BEHAVIOUR]
-    PAGE.write_text("\n".join(lines) + "\n")
+            table += f"| `{struct}::{name}` | {here} | {other} |\n"
+    before, heading, rest = PAGE.read_text().partition("## Other defaults\n")
+    text = rest[: rest.index("| option |")]
+    after = rest[rest.index("\n## ") :]
+    PAGE.write_text(before + heading + text + table + after)
 
 
 if __name__ == "__main__":
