@@ -52,8 +52,8 @@
 
 namespace hasten {
 
-/// One batch inside a window; returned by Accelerator::accumulate. If an exception destroys it, it
-/// tells the peers that this rank has failed. Otherwise it never communicates.
+/// One batch inside a window; returned by Accelerator::accumulate. If an exception destroys it, the
+/// peers learn that this rank has failed. Otherwise it never communicates.
 class [[nodiscard]] AccumulateGuard {
  public:
   /// `loader` null: the one that is prepared with the models.

@@ -38,9 +38,10 @@ enum class SchedulerTicks {
 struct AcceleratorOptions {
   /// Batches of one rank inside accumulate() that make one optimizer step. ≥ 1.
   int64_t gradient_accumulation_steps = 1;
-  /// Accelerate's GradientAccumulationPlugin. False: a window does not end with its loader's pass but goes
-  /// on with the next one's batches, and with several accumulate() in the body of a last batch. It can be
-  /// saved and loaded in between. What is left at the end of the run is dropped with a warning.
+  /// Accelerate's GradientAccumulationPlugin. False: a window does not end with its loader's pass
+  /// but continues with the next one's batches, and with several accumulate() in the body of a last
+  /// batch. It can be saved and loaded in between. What is left at the end of the run is dropped
+  /// with a warning.
   bool sync_with_dataloader = true;
   /// How the losses of batches of different sizes are weighted.
   LossWeighting loss_weighting = LossWeighting::joined_batch;

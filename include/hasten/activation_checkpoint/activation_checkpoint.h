@@ -16,7 +16,7 @@
 //   * stops as soon as it has the last tensor that backward needs (early stop)
 //   * does not write to tensors that existed before: in-place changes (BatchNorm's statistics,
 //     counters) go to copies, so they happen once
-//   * serves one backward call, which frees its tensors one by one as it uses them
+//   * belongs to one backward call, which frees its tensors one by one as it uses them
 // Operators on other threads that the region starts are not seen. Memory numbers in this part do
 // not include the scratch memory of libraries (oneDNN, BLAS).
 // Cost: some microseconds per region, forward and backward together, and less for every recomputed

@@ -1,6 +1,6 @@
 // The exceptions of hasten and the one form their messages have:
 //   [part::function] what: name=value. Expected …. Fix: ….
-// "rank r/w " stands before it once the process is in a world of more than one rank.
+// "rank r/w " comes before it once the process is in a world of more than one rank.
 // Threading: call set_error_rank() before other threads use hasten. Other functions: any thread.
 #pragma once
 

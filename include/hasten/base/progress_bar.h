@@ -13,14 +13,14 @@ namespace hasten {
 
 class ProgressBar {
  public:
-  /// `total` is the amount of work, ≥ 1. `label` stands before the bar.
+  /// `total` is the amount of work, ≥ 1. `label` comes before the bar.
   ProgressBar(std::string label, int64_t total, bool enabled);
   /// Ends the line if the bar was drawn. Never throws.
   ~ProgressBar();
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  /// `done` is the total work done so far. `note` stands after the bar: names and values, as in
+  /// `done` is the total work done so far. `note` comes after the bar: names and values, as in
   /// "epoch 0.45 loss 0.41". The first ones are left out if the terminal is too narrow.
   /// `seconds_left`: by default the time so far per work done, for the work left.
   /// Redraws at most 10 times a second. A call that does not draw costs one read of the steady

@@ -14,7 +14,7 @@ namespace hasten {
 /// error.what() without the stack trace that LibTorch's exceptions carry.
 std::string message_of(const std::exception& error);
 namespace detail {
-/// With several ranks "rank r/w " stands before it, as in hasten's own errors.
+/// With several ranks "rank r/w " comes before it, as in hasten's own errors.
 std::string message_of_rank(const std::exception& error);
 } // namespace detail
 

@@ -46,7 +46,8 @@ std::string csv_field(std::string_view value, char delimiter = ',');
 std::vector<std::string> first_items(std::vector<std::string> items, size_t limit,
                                      const char* more = " more");
 
-/// The number that the whole text is. Empty if it is not a number, or out of the type's range.
+/// The number in the text, which must have nothing else. Empty if it is not a number, or out of the
+/// type's range.
 template <typename Number>
 std::optional<Number> parse_number(std::string_view text) {
   Number number{};

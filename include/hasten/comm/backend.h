@@ -49,8 +49,8 @@ void register_backend(const std::string& name, BackendFactory factory);
 
 /// What a back end of a device makes one group's connections from.
 struct DeviceBackendContext {
-  /// For addresses. The groups of the world share its connection, on which a call that waits holds
-  /// up the others: wait in the factory only.
+  /// For addresses. The groups of the world share its connection. A call that waits on it delays
+  /// the others, so wait in the factory only.
   c10::intrusive_ptr<c10d::Store> store;
   int rank = 0;
   int world_size = 1;
@@ -60,7 +60,7 @@ struct DeviceBackendContext {
 
 /// Makes a c10d::Backend that has its connections: the ranks call it together, each in a thread of
 /// its own whose current device is the group's. Of the back end it needs the collectives of c10d,
-/// whose Work makes the current stream wait (wait, synchronize) and tells by isCompleted() whether
+/// whose Work makes the current stream wait (wait, synchronize) and says by isCompleted() whether
 /// it has ended, and abort(), which any thread may call, and which ends operations that run.
 /// startCoalescing() and getError() are used if it has them.
 using DeviceBackendFactory =

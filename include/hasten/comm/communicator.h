@@ -259,11 +259,11 @@ class Communicator {
                   ReduceOp::SUM, 0, std::move(scratch)});
   }
 
-  /// Zeros, [numel], for tensors that are communicated often: gradients, snapshots. With shm they lie
-  /// in memory of their own (a file descriptor each) that other ranks can read and not write, if they
-  /// have 256 KiB or more and this host has the memory. all_reduce, all_gather and reduce_scatter of
-  /// such a tensor, or of a part of it, read its data there, if all ranks' tensors are such ones;
-  /// other data is copied. See c10d::Backend::allocateTensor. Local.
+  /// Zeros, [numel], for tensors that are communicated often: gradients, snapshots. With shm each
+  /// lies in separate memory (a file descriptor each), which other ranks can read and not write, if
+  /// it has 256 KiB or more and this host has the memory. all_reduce, all_gather and reduce_scatter
+  /// of such a tensor, or of a part of it, read its data there, if all ranks' tensors are such
+  /// ones; other data is copied. See c10d::Backend::allocateTensor. Local.
   virtual at::Tensor allocate_tensor(int64_t numel, const at::TensorOptions& options);
 
   /// Starts an operation: what the functions above call, and what a back end implements.

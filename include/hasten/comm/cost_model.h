@@ -35,7 +35,8 @@ struct OperationCost {
 
   /// Sets alpha and beta, both >= 0, from the points.
   void fit();
-  /// Linear between points. Below the first: its time. Above the last: on with beta.
+  /// Linear between points. Below the first: its time. Above the last: its time, and beta for each
+  /// further byte.
   double seconds(int64_t bytes) const;
 };
 
@@ -58,9 +59,9 @@ struct CostModel {
 };
 
 /// Measures the group's back end with tensors of allocate_tensor() on the device of its options,
-/// 4 KiB to 64 MiB, while every rank does the same. What reduce_scatter reads is not of
-/// allocate_tensor(), as the gradients of FullyShard. Leaves out sizes that would take too long. The
-/// numbers are equal on all ranks. In a world of one rank it measures nothing.
+/// 4 KiB to 64 MiB, while every rank does the same. The input of reduce_scatter is not of
+/// allocate_tensor(), because the gradients of FullyShard are not. Leaves out sizes that would take
+/// too long. The numbers are equal on all ranks. In a world of one rank it measures nothing.
 /// Collective, blocking, less than a second. Memory: 160 MiB meanwhile.
 /// Throws CommunicationError if a peer fails.
 CostModel measure_cost_model(Communicator& group);

@@ -21,8 +21,8 @@ constexpr int64_t few_sizes(int64_t count) {
   return (count + step - 1) / step * step;
 }
 
-/// Returns rank `from`'s bytes (1-d, uint8) on every rank, of any number. The others' argument is
-/// ignored. Collective: a size, then the bytes.
+/// Returns rank `from`'s bytes (1-d, uint8, any number of them) on every rank. The argument of the
+/// other ranks is ignored. Collective: a size, then the bytes.
 at::Tensor broadcast_bytes(Communicator& communicator, at::Tensor bytes, int from,
                            const char* name);
 

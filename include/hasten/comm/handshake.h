@@ -1,4 +1,4 @@
-// What ranks tell each other when they meet, and the check that they match. Used by
+// The facts that ranks exchange when they meet, and the check that they match. Used by
 // Communicator::create. Nothing here communicates. Threading: free functions.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace hasten::detail {
 
-/// What one rank tells the others.
+/// The facts of one rank.
 struct Hello {
   int rank = 0;
   /// The rank's number when the world began. Messages use it.

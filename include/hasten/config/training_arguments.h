@@ -1,6 +1,6 @@
 // The options of a training run. Names and defaults are those of Hugging Face's TrainingArguments;
-// docs/differences.md lists the defaults that differ. max_length, local_sgd_steps, precision,
-// strategy, shard_size and heartbeat_timeout are not arguments there.
+// docs/guides/coming-from-python.md lists the defaults that differ. max_length, local_sgd_steps,
+// precision, strategy, shard_size and heartbeat_timeout are not arguments there.
 //
 // Plain data without LibTorch, so that the `hasten` program can bind flags to it. Threading: none
 // needed.
@@ -152,9 +152,10 @@ struct TrainingArguments {
 
   /// On a GPU: forward and backward of each shape of batch are captured once in CUDA graphs and then
   /// launched as two, bit for bit the same. It pays where launching takes longer than computing:
-  /// small models and batches. The first 3 batches of a shape run as ever, which the graphs need;
-  /// at most 8 shapes are captured, and batches of others always run as ever. So pad to few lengths,
-  /// and drop the last batch. Clipping and the optimizer, about 25 launches, are not part of a graph.
+  /// small models and batches. The first 3 batches of a shape run without graphs, because a capture
+  /// needs them. At most 8 shapes are captured, and batches of other shapes run without graphs. So
+  /// pad to few lengths, and drop the last batch. Clipping and the optimizer, about 25 launches,
+  /// are not part of a graph.
   ///
   /// The loss function may use only tensors of the device, and reading a value on the host is an error.
   /// Its weight is a DeviceScalar, or the number of samples or of a tensor's elements; another number of
@@ -271,7 +272,7 @@ struct TrainingArguments {
   /// (hasten/trainer/early_stopping.h). Not with eval_strategy=no.
   int64_t early_stopping_patience = 0;
   double early_stopping_threshold = 0.0;
-  /// Trackers that record the run (docs/guides/tracking.md): tensorboard, csv, or several with commas;
+  /// Trackers that record the run (docs/guides/records.md): tensorboard, csv, or several with commas;
   /// none. metrics.jsonl, which is json, is always written.
   std::string report_to = "none";
   /// Folder of the trackers' files. Empty: output_dir/runs/DATE_HOST, a new one for each start.

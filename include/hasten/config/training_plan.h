@@ -43,7 +43,8 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
 int64_t times_after(const TrainingPlan& plan, IntervalStrategy strategy, int64_t steps,
                     int64_t done);
 
-/// A part of a run's work: how often it was done, in how many seconds, and how often it comes yet.
+/// A part of a run's work: how often it was done, in how many seconds, and how often it is still to
+/// be done.
 struct WorkTime {
   int64_t times = 0;
   double seconds = 0;

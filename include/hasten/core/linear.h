@@ -40,8 +40,8 @@ struct Activation {
 };
 
 /// fast_linear(activation(x), weight, bias), which saves x alone for backward: backward computes
-/// activation(x) again, which is cheap. Of a feed-forward of 4 H this saves 4 H elements per token, a
-/// quarter of a BERT block's activations. Where torch's linear is used, both are saved.
+/// activation(x) again, which is cheap. For a feed-forward of width 4 H this saves 4 H elements per
+/// token, a quarter of a BERT block's activations. Where torch's linear is used, both are saved.
 at::Tensor fast_linear(const Activation& activation, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias = {});
 

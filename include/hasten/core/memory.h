@@ -79,7 +79,7 @@ namespace detail {
 /// not uncount it. Throws c10::OutOfMemoryError like an allocation above a MemoryLimit.
 bool count_memory(int64_t bytes);
 void uncount_memory(int64_t bytes);
-/// This process maps so many bytes of others more, or less.
+/// Call it when this process maps `bytes` more of the memory of its peers, or less if negative.
 void map_memory_of_peers(int64_t bytes);
 
 /// What this process's tensors are expected to take at most. Errors name it. Bytes; 0: nothing is

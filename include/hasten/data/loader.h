@@ -93,8 +93,8 @@ class DataLoader : public Stateful {
   /// The next begin(), and only that one, skips `rows` samples of the epoch, counted over all
   /// ranks. O(1): no batch is made. Throws InputError if `rows` is not in [0, epoch_rows()].
   void set_cursor(int64_t rows);
-  /// Samples of the epoch, over all ranks, up to and including the newest iterator's batch. Before
-  /// begin(): the value of set_cursor().
+  /// How many samples of the epoch the newest iterator has passed, over all ranks, its current
+  /// batch included. Before begin(): the value of set_cursor().
   int64_t cursor() const { return *cursor_; }
   /// Samples of one epoch over all ranks, without those that drop_last leaves out.
   int64_t epoch_rows() const;

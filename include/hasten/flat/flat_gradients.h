@@ -44,8 +44,8 @@ class FlatGradients {
   /// The same for several slots. On a device other than the CPU one operator copies all of them.
   void install_slots(const std::vector<int64_t>& slots);
 
-  /// A sparse gradient of this slot stays as it is, and an undefined one undefined: install_slots(), and
-  /// install() unless it takes all, pass it by.
+  /// From now on install_slots() leaves this slot alone, and so does install() unless it takes all
+  /// slots: a sparse gradient stays as it is, and an undefined one undefined.
   void leave_sparse(int64_t slot) {
     sparse_.resize(layout_.slots().size());
     sparse_[static_cast<size_t>(slot)] = 1;
@@ -53,7 +53,7 @@ class FlatGradients {
   bool leaves(int64_t slot) const {
     return !sparse_.empty() && sparse_[static_cast<size_t>(slot)] != 0;
   }
-  /// With `open`, every place may be given once; without, none, as at first.
+  /// True: each place may be given once. False, the state at first: no place is given.
   void open_places(bool open) { given_.assign(open ? layout_.slots().size() : 0, 0); }
   /// The place of a parameter's gradient, for a backward that makes the gradient there: a view of its
   /// own, so that autograd takes it as grad(). Undefined if places are not open, if the parameter has

@@ -31,9 +31,9 @@
 
 namespace hasten::detail {
 
-// Stands for a Tensor and nothing else in an initialiser; never evaluated.
+// In an initialiser it converts to a Tensor and to nothing else; never evaluated.
 struct OnlyTensor {
-  operator at::Tensor() const; // NOLINT: implicit is what it is for
+  operator at::Tensor() const; // NOLINT: it must convert implicitly
 };
 template <typename T, size_t... I>
 constexpr bool initialised_by_tensors(std::index_sequence<I...>) {

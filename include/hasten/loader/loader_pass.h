@@ -177,7 +177,7 @@ class BatchDealer {
 
 // What rank 0 sends for one round.
 struct DispatchedRound {
-  std::vector<PackedBatch> parts{}; // [rank], then the lent batch, if any; empty: the end
+  std::vector<PackedBatch> parts{}; // [rank], then that of ranks without one; empty: the end
   std::vector<int64_t> repeated{}; // [rank]
   int64_t position = 0;
   bool last = false;

@@ -61,7 +61,8 @@ struct LoaderState {
   GeneratorStates random{}; // torch's generators before a stand-in
   bool handed_out = false; // there is a current batch
   std::string range{}; // its name in messages
-  // Checksums of this pass: the first round, all so far, and what was compared last. 0: none.
+  // Checksums of this pass: of its first round, of all rounds so far, and the one that was compared
+  // last. 0: none.
   uint64_t first_read = 0;
   uint64_t read = 0;
   mutable uint64_t compared = 0;
@@ -125,7 +126,7 @@ class LoaderLink {
   int world_size() const;
   // Rank 0 sends each rank its batches; the others give null. Collective.
   DispatchedRound dispatch(DispatchedRound* round) const;
-  // This rank has no sample of `range` to train on: ends the others, too.
+  // Called if this rank has no sample of `range` to train on. Ends the other ranks, too.
   [[noreturn]] void refuse_no_row(const std::string& range) const;
 };
 [[noreturn]] void throw_no_empty_batch();

@@ -147,8 +147,8 @@ class LocalSGD {
       : LocalSGD(accelerator, *detail::module_of(model), std::move(options)) {}
   LocalSGD(Accelerator& accelerator, torch::nn::Module& model, LocalSGDOptions options);
   /// If finish() was not called, it logs an error and every rank keeps its own parameters. If an
-  /// exception destroys the scope, it tells the peers that this rank has failed; they end with an
-  /// error that names it. Never takes part in a collective.
+  /// exception destroys the scope, the peers learn that this rank has failed, and end with an error
+  /// that names it. Never takes part in a collective.
   ~LocalSGD();
   LocalSGD(const LocalSGD&) = delete;
   LocalSGD& operator=(const LocalSGD&) = delete;

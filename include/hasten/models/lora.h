@@ -17,7 +17,8 @@
 // library are adapted on every device. A module that reads the weight by another operator, or a copy of
 // it by clone(), computes without the adapter. Cost of a layer: 2 r (in + out) operations for each row; memory (in + out) r
 // elements.
-// All functions are local. Call them alike on all ranks, before the model is prepared, unless said.
+// All functions are local. Call them in the same way on all ranks, before the model is prepared,
+// unless a function says otherwise.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -57,8 +58,9 @@ struct LoraConfig {
   /// Throws InputError that names the value that is out of range.
   void validate() const;
   double scaling() const;
-  /// Reads a folder's adapter_config.json. Throws InputError for a file that is missing or damaged, a
-  /// peft_type other than LORA, and each option that changes the computation and is not above.
+  /// Reads a folder's adapter_config.json. Throws InputError for a file that is missing or damaged,
+  /// a peft_type other than LORA, or an option that changes the computation and that this struct
+  /// does not have.
   static LoraConfig from_pretrained(const std::filesystem::path& folder);
   /// Its base_model_name_or_path. Throws InputError if it is empty, no model that is there
   /// (hasten/text/pretrained_folder.h), or an adapter itself.
@@ -87,8 +89,9 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
                         const std::filesystem::path& folder);
 
 /// Adds scaling * B A to the weights, which then give the same results without the additional
-/// products; unmerge_adapter() subtracts it again (equal but for rounding). Both do nothing if it is
-/// already so. Throws InputError without an adapter, or if the weights are shards.
+/// products; unmerge_adapter() subtracts it again (equal but for rounding). Both do nothing if the
+/// weights are already in that state. Throws InputError without an adapter, or if the weights are
+/// shards.
 void merge_adapter(torch::nn::Module& model);
 void unmerge_adapter(torch::nn::Module& model);
 /// Merges and removes the adapter: the model has its base's parameters again, all trainable.

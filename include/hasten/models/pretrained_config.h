@@ -36,8 +36,8 @@ struct PreTrainedConfig {
   int64_t intermediate_size = 3072;
   int64_t max_position_embeddings = 512;
   int64_t type_vocab_size = 2;
-  /// This row of the word embeddings starts at 0 and gets no gradient (but not GPT-2's). -1: none, for
-  /// decoders.
+  /// This row of the word embeddings starts at 0 and gets no gradient, except in GPT-2. -1: none,
+  /// for decoders.
   int64_t pad_token_id = 0;
   /// "gelu" (exact), "gelu_new" (tanh), "relu" or "silu", or another of transformers' names for these.
   std::string hidden_act = "gelu";
@@ -77,9 +77,9 @@ struct PreTrainedConfig {
   bool has_head(ModelTask task) const;
 
   /// Reads config.json. Messages use `source` as the file's name. Throws InputError with key and
-  /// value for a model_type that no family has (naming those that there are), a value out of range,
-  /// an option that the family does not support, or gaps in id2label. Logs keys that transformers
-  /// does not have either.
+  /// value for an unknown model_type (the message lists the known ones), a value out of range, an
+  /// option that the family does not support, or gaps in id2label. Logs keys that transformers does
+  /// not have either.
   static PreTrainedConfig from_json(const nlohmann::json& json,
                                     std::string_view source = "config.json");
   /// config.json for transformers: with architectures, model_type, id2label, label2id and

@@ -4,7 +4,7 @@
 //
 //   ddp.register_comm_hook(std::make_shared<Bf16CompressHook>());
 //
-// Threading: the thread of the backward, one call at a time. A hook serves one model.
+// Threading: the thread of the backward, one call at a time. A hook belongs to one model.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -90,7 +90,7 @@ struct ReductionReport {
 class DataParallel : public Stateful {
  public:
   /// Starts a sum. Gradients are undefined until a backward makes them. Gradients that are present
-  /// and not zero are set aside; finish() adds them back, because torch would accumulate on top of
+  /// and not zero are kept apart; finish() adds them, because torch would accumulate on top of
   /// them.
   /// With `in_place` they stay, and the sum is added to them. Use it for a sum that is not reduced
   /// and whose factor is 1. Until finish(), a backward without start_backward throws, because its
@@ -107,15 +107,15 @@ class DataParallel : public Stateful {
   /// Collective if it reduces; does not block. A rank without data calls it directly after
   /// start_backward(true, {.joined = true}).
   virtual void finish_backward() = 0;
-  /// Waits for the reduction, multiplies the sum by `factor`, adds the gradients that were set
-  /// aside, and synchronises buffers. Then every grad() is final. If no rank used the parameter,
+  /// Waits for the reduction, multiplies the sum by `factor`, adds the gradients that were kept
+  /// apart, and synchronises buffers. Then every grad() is final. If no rank used the parameter,
   /// its grad() is what it was before. Collective.
   /// With `defer` the multiplication may be left to the next reader of the gradients: see
   /// pending_factor().
   virtual void finish(double factor, const DdpRanks& ranks = {}, bool defer = false) = 0;
   /// Only waits for the reduction. Collective.
   virtual void wait() = 0;
-  /// Abandons the sum after a backward that threw. Gradients become undefined, and those set aside
+  /// Abandons the sum after a backward that threw. Gradients become undefined, and those kept apart
   /// are dropped. Reductions in flight are abandoned, which makes the group unusable. Local.
   virtual void cancel() noexcept = 0;
 
@@ -127,8 +127,8 @@ class DataParallel : public Stateful {
   /// Multiplies the gradients by the factor in one pass; no pass if it is 1. Local.
   virtual void apply_pending_factor() = 0;
 
-  /// True if begin() or a further backward set aside gradients other than zero that are still to be
-  /// added.
+  /// True if begin() or a further backward keeps gradients other than zero apart, which are still
+  /// to be added.
   virtual bool has_aside() const = 0;
 
   /// True if a backward outside begin() … finish() left gradients of this rank alone that have not

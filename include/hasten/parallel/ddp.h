@@ -60,7 +60,7 @@ class Ddp : public DataParallel {
   /// of parameters, frozen parameters), broadcasts rank 0's values and lays out the gradients. The
   /// module must already be on its device. Collective, blocking.
   /// Memory: one copy of the gradients. With one rank gradients stay where autograd puts them, and
-  /// the copy is made only when gradients must be set aside.
+  /// the copy is made only when earlier gradients must be kept.
   /// Throws InputError, on every rank, naming the first difference.
   Ddp(std::shared_ptr<Communicator> communicator, std::shared_ptr<torch::nn::Module> module,
       DdpOptions options = {});
@@ -90,8 +90,8 @@ class Ddp : public DataParallel {
   void set_local(bool local) override;
 
   /// This rank's state, between backwards: "grad.<name>" of every gradient that is defined and not
-  /// known to be zero, "aside.<name>" of gradients that were set aside, the progress of the sum,
-  /// the order of buckets (so that a resumed run adds in the same order, bit for bit), and the
+  /// known to be zero, "aside.<name>" of gradients that finish() still adds, the progress of the
+  /// sum, the order of buckets (so that a resumed run adds in the same order, bit for bit), and the
   /// hook's state. Local.
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   /// Throws InputError naming a tensor or parameter that is not this model's, or a missing hook.
@@ -167,7 +167,7 @@ class Ddp : public DataParallel {
   bool begun_ = false;
   bool final_ = false;
   double pending_factor_ = 1;
-  std::vector<at::Tensor> aside_; // [group]; empty: nothing set aside
+  std::vector<at::Tensor> aside_; // [group] copies that finish() adds; empty: none
   std::vector<char> defined_; // grad() was, at begin(): here, then on any rank
   std::vector<char> used_; // got a gradient: here, then on any rank
 

@@ -200,7 +200,7 @@ class FullyShard : public Stateful {
   /// Throws InputError inside another forward scope.
   ForwardScope forward_scope() { return ForwardScope(schedule_); }
 
-  /// Starts a sum. Present gradients are set aside; finish() adds them back, because torch would
+  /// Starts a sum. Present gradients are kept apart; finish() adds them, because torch would
   /// accumulate on top of them. Local.
   /// Throws InputError for a parameter that was moved, converted or unfrozen since.
   void begin();
@@ -219,8 +219,8 @@ class FullyShard : public Stateful {
   /// Only waits for the reductions. Collective.
   /// Throws CommunicationError if ranks ran different units.
   void wait();
-  /// Calls wait(), multiplies the sum by `factor`, and adds the gradients that were set aside. Then
-  /// every grad() is final and has its shard's shape. It is undefined if no rank used the
+  /// Calls wait(), multiplies the sum by `factor`, and adds the gradients that were kept apart.
+  /// Then every grad() is final and has its shard's shape. It is undefined if no rank used the
   /// parameter. Also synchronises buffers. Collective.
   /// Throws InputError, on every rank, if the module has another tensor in place of a parameter.
   void finish(double factor, const DdpRanks& ranks = {});

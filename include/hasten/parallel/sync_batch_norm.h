@@ -73,8 +73,8 @@ class SyncBatchNormImpl
 TORCH_MODULE(SyncBatchNorm);
 
 struct ConvertSyncBatchNormOptions {
-  /// Called in each training forward of a layer, before it sends anything. Returns whether this
-  /// rank's samples count. If not, they are normalised by the other ranks' statistics and
+  /// A layer calls it in each training forward, before the layer sends anything. Returns whether
+  /// this rank's samples count. If not, they are normalised by the other ranks' statistics and
   /// contribute to no gradient. Empty: they count.
   std::function<bool()> rows_count{};
 };

@@ -25,7 +25,7 @@
 namespace hasten {
 
 struct RunFolder {
-  /// The output folder of a run: finished, cut off or still going.
+  /// The output folder of a run: finished, interrupted or still running.
   std::filesystem::path path{};
   /// Empty: the path.
   std::string name{};
@@ -36,7 +36,7 @@ struct RunFolder {
 struct ReportOptions {
   /// False: no texts of samples on the page.
   bool texts = true;
-  /// While a run is running, the browser reads the page again after so many seconds; 0: never.
+  /// While a run is running, the browser reads the page again after this many seconds; 0: never.
   int refresh_seconds = 0;
 };
 

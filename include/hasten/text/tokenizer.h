@@ -147,10 +147,10 @@ class Tokenizer {
 
   /// Hash of everything that determines the ids; 32 hex digits.
   const std::string& hash() const;
-  /// Writes tokenizer.json, tokenizer_config.json and, for WordPiece, vocab.txt, and unchanged what there
-  /// was of special_tokens_map.json, added_tokens.json and chat_template.jinja. from_pretrained()
-  /// and transformers' AutoTokenizer read them and give the same ids. Throws Error with the path
-  /// (for example if the disk is full).
+  /// Writes tokenizer.json, tokenizer_config.json and, for WordPiece, vocab.txt. Copies
+  /// special_tokens_map.json, added_tokens.json and chat_template.jinja if it was read from a
+  /// folder that had them. from_pretrained() and transformers' AutoTokenizer read them and give the
+  /// same ids. Throws Error with the path (for example if the disk is full).
   void save_pretrained(const std::filesystem::path& folder) const;
 
  protected:

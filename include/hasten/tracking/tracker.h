@@ -7,7 +7,7 @@
 //   accelerator.end_training();
 //
 // Threading: one thread calls a tracker. Only rank 0's tracker is called, and it must not
-// communicate. Guide: docs/guides/tracking.md
+// communicate. Guide: docs/guides/records.md
 #pragma once
 
 #include <cstdint>

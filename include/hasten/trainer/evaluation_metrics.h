@@ -59,9 +59,9 @@ ComputeMetrics multi_label_metrics(int64_t num_labels, std::string labels_name =
 ComputeMetrics regression_metrics(std::string labels_name = "labels");
 
 /// The tables of an EvaluationMetrics::report() as text: a line for each label, and the confusion
-/// matrix if it has at most 10 labels. Empty for {}. For so many columns, if not 0: names are
-/// abbreviated ("custom…"), and a matrix that does not fit is left out. A matrix left out is said
-/// to be in `place`, if that is not empty.
+/// matrix if it has at most 10 labels. Empty for {}. If `columns` is not 0, names are abbreviated
+/// ("custom…"), and a matrix that does not fit is left out. If a matrix is left out, the text says
+/// that it is in `place`, unless that is empty.
 std::string report_text(const nlohmann::json& report, int columns = 0,
                         const std::string& place = {});
 

@@ -53,12 +53,12 @@ class ProgressCallback : public TrainerCallback {
 
 /// The banner's lines that the Trainer knows.
 BannerLines run_lines(const RunDescription& run);
-/// One text per line, with aligned names. Texts are wrapped for so many columns, if not 0.
+/// One text per line, with aligned names. Texts are wrapped at `columns`, if that is not 0.
 std::vector<std::string> banner_text(const BannerLines& lines, int columns = 0);
 /// The header and one line of the table of epochs. It has losses, speed and two metrics of the
-/// evaluation. For so many columns, if not 0: those that do not fit are left out from the right,
-/// but not losses and first metric. `best_metric` ("eval_accuracy") is green if stdout is a
-/// terminal.
+/// evaluation. Columns that do not fit in `columns` characters, if that is not 0, are left out from
+/// the right, but not losses and first metric. `best_metric` ("eval_accuracy") is green if stdout
+/// is a terminal.
 std::string epoch_header(const EpochReport& epoch, int columns = 0);
 std::string epoch_line(const EpochReport& epoch, int columns = 0,
                        const std::string& best_metric = {});

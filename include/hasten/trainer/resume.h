@@ -7,7 +7,7 @@
 //   latest    the newest complete checkpoint-N of output_dir; an error if there is
 //             none
 //   auto      the same, but starts from the beginning if there is no checkpoint-N.
-//             One command line serves the first start and every later one
+//                         One command line starts the run and resumes it
 //   a path    that checkpoint-N, of this output_dir or of another run
 // latest and auto do nothing if the run in output_dir is finished.
 #pragma once
