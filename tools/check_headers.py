@@ -9,6 +9,10 @@ A header that was found good is remembered in the cache folder by the contents o
 it includes from this tree, so a second run takes a second. Headers that include the
 same parts of LibTorch share one precompiled header of just those parts, which each of
 them includes itself: it saves time and hides nothing but the order.
+
+The file .headers names a commit in which all were good. A header is compiled if it, or one that
+it includes, differs from that commit; with --all each is. --remember writes the file if nothing
+in include/ is uncommitted.
 """
 
 import collections
@@ -138,7 +142,32 @@ def cache_folder():
     return pathlib.Path(base) / "hasten"
 
 
-def check(root, jobs=2):
+def git(root, *arguments):
+    """The lines that git prints; None if it fails."""
+    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    return result.stdout.splitlines() if result.returncode == 0 else None
+
+
+def changed_headers(root):
+    """Names of headers that differ from the commit in .headers; None if that is not known."""
+    commit = root / ".headers"
+    if not commit.is_file():
+        return None
+    changed = git(root, "diff", "--name-only", commit.read_text().strip(), "--", "include", "tools/check_headers.py")
+    added = git(root, "ls-files", "--others", "--exclude-standard", "--", "include")
+    if changed is None or added is None or "tools/check_headers.py" in changed:
+        return None
+    return {name.removeprefix("include/") for name in changed + added}
+
+
+def write_commit(root):
+    head = git(root, "rev-parse", "HEAD")
+    if head and git(root, "status", "--porcelain", "--", "include") == []:
+        (root / ".headers").write_text(head[0] + "\n")
+
+
+def check(root, jobs=2, all=False):
+    changed = None if all else changed_headers(root)
     cache = cache_folder()
     torch = pathlib.Path(os.environ.get("HASTEN_TORCH") or cache / "libtorch")
     compiler = Compiler(root, torch)
@@ -154,6 +183,8 @@ def check(root, jobs=2):
                 problems.append(tree.Problem(str(path), number, "uses at::parallel_for in a public header"))
         header = str(path.relative_to("include"))
         names, heavy = closure(root, header)
+        if changed is not None and changed.isdisjoint(names):
+            continue
         stamp[header] = stamps / stamp_of(root, compiler, names)
         if stamp[header].exists():
             stamp[header].touch()
@@ -176,5 +207,18 @@ def check(root, jobs=2):
     return problems
 
 
+def check_and_remember(root, remember=False, **options):
+    changed = changed_headers(root)
+    problems = check(root, **options)
+    if remember and not problems and (changed is None or changed):
+        write_commit(root)
+    return problems
+
+
 if __name__ == "__main__":
-    tree.main(check, jobs={"type": int, "default": 2, "help": "compilers at a time"})
+    tree.main(
+        check_and_remember,
+        jobs={"type": int, "default": 2, "help": "compilers at a time"},
+        all={"action": "store_true", "help": "each header, whatever .headers says"},
+        remember={"action": "store_true", "help": "write .headers if all are good"},
+    )
