@@ -6,6 +6,7 @@ A check that has gone quiet looks like a clean tree; these cases tell them apart
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -124,6 +125,31 @@ class ChecksTest(unittest.TestCase):
     def test_sizes_library(self):
         many = {f"src/text/t{i}.cpp": "\n" * 600 for i in range(28)}
         self.assert_bad("sizes", many, "16800 lines of hasten_text", "the limit is")
+
+        more = "- Lines: +%s in hasten_text, for a family of models.\n"
+        write(self.root, {"CHANGELOG.md": more % "10"})
+        self.assertEqual(self.run_check("sizes")[0], 1)
+        write(self.root, {"CHANGELOG.md": more % "10,000"})
+        self.assert_good("sizes")
+
+    def test_sizes_limits_only_fall(self):
+        git = ["git", "-C", str(self.root), "-c", "user.name=n", "-c", "user.email=e"]
+        script = "tools/check_sizes.py"
+        text = (TOOLS / "check_sizes.py").read_text()
+        write(self.root, {script: re.sub(r'\("hasten", \(\), \d+\)', '("hasten", (), 9)', text)})
+        for command in (["init", "-q"], ["add", script], ["commit", "-qm", "sizes"]):
+            subprocess.run(git + command, check=True)
+        code, output = self.run_check("sizes")
+        self.assertEqual(code, 1, output)
+        self.assertIn("the limit of hasten rose from 9 to", output)
+
+    def test_sizes_chain(self):
+        chain = {f"src/comm/c{i}.h": f'#include "c{i + 1}.h"\n' for i in range(21)}
+        chain["src/comm/c21.h"] = "\n"
+        chain["src/comm/c.cpp"] = '#include "c8.h"\n'
+        self.assert_bad("sizes", chain, "15 files of one folder, the limit is 14")
+        write(self.root, {"src/comm/c.cpp": '#include "c0.h"\n'})
+        self.assertIn("a chain of 23 files, the limit is 21", self.run_check("sizes")[1])
 
     def test_sizes_tables(self):
         rows = {"src/tables/rows.inc": "\n" * 1201}
