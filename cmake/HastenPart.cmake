@@ -2,11 +2,13 @@
 # and the programs. One test binary per group of layers.
 
 # hasten_part(NAME SOURCES a.cpp… [OMP kernel.cpp…] [LIBRARIES third-party libraries…]
-#             [NO_TORCH] [PRODUCT hasten_text|program])
+#             [NO_TORCH] [LOOPS] [PRODUCT hasten_text|program])
 # OMP files use at::parallel_for: they need -fopenmp, hence no precompiled header.
+# LOOPS: the part's own loops take time, over bytes or numbers. The others wait for LibTorch, files or
+# peers: in a release build they and what they call are compiled with -O1, in three quarters of the time.
 # NO_TORCH parts do not see LibTorch. PRODUCT: what the part belongs to; default hasten.
 function(hasten_part name)
-  cmake_parse_arguments(PART "NO_TORCH" "PRODUCT" "SOURCES;OMP;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(PART "NO_TORCH;LOOPS" "PRODUCT" "SOURCES;OMP;LIBRARIES" ${ARGN})
   set(target hasten_${name})
   add_library(${target} OBJECT ${PART_SOURCES} ${PART_OMP})
   target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/include")
@@ -19,9 +21,14 @@ function(hasten_part name)
     hasten_use_pch(${target} hasten_src_pch)
   endif()
   target_link_libraries(${target} PUBLIC nlohmann_json::nlohmann_json ${PART_LIBRARIES})
+  set(kernel "-fopenmp")
+  if(NOT PART_LOOPS AND PROJECT_IS_TOP_LEVEL)
+    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+    list(APPEND kernel $<$<CONFIG:Release>:-O2>)
+  endif()
   if(PART_OMP)
     set_source_files_properties(${PART_OMP} PROPERTIES
-      COMPILE_OPTIONS "-fopenmp"
+      COMPILE_OPTIONS "${kernel}"
       SKIP_PRECOMPILE_HEADERS ON
       SKIP_UNITY_BUILD_INCLUSION ON)
   endif()
@@ -107,10 +114,7 @@ function(hasten_add_pch name)
   target_precompile_headers(${name} PRIVATE ${ARGN})
 endfunction()
 
-# hasten_use_pch(TARGET [NAME]): without a name that of tests, examples and benchmarks.
-function(hasten_use_pch target)
-  set(name ${ARGN} hasten_torch_pch)
-  list(GET name 0 name)
+function(hasten_use_pch target name)
   if(TARGET ${name})
     target_precompile_headers(${target} REUSE_FROM ${name})
   endif()
@@ -125,7 +129,9 @@ function(hasten_program name)
   hasten_warnings(${name})
   if(NOT PROGRAM_NO_TORCH)
     target_link_libraries(${name} PRIVATE LibTorch::cpu)
-    hasten_use_pch(${name} ${PROGRAM_PCH})
+    if(PROGRAM_PCH)
+      hasten_use_pch(${name} ${PROGRAM_PCH})
+    endif()
   endif()
 endfunction()
 
@@ -188,9 +194,34 @@ function(hasten_program_group name)
     WORKING_DIRECTORY "${bin}" VERBATIM)
 endfunction()
 
-# Compiled in two thirds of the time; what they spend theirs in is the libraries.
+# hasten_quick_build(TARGET [NO_TORCH]): tests and examples, compiled in half the time. What they
+# spend theirs in is the libraries. They share a precompiled header that is compiled likewise.
 function(hasten_quick_build target)
-  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+  target_compile_options(${target} PRIVATE -O0)
+  if(NOT NO_TORCH IN_LIST ARGN)
+    hasten_use_pch(${target} hasten_test_pch)
+  endif()
+endfunction()
+
+# hasten_add_test([WHOLE] NAME command…): a test of ctest, whose CPU time scripts/test.sh prints.
+# WHOLE: runs only with `ctest -C whole`, as scripts/test.sh --whole does: before a release, and
+# after a change of what it tests.
+function(hasten_add_test)
+  cmake_parse_arguments(PARSE_ARGV 0 TEST "WHOLE" "" "")
+  list(POP_FRONT TEST_UNPARSED_ARGUMENTS name program)
+  set(whole "")
+  if(TEST_WHOLE)
+    set(whole CONFIGURATIONS whole)
+  endif()
+  set(clock "")
+  if(Python3_FOUND)
+    set(clock ${Python3_EXECUTABLE} "${PROJECT_SOURCE_DIR}/tools/cpu_minutes.py" run
+      "${CMAKE_BINARY_DIR}/cpu_seconds" ${name})
+  endif()
+  if(TARGET ${program})
+    set(program $<TARGET_FILE:${program}>)
+  endif()
+  add_test(NAME ${name} COMMAND ${clock} ${program} ${TEST_UNPARSED_ARGUMENTS} ${whole})
 endfunction()
 
 # hasten_tests(GROUP file_test.cpp…): adds files to the test binary of that group.

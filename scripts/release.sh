@@ -22,7 +22,8 @@ random_operations() {
 }
 
 cd "$root"
-scripts/test.sh
+scripts/test.sh --whole
+tools/check_headers.py --all
 HASTEN_RANDOM_ROUNDS=300 scripts/sanitize.sh --all
 random_operations
 scripts/consumers.sh

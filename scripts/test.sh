@@ -1,31 +1,49 @@
 #!/usr/bin/env bash
 # Sets the machine up, checks the sources, builds everything with warnings as errors
-# and runs every test. Ends on ctest's closing lines; exits with 0 if all is well.
+# and runs the tests. Prints the CPU minutes of each part, and fails above a limit (tools/cpu_minutes.py).
+# Ends on ctest's closing lines; exits with 0 if all is well.
 #
+#   scripts/test.sh                      what a change must pass; adds its CPU minutes to
+#                                        benchmarks/results/check.csv
+#   scripts/test.sh --quick              minutes after a change of one file: builds all, and runs the
+#                                        tests of one process and of two ranks
+#   scripts/test.sh --whole              also what a release needs: each benchmark, the demo with a
+#                                        model, sources in another project
 #   scripts/test.sh [ctest options…]     e.g. -R trainer, -L unit
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 tree=$root/build/release
 report=$tree/ctest.xml
+minutes=$tree/cpu_seconds
 phases=()
+
+# CPU seconds of the processes that this one has waited for.
+children_seconds() {
+  times >"$tree/times"
+  awk -F'[ms ]+' 'END { print $1 * 60 + $2 + $3 * 60 + $4 }' "$tree/times"
+}
 
 # phase NAME COMMAND…: runs it and remembers the seconds it took.
 phase() {
-  local name=$1 start=$SECONDS
+  local name=$1 start=$SECONDS before after
   shift
+  before=$(children_seconds)
   say "--- $name"
   "$@" || die "$name failed"
   phases+=("$name $((SECONDS - start)) s")
+  after=$(children_seconds)
+  awk "BEGIN { printf \"%s %.1f\\n\", \"$name\", $after - $before }" >>"$minutes"
 }
 
 check_sources() {
   local failed=0 check
   "$root/tools/format.sh" --check || failed=1
-  for check in layers sizes tests words snippets places mapping; do
+  "$root/tools/check_sizes.py" --chains || failed=1
+  for check in layers tests words snippets places mapping; do
     "$root/tools/check_$check.py" || failed=1
   done
-  "$root/tools/check_headers.py" --jobs "$(compile_jobs)" || failed=1
+  "$root/tools/check_headers.py" --remember --jobs "$(compile_jobs)" || failed=1
   return $failed
 }
 
@@ -40,17 +58,34 @@ run_ctest() {
   return 1
 }
 
+# What cpu_minutes.py measures the machine by.
+compile_sample() {
+  echo '#include <ATen/ATen.h>' | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ - \
+    -isystem "${HASTEN_TORCH:-$cache/libtorch}/include"
+}
+
 closing_lines() {
   awk '/tests passed,|tests failed out of/ { found = 1 } found' "$tree/ctest.log"
 }
 
 cd "$root"
+record=()
+case ${1:-} in
+  '') record=(--append benchmarks/results/check.csv) ;;
+  --quick) shift && set -- -L quick "$@" ;;
+  --whole) shift && set -- -C whole "$@" ;;
+esac
+mkdir -p "$tree"
+: >"$minutes"
 phase set-up "$root/scripts/setup.sh"
+phase sample compile_sample
 phase checks check_sources
-phase build build_release all
+phase "build of the programs" build_release hasten hasten-worker
+phase "build of the tests" build_release all
 phase tests run_ctest "$@"
 phase report "$root/tools/test_report.py" "$report"
-(($#)) || phase sanitizers "$root/scripts/sanitize.sh"
+((${#record[@]})) && phase sanitizers "$root/scripts/sanitize.sh"
+"$root/tools/cpu_minutes.py" report "$minutes" "${record[@]}" >&2 || die "too many CPU minutes"
 say "--- seconds: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')"
 if command -v ccache >/dev/null; then
   say "--- $(ccache --show-stats 2>/dev/null | awk '/Hits:/ { print "ccache hits " $2 " of " $4; exit }')"

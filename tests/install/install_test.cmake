@@ -1,6 +1,6 @@
 # cmake -DSOURCE=… -DBUILD=… -DWORK=… -DGENERATOR=… -DTORCH=… -P install_test.cmake
 # Installs the build tree into an empty folder, moves it, and builds a user's program
-# against it. Then configures the same program with the sources as a subfolder.
+# against it.
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE output
     ERROR_VARIABLE output)
@@ -86,14 +86,4 @@ refused_release(${before} "unsuitable[ \n]+version[ \n]+\"2[.]${before}[.]"
 refused_release(${after} "was[ \n]+compiled[ \n]+for[ \n]+LibTorch[ \n]+2[.]${minor}"
   "-DCMAKE_PREFIX_PATH=${WORK}/prefix")
 
-run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
-  -S "${SOURCE}/tests/install/consumer" -B "${WORK}/subfolder"
-  "-DHASTEN_SOURCE=${SOURCE}")
-run("build of one part" ${CMAKE_COMMAND} --build "${WORK}/subfolder" --target hasten_base -j 2)
-
-# The project of the adopted program in the sources, as a user builds it.
-run("configure examples/adopt" ${CMAKE_COMMAND} ${common}
-  -S "${SOURCE}/examples/adopt" -B "${WORK}/adopt")
-run("compile the adopted program" ${CMAKE_COMMAND} --build "${WORK}/adopt" -j 2
-  --target CMakeFiles/discs_adopted.dir/discs_adopted.cpp.o hasten_base)
 file(REMOVE_RECURSE "${WORK}")
