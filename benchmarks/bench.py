@@ -30,7 +30,6 @@ from local_sgd import LocalSGDAverage, LocalSGDReviews, LocalSGDW8a, SlowLink
 from precision import Precision
 from resident_memory import ResidentMemory
 from sides import PICTURES, RANKS, ROOT, Bench, Case, at_once, environment, launched, peer_ranks, wait_all
-from step_prediction import StepPrediction
 from tokenizers_bench import Tokenizers
 
 PEER = "Hugging Face Trainer"
@@ -453,7 +452,6 @@ BENCHMARKS = {
         Decoders,
         Tinyshakespeare,
         Families,
-        StepPrediction,
         Tokenizers,
     )
 }

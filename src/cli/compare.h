@@ -2,8 +2,8 @@
 // the file by which `hasten` and the ranks that it starts communicate. Without LibTorch.
 // Threading: none needed.
 //
-// A world is started for each strategy. Its ranks try batches under the limit until one does not
-// fit, time steps of the largest that did, and end. A rank that runs out of memory in the middle
+// A world is started for each strategy. Its ranks run the Trainer for a few steps with batches under
+// the limit until one does not fit, time steps of the largest that did, and end. A rank that runs out of memory in the middle
 // of a step cannot continue, and neither can its waiting peers. Then the world ends. If that was
 // not predicted, a new world continues with the results so far.
 #pragma once
@@ -61,15 +61,10 @@ struct BatchTiming {
   double step_seconds = 0;
   /// Fraction of it that the slowest rank waited for communication.
   double exposed_share = 0;
-  /// The same two as predict_step() has them, from a step without communication.
-  double predicted_seconds = 0;
-  double predicted_exposed_share = 0;
-  /// Peak of a rank since its start, including the building of the model.
+  /// What the rank that sends most sends in a step, through shared memory and TCP; 0: unknown.
+  int64_t sent_bytes = 0;
+  /// Peak of a rank, including the building of the model.
   int64_t peak_bytes = 0;
-
-  double predicted_samples_per_second() const {
-    return samples_per_second * step_seconds / predicted_seconds;
-  }
 };
 
 /// The results for a strategy, in a file that is passed from world to world. A rank that runs out

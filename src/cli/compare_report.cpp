@@ -37,7 +37,7 @@ Recommendation recommend_none(const std::vector<StrategyReport>& reports) {
 
 std::string table_row(const std::vector<std::string>& cells) {
   char text[128];
-  std::snprintf(text, sizeof text, "  %-8s  %13s  %14s  %9s  %9s  %5s  %9s\n", cells[0].c_str(),
+  std::snprintf(text, sizeof text, "  %-8s  %13s  %14s  %9s  %9s  %9s  %5s\n", cells[0].c_str(),
                 cells[1].c_str(), cells[2].c_str(), cells[3].c_str(), cells[4].c_str(),
                 cells[5].c_str(), cells[6].c_str());
   return text;
@@ -48,8 +48,7 @@ std::string table_row(const std::vector<std::string>& cells) {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchTrial, rows, peak_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchSearch, limit_bytes, most_rows, too_many, trials)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BatchTiming, rows, samples_per_second, step_seconds,
-                                   exposed_share, predicted_seconds, predicted_exposed_share,
-                                   peak_bytes)
+                                   exposed_share, sent_bytes, peak_bytes)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CompareState, strategy, search, timing)
 
 CompareState read_compare_state(const std::filesystem::path& file) {
@@ -148,22 +147,22 @@ std::string comparison_table(const CompareCommand& command, int64_t limit_bytes,
   std::string text = command.model + " on " + std::to_string(command.nproc) +
                      " processes, samples of " + std::to_string(command.arguments.max_length) +
                      " tokens, at most " + format_bytes(limit_bytes) + " per process\n";
-  text += detail::table_row({"strategy", "largest batch", "peak/process", "samples/s", "predicted",
-                             "waits", "predicted"});
+  text += detail::table_row(
+      {"strategy", "largest batch", "peak/process", "samples/s", "s/step", "sent/step", "waits"});
   for (const StrategyReport& report : reports) {
     const std::string name = strategy_name(report.strategy);
     const std::string least =
         report.least_bytes > 0 ? ">= " + format_bytes(report.least_bytes) : "-";
     const BatchTiming& timing = report.timing;
-    const auto percent = [](double share) { return format_fixed(100 * share, 0) + " %"; };
     text += report.fits()
-                ? detail::table_row(
-                      {name,
-                       format_count(timing.rows) +
-                           (timing.rows == command.max_batch_size ? " or more" : ""),
-                       format_bytes(timing.peak_bytes), format_fixed(timing.samples_per_second, 1),
-                       format_fixed(timing.predicted_samples_per_second(), 1),
-                       percent(timing.exposed_share), percent(timing.predicted_exposed_share)})
+                ? detail::table_row({name,
+                                     format_count(timing.rows) +
+                                         (timing.rows == command.max_batch_size ? " or more" : ""),
+                                     format_bytes(timing.peak_bytes),
+                                     format_fixed(timing.samples_per_second, 1),
+                                     format_digits(timing.step_seconds, 3),
+                                     timing.sent_bytes > 0 ? format_bytes(timing.sent_bytes) : "-",
+                                     format_fixed(100 * timing.exposed_share, 0) + " %"})
                 : detail::table_row({name, "none", least, "-", "-", "-", "-"});
   }
   return text + recommendation.text + "\n";
@@ -214,9 +213,8 @@ std::string comparison_json(const CompareCommand& command, int64_t limit_bytes,
                    {"peak_bytes", timing.peak_bytes},
                    {"samples_per_second", timing.samples_per_second},
                    {"step_seconds", timing.step_seconds},
-                   {"exposed_share", timing.exposed_share},
-                   {"predicted_step_seconds", timing.predicted_seconds},
-                   {"predicted_exposed_share", timing.predicted_exposed_share}});
+                   {"sent_bytes", timing.sent_bytes},
+                   {"exposed_share", timing.exposed_share}});
     } else {
       json["least_bytes"] =
           report.least_bytes > 0 ? nlohmann::json(report.least_bytes) : nlohmann::json();

@@ -92,9 +92,7 @@ nlohmann::ordered_json environment_json() {
 nlohmann::ordered_json cost_json(const CostModel& model) {
   nlohmann::ordered_json json{{"backend", model.backend},
                               {"world_size", model.world_size},
-                              {"barrier_seconds", model.barrier_seconds},
-                              {"stretch", model.stretch},
-                              {"stolen", model.stolen}};
+                              {"barrier_seconds", model.barrier_seconds}};
   for (const OperationCost& operation : model.operations) {
     auto& of = json["operations"][std::string(Collective{operation.kind}.kind_name())];
     of = {{"alpha_seconds", operation.alpha}, {"beta_seconds_per_byte", operation.beta}};
@@ -130,10 +128,7 @@ std::string communication_text(const nlohmann::ordered_json& models) {
     const std::string backend = model.at("backend");
     text << "\n"
          << backend << " between " << model.at("world_size") << " processes: barrier "
-         << format_fixed(1e6 * model.at("barrier_seconds").get<double>(), 1)
-         << " us; a transfer during computation takes "
-         << format_fixed(model.at("stretch").get<double>(), 1) << " times as long and delays it by "
-         << format_fixed(model.at("stolen").get<double>(), 1) << " times its time\n";
+         << format_fixed(1e6 * model.at("barrier_seconds").get<double>(), 1) << " us\n";
     for (const auto& [name, operation] : model.at("operations").items()) {
       const double beta = operation.at("beta_seconds_per_byte").get<double>();
       text << "  " << std::left << std::setw(16) << name << "alpha (latency) " << std::right

@@ -32,9 +32,8 @@ class CostMeasurement {
          {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast}) {
       model_.operations.push_back({.kind = kind});
     }
-    constexpr std::pair<int64_t, int> sizes[] = {{4 << 10, 21},      {64 << 10, 15},
-                                                 {1 << 20, 11},      {4 << 20, 9},
-                                                 {kOverlapBytes, 5}, {kMostBytes, 3}};
+    constexpr std::pair<int64_t, int> sizes[] = {{4 << 10, 21}, {64 << 10, 15}, {1 << 20, 11},
+                                                 {4 << 20, 9},  {16 << 20, 5},  {kMostBytes, 3}};
     for (const auto& [bytes, calls] : sizes) {
       for (OperationCost& operation : model_.operations) {
         if (operation.points.empty() || // on a loaded machine, too
@@ -43,19 +42,14 @@ class CostMeasurement {
         }
       }
     }
-    if (device_.is_cpu()) {
-      measure_overlap();
-    }
     return std::move(model_);
   }
 
  private:
   static constexpr const char* kName = "cost model";
   static constexpr int64_t kElement = sizeof(float);
-  static constexpr int64_t kOverlapBytes = 16 << 20;
   static constexpr int64_t kMostBytes = 64 << 20; // more than caches keep of a step's data
   static constexpr double kPointsBudget = 0.45; // seconds of their calls
-  static constexpr double kOverlapBudget = 0.2;
 
   static double since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -74,7 +68,10 @@ class CostMeasurement {
     const int64_t places = row_.numel() / count;
     const at::Tensor scratch =
         at::empty_like(rows_.narrow(0, 0, count * world_)).view({world_, count});
-    int64_t place = 0, parts = 1, bytes = 0;
+    const bool rooted = operation.kind == Kind::broadcast;
+    const int64_t parts = rooted ? world_ : 1;
+    const int64_t bytes = count * (rooted ? 1 : world_) * kElement;
+    int64_t place = 0;
     const double seconds = agreed(calls, [&] {
       const at::Tensor rows = rows_.narrow(0, place * count * world_, count * world_);
       const at::Tensor all = rows.view({world_, count});
@@ -84,7 +81,7 @@ class CostMeasurement {
         what[0].output = own;
         what[0].input = gradients_.narrow(0, rows.storage_offset(), rows.numel()).view_as(all);
         what[0].scratch = scratch;
-      } else if (operation.kind == Kind::broadcast) {
+      } else if (rooted) {
         what.clear();
         for (int rank = 0; rank < world_; ++rank) {
           what.push_back({operation.kind, kName, all[rank], {}, {}, rank});
@@ -93,8 +90,6 @@ class CostMeasurement {
       group_.start_together(what).wait();
       synchronize(device_);
       place = (place + 1) % places;
-      parts = std::ssize(what);
-      bytes = bytes_of(what[0]);
     });
     operation.points.push_back({bytes, seconds / static_cast<double>(parts)});
     operation.fit();
@@ -116,40 +111,6 @@ class CostMeasurement {
     return result;
   }
 
-  /// Compares computation alone with computation during a transfer, which takes less time.
-  void measure_overlap() {
-    const OperationCost& cost = model_.operations.front();
-    const int64_t bytes = std::min(kOverlapBytes, cost.points.back().bytes);
-    const double alone = cost.seconds(bytes);
-    const at::Tensor tensor = rows_.narrow(0, 0, bytes / kElement);
-    const at::Tensor factor = at::full({192, 192}, 1e-3);
-    at::Tensor product = at::empty_like(factor);
-    const auto compute = [&](int64_t times) {
-      for (int64_t i = 0; i < times; ++i) {
-        at::mm_out(product, factor, factor);
-      }
-    };
-    const double one = agreed(5, [&] { compute(8); }) / 8;
-    const auto times = static_cast<int64_t>(std::clamp(3 * alone / one, 1.0, 1e5));
-    const double expected = 2 * static_cast<double>(times) * one + alone;
-    std::vector<double> durations, without, with;
-    for (int i = static_cast<int>(std::clamp(kOverlapBudget / expected, 3.0, 11.0)); i > 0; --i) {
-      group_.barrier(kName);
-      auto start = std::chrono::steady_clock::now();
-      compute(times);
-      without.push_back(since(start));
-      group_.barrier(kName);
-      start = std::chrono::steady_clock::now();
-      Work work = group_.all_reduce_async(tensor, ReduceOp::SUM, kName);
-      compute(times);
-      work.wait();
-      with.push_back(since(start));
-      durations.push_back(std::chrono::duration<double>(work.ended() - start).count());
-    }
-    model_.stretch = std::clamp(usual(durations) / alone, 1.0, 8.0);
-    model_.stolen = std::clamp((usual(with) - usual(without)) / alone, 0.0, model_.stretch);
-  }
-
   Communicator& group_;
   const int64_t world_;
   const at::Device device_;
@@ -160,13 +121,6 @@ class CostMeasurement {
 };
 
 } // namespace detail
-
-int64_t bytes_of(const Collective& what) {
-  using Kind = Collective::Kind;
-  const bool sends_rows = what.kind == Kind::reduce_scatter || what.kind == Kind::scatter;
-  const at::Tensor& all = sends_rows && what.input.defined() ? what.input : what.output;
-  return all.defined() ? static_cast<int64_t>(all.nbytes()) : 0;
-}
 
 void OperationCost::fit() {
   const Point& first = points.front();
@@ -187,13 +141,6 @@ double OperationCost::seconds(int64_t bytes) const {
                                              : (above->seconds - below.seconds) /
                                                    static_cast<double>(above->bytes - below.bytes);
   return below.seconds + slope * static_cast<double>(bytes - below.bytes);
-}
-
-double CostModel::seconds(Collective::Kind kind, int64_t bytes) const {
-  const auto found = std::ranges::find(operations, kind, &OperationCost::kind);
-  return found != operations.end() ? found->seconds(bytes)
-         : operations.empty()      ? 0
-                                   : operations.back().seconds(bytes);
 }
 
 CostModel measure_cost_model(Communicator& group) {

@@ -52,12 +52,10 @@ TEST(Compare, ShardedModelsTakeLargerBatchesUnderOneLimit) {
     EXPECT_NEAR(
         strategy.at("samples_per_second").get<double>() * strategy.at("step_seconds").get<double>(),
         2 * rows, 1e-6 * rows);
-    EXPECT_GT(strategy.at("predicted_step_seconds").get<double>(),
-              0.2 * strategy.at("step_seconds").get<double>());
-    EXPECT_LT(strategy.at("predicted_step_seconds").get<double>(),
-              5 * strategy.at("step_seconds").get<double>());
-    EXPECT_GE(strategy.at("predicted_exposed_share").get<double>(), 0);
-    EXPECT_LE(strategy.at("predicted_exposed_share").get<double>(), 1);
+    // At least an all-reduce of the 4.4 million gradients between two ranks.
+    EXPECT_GT(strategy.at("sent_bytes").get<int64_t>(), 17'000'000);
+    EXPECT_GE(strategy.at("exposed_share").get<double>(), 0);
+    EXPECT_LE(strategy.at("exposed_share").get<double>(), 1);
     // The memory is full: another row would not fit.
     EXPECT_GT(strategy.at("peak_bytes").get<double>(), 0.9 * limit);
     EXPECT_NE(run.out.find("  " + strategy.at("strategy").get<std::string>() + " "),

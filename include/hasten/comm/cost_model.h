@@ -2,7 +2,7 @@
 // b bytes takes alpha + beta * b seconds, with the measured sizes between the two.
 //
 //   const hasten::CostModel model = hasten::measure_cost_model(*communicator);
-//   model.seconds(hasten::Collective::Kind::all_reduce, 25 << 20);
+//   model.operations.front().seconds(25 << 20); // all_reduce
 //
 // Threading: none needed. Design: docs/design/communication.md
 #pragma once
@@ -15,9 +15,6 @@
 
 namespace hasten {
 
-/// Bytes of an operation in the model: those of all ranks' rows, or of the whole tensor.
-int64_t bytes_of(const Collective& what);
-
 struct OperationCost {
   struct Point {
     int64_t bytes = 0;
@@ -26,7 +23,7 @@ struct OperationCost {
   };
 
   Collective::Kind kind = Collective::Kind::all_reduce;
-  /// Ascending in bytes; at least one.
+  /// Ascending in bytes; at least one. Bytes of all ranks' rows, or of the whole tensor.
   std::vector<Point> points{};
   /// Latency in seconds, and seconds per byte (1 / bandwidth): of the line through the first and the
   /// last point.
@@ -47,15 +44,6 @@ struct CostModel {
   /// all_reduce, reduce_scatter, all_gather, broadcast. A broadcast's time is that of one of
   /// world_size operations, one from each rank, as FullyShard gathers parameters.
   std::vector<OperationCost> operations{};
-  /// A transfer that runs while the rank computes takes `stretch` times as long as alone, and delays
-  /// the computation by `stolen` times the seconds that it takes alone. With a free core for each
-  /// rank: about 1 and 0; without: about 2 and 1.
-  double stretch = 1;
-  double stolen = 0;
-
-  /// Seconds of a blocking call. Kinds that are not measured cost as much as a broadcast. 0 without
-  /// any measurement.
-  double seconds(Collective::Kind kind, int64_t bytes) const;
 };
 
 /// Measures the group's back end with tensors of allocate_tensor() on the device of its options,
