@@ -44,7 +44,6 @@ static void run(const Request& request) {
     LocalSGDOptions options;
     options.local_sgd_steps = alone ? int64_t{1} << 40 : request.every;
     options.delay = request.mode == "overlapped" ? request.every - 1 : 0;
-    options.delay_only_if_it_pays = false; // its first rounds wait, to compare
     local_sgd.emplace(accelerator, net, options);
   }
   const auto step = [&, &optimizer = optimizer, &net = net] {

@@ -89,7 +89,6 @@ static void compare_scopes(Communicator& communicator, const LocalSGDOptions& op
                                {"post_local_start", options.post_local_start},
                                {"delay", options.delay},
                                {"inner_steps", options.inner_steps},
-                               {"delay_only_if_it_pays", options.delay_only_if_it_pays},
                                {"moments", static_cast<int>(options.moments)},
                                {"on_peer_failure", static_cast<int>(options.on_peer_failure)}};
   const auto all = communicator.all_gather_object(mine, "LocalSGD scope");
@@ -117,10 +116,7 @@ static Averager::NamedTensorList trainable(const DataParallel& model) {
 
 LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
                      torch::nn::Module& module, LocalSGDOptions settings)
-    : core(std::move(accelerator)),
-      options(std::move(settings)),
-      schedule(options),
-      trial(options.delay > 0, options.delay_only_if_it_pays) {
+    : core(std::move(accelerator)), options(std::move(settings)), schedule(options) {
   detail::check_options(options);
   index = core->models.index(&module, detail::kLocalSGDWhere);
   copies = core->models.replicas_of(index);
@@ -226,14 +222,11 @@ void LocalSGD::Impl::save_state(NamedTensors& tensors, nlohmann::json& values) c
         "a state after the scope's step()", "save at the end of the loop's body");
   }
   values = progress;
-  values["trial"] = trial.state();
   values["average"] = detail::save_below(*averager, tensors, "average.");
 }
 
 void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
   auto loaded = values.get<Progress>();
-  detail::DelayTrial loaded_trial = trial;
-  loaded_trial.restore(values.at("trial"));
   if (loaded.own_weight.size() != progress.own_weight.size() ||
       loaded.taken_weight.size() != loaded.own_weight.size()) {
     throw InputError(detail::kLocalSGDWhere,
@@ -246,7 +239,6 @@ void LocalSGD::Impl::load_state(const NamedTensors& tensors, const nlohmann::jso
     core->local.set_local(local);
   }
   progress = std::move(loaded);
-  trial = loaded_trial;
   unread = false;
 }
 

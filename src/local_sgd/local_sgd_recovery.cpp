@@ -102,24 +102,16 @@ void LocalSGD::Impl::settle_round() {
 }
 
 void LocalSGD::Impl::settle_clocks() {
-  const auto all =
-      core->run.communicator()->all_gather_object({{"inner_rounds", progress.inner_rounds},
-                                                   {"ends", ends},
-                                                   {"end_clocks", end_clocks},
-                                                   {"undecided", trial.undecided()}},
-                                                  "how far the ranks are in a scope");
+  const auto all = core->run.communicator()->all_gather_object(
+      {{"inner_rounds", progress.inner_rounds}, {"ends", ends}, {"end_clocks", end_clocks}},
+      "how far the ranks are in a scope");
   int64_t most_ends = 0;
   int64_t inner_rounds = 0;
-  bool undecided = false;
   for (const auto& rank : all) {
     most_ends = std::max(most_ends, rank.at("ends").get<int64_t>());
     inner_rounds = std::max(inner_rounds, rank.at("inner_rounds").get<int64_t>());
-    undecided = undecided || rank.at("undecided").get<bool>();
   }
   progress.inner_rounds = inner_rounds;
-  if (undecided) {
-    trial.give_up();
-  }
   if (ends < most_ends) {
     for (const auto& rank : all) {
       if (rank.at("ends") == most_ends) {

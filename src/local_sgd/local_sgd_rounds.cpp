@@ -1,5 +1,4 @@
 // When a scope averages, and how.
-#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <functional>
@@ -63,51 +62,6 @@ int64_t RoundSchedule::due(int64_t step, int64_t fragments) {
     end_ += period(begin_);
   }
   return end_ == step ? Averager::kAll : kNothing;
-}
-
-bool DelayTrial::next_is_delayed(Communicator& communicator, Clock::time_point now) {
-  const int64_t round = round_++;
-  if (!delays_ || !tries_) {
-    return delays_;
-  }
-  const double seconds = std::chrono::duration<double>(now - begun_).count();
-  begun_ = now;
-  if (round == kMeasuredWaiting + 1) {
-    waiting_ = seconds;
-  } else if (round == kMeasuredDelayed + 1) {
-    delayed_ = seconds;
-    const at::Tensor both = at::tensor({waiting_, delayed_}, at::kDouble);
-    communicator.all_reduce(both, ReduceOp::MAX, "whether a delay pays");
-    const double* slowest = both.const_data_ptr<double>();
-    delays_ = slowest[1] < 0.99 * slowest[0];
-    tries_ = false;
-    std::ostringstream line;
-    line.precision(3);
-    line << "local sgd: a synchronisation takes " << slowest[0] << " s without a delay and "
-         << slowest[1] << " s with a delay: averages are "
-         << (delays_ ? "delayed" : "not delayed, because that is as fast");
-    log_info(line.str());
-    return delays_;
-  }
-  return round > kMeasuredWaiting;
-}
-
-nlohmann::json DelayTrial::state(Clock::time_point now) const {
-  const std::chrono::duration<double> since = now - begun_;
-  return {{"round", round_},
-          {"delays", delays_},
-          {"tries", tries_},
-          {"waiting", waiting_},
-          {"seconds", round_ > 0 && undecided() ? since.count() : 0}};
-}
-
-void DelayTrial::restore(const nlohmann::json& state, Clock::time_point now) {
-  round_ = state.at("round").get<int64_t>();
-  delays_ = state.at("delays").get<bool>();
-  tries_ = wanted_ && state.at("tries").get<bool>();
-  waiting_ = state.at("waiting").get<double>();
-  const std::chrono::duration<double> since(state.at("seconds").get<double>());
-  begun_ = now - std::chrono::duration_cast<Clock::duration>(since);
 }
 
 } // namespace detail
@@ -199,8 +153,7 @@ void LocalSGD::Impl::run(Part part, int64_t fragment) {
   } else if (part == Part::inner) {
     average_group();
   } else {
-    const bool delayed = part == Part::start && trial.next_is_delayed(*core->run.communicator());
-    begin_round(fragment, delayed);
+    begin_round(fragment, part == Part::start);
   }
   report.seconds += std::chrono::duration<double>(Clock::now() - start).count();
 }

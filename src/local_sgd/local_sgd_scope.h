@@ -49,34 +49,6 @@ class RoundSchedule {
   int64_t end_ = -1;
 };
 
-// Decides by a trial whether sending during training is faster than waiting: one synchronisation of
-// each kind to warm up, one to measure.
-class DelayTrial {
- public:
-  using Clock = std::chrono::steady_clock;
-  DelayTrial(bool delays, bool tries) : wanted_(tries), delays_(delays), tries_(tries) {}
-  // Call it at the beginning of every synchronisation of any kind. True: send and continue to
-  // train. Collective in the one that decides.
-  bool next_is_delayed(Communicator& communicator, Clock::time_point now = Clock::now());
-  bool undecided() const { return delays_ && tries_; }
-  // No delays: ranks were lost before it was decided.
-  void give_up() { delays_ = tries_ = false; }
-  // After loading, the timing continues; the time in between does not count.
-  nlohmann::json state(Clock::time_point now = Clock::now()) const;
-  void restore(const nlohmann::json& state, Clock::time_point now = Clock::now());
-
- private:
-  static constexpr int64_t kMeasuredWaiting = 1;
-  static constexpr int64_t kMeasuredDelayed = 3;
-  bool wanted_; // by the options
-  bool delays_;
-  bool tries_;
-  int64_t round_ = 0;
-  Clock::time_point begun_{};
-  double waiting_ = 0; // seconds of a round's steps and its own
-  double delayed_ = 0;
-};
-
 } // namespace detail
 
 class LocalSGD::Impl final : public detail::LocalScope {
@@ -148,7 +120,6 @@ class LocalSGD::Impl final : public detail::LocalScope {
   std::shared_ptr<detail::AcceleratorCore> core;
   LocalSGDOptions options;
   detail::RoundSchedule schedule;
-  detail::DelayTrial trial;
   size_t index = 0;
   bool active = false; // from open() to the end
   bool local = false; // windows reduce nothing

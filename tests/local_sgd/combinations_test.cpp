@@ -97,7 +97,6 @@ struct Run {
                    {.local_sgd_steps = 3,
                     .enabled = features.count("Local SGD") > 0,
                     .delay = features.count("delay") > 0 ? 1 : 0,
-                    .delay_only_if_it_pays = false,
                     .average = {.sync = features.count("driver") > 0 ? SyncStrategy::driver
                                                                      : SyncStrategy::all_reduce}});
     if (!load.empty()) {

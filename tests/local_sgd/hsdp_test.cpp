@@ -133,8 +133,7 @@ TEST(Hsdp, CopiesUnderLocalSGDAreRanksThatReadTheirRows) {
     expect_copies_equal_ranks(
         size, true,
         {.local_sgd_steps = 2, .weigh_by_samples = true, .moments = MomentPolicy::average});
-    expect_copies_equal_ranks(size, false,
-                              {.local_sgd_steps = 3, .delay = 1, .delay_only_if_it_pays = false});
+    expect_copies_equal_ranks(size, false, {.local_sgd_steps = 3, .delay = 1});
     expect_copies_equal_ranks(size, false, {.local_sgd_steps = 2, .post_local_start = 2},
                               [] { return std::make_shared<DiLoCo>(); });
   }

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "hasten/base/log.h"
 #include "local_sgd/local_sgd_golden.h"
 #include "local_sgd/local_sgd_rig.h"
 #include "support/on_device.h"
@@ -63,33 +62,13 @@ TEST(LocalSGDPolicy, DelayedAveragesCorrectLater) {
     const auto simulated = simulate_local_sgd<torch::optim::SGD>(
         batches, rate, accelerator.num_processes(),
         {.epochs = 3, .h = [](int64_t) { return 4; }, .delay = delay, .alpha = alpha});
-    Net net = train_local_sgd<torch::optim::SGD>(accelerator, batches, rate, 3,
-                                                 {.local_sgd_steps = 4,
-                                                  .delay = delay,
-                                                  .delay_only_if_it_pays = false,
-                                                  .average = {.alpha = alpha}});
+    Net net = train_local_sgd<torch::optim::SGD>(
+        accelerator, batches, rate, 3,
+        {.local_sgd_steps = 4, .delay = delay, .average = {.alpha = alpha}});
     EXPECT_LE(largest_difference(*net, *simulated[0]->net), 1e-10) << delay;
     expect_equal_on_ranks(accelerator, net);
     accelerator.end_training();
   }
-}
-
-TEST(LocalSGDPolicy, ADelayThatDoesNotPayIsLeftOutAndTheLogSaysSo) {
-  auto accelerator = local_accelerator();
-  if (accelerator.num_processes() == 1) {
-    return;
-  }
-  std::string lines;
-  set_log_sink([&](LogLevel, std::string_view line) { lines += line; });
-  Net net = train_local_sgd<torch::optim::SGD>(accelerator, make_batches(24),
-                                               torch::optim::SGDOptions(0.1), 6,
-                                               {.local_sgd_steps = 2, .delay = 1});
-  set_log_sink({});
-  if (accelerator.is_main_process()) {
-    EXPECT_NE(lines.find("local sgd: a synchronisation takes"), std::string::npos) << lines;
-  }
-  expect_equal_on_ranks(accelerator, net);
-  accelerator.end_training();
 }
 
 // Two groups, by rank % 2. Every second step averages the groups,

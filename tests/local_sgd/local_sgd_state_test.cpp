@@ -87,9 +87,7 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
         return LocalSGDOptions{.local_sgd_steps = 5,
                                .average = {.outer = std::make_shared<DiLoCo>()}};
       },
-      [] {
-        return LocalSGDOptions{.local_sgd_steps = 5, .delay = 3, .delay_only_if_it_pays = false};
-      },
+      [] { return LocalSGDOptions{.local_sgd_steps = 5, .delay = 3}; },
       // Saves before and after the end of plain training. The moments are averaged.
       [] {
         return LocalSGDOptions{
@@ -109,9 +107,8 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
   }
 }
 
-// Cases: which rank sums, whether sums are delayed, the number of fragments, whether a trial
-// decides about the delay. The test saves after each step of two synchronisations of every
-// fragment. A trial times four synchronisations. Their results do not depend on the clock.
+// Cases: which rank sums, whether sums are delayed, the number of fragments. The test saves after
+// each step of two synchronisations of every fragment.
 TEST(LocalSGDState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = state_test::common_folder();
@@ -119,25 +116,18 @@ TEST(LocalSGDState, SavedAfterAnyStepOfAnyKindOfRoundItGoesOnBitForBit) {
   for (const SyncStrategy sync : {SyncStrategy::driver, SyncStrategy::all_reduce}) {
     for (const int64_t delay : {0, 2}) {
       for (const int64_t fragments : {1, 2}) {
-        for (const bool trial : {false, true}) {
-          if (trial && delay == 0) {
-            continue; // a trial has nothing to decide
-          }
-          SCOPED_TRACE(testing::Message()
-                       << (sync == SyncStrategy::driver ? "driver" : "all") << " delay=" << delay
-                       << " fragments=" << fragments << " trial=" << trial);
-          const auto options = [&] {
-            return LocalSGDOptions{
-                .local_sgd_steps = 4,
-                .delay = delay,
-                .delay_only_if_it_pays = trial,
-                .weigh_by_samples = true,
-                .average = {.outer = fragments > 1 ? std::make_shared<DiLoCo>() : nullptr,
-                            .sync = sync,
-                            .fragments = fragments}};
-          };
-          expect_exact_resumes(communicator, folder, options, 1, rows, {1, 2, 3, 4, 5, 6, 7, 8});
-        }
+        SCOPED_TRACE(testing::Message() << (sync == SyncStrategy::driver ? "driver" : "all")
+                                        << " delay=" << delay << " fragments=" << fragments);
+        const auto options = [&] {
+          return LocalSGDOptions{
+              .local_sgd_steps = 4,
+              .delay = delay,
+              .weigh_by_samples = true,
+              .average = {.outer = fragments > 1 ? std::make_shared<DiLoCo>() : nullptr,
+                          .sync = sync,
+                          .fragments = fragments}};
+        };
+        expect_exact_resumes(communicator, folder, options, 1, rows, {1, 2, 3, 4, 5, 6, 7, 8});
       }
     }
   }

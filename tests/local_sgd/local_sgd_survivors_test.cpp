@@ -112,15 +112,10 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
                .steps = 16};
   if (form == "delay") {
     how.options.delay = 2;
-    how.options.delay_only_if_it_pays = false;
     how.deaths = {{3, 2, Phase::before_vote}};
   } else if (form == "delay, death at the start") {
     how.options.delay = 2;
-    how.options.delay_only_if_it_pays = false;
     how.deaths = {{3, 2, Phase::mid_reduce}};
-  } else if (form == "trial") {
-    how.options.delay = 1;
-    how.deaths = {{3, 3, Phase::before_snapshot}};
   } else if (form == "fragments") {
     how.options.average.fragments = 2;
     how.deaths = {{3, 3, Phase::mid_reduce}};
@@ -147,7 +142,7 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
 
 TEST(LocalSGDSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
   for (const char* form :
-       {"delay", "delay, death at the start", "trial", "fragments", "groups", "int8", "moments"}) {
+       {"delay", "delay, death at the start", "fragments", "groups", "int8", "moments"}) {
     const auto ranks = spawn(4, "SurvivesInOtherForms", {}, {.environment = {{"SCENARIO", form}}});
     for (size_t i = 0; i < 3; ++i) {
       EXPECT_TRUE(ranks[i].values.value("ended", false))

@@ -85,9 +85,6 @@ struct LocalSGDOptions {
   /// mean minus the snapshot is added. From 0 to local_sgd_steps / average.fragments. Memory: one
   /// more copy.
   int64_t delay = 0;
-  /// Tries delayed averaging in the first synchronisations, and averages without delay if that is
-  /// as fast. False: always delays.
-  bool delay_only_if_it_pays = true;
   /// Weights each rank by its windows since the last average (samples, or the weight passed to
   /// accumulate and backward). False: ranks count equally.
   bool weigh_by_samples = false;
@@ -99,8 +96,7 @@ struct LocalSGDOptions {
   /// parameters, and the lost rank's steps since the last average are lost. An open delayed average
   /// or fragment is dropped, and all parameters are averaged without delay. An average within groups that some ranks have
   /// completed is skipped by the others. Outer step and anchor are those of the last average.
-  /// Errors that a hook kept and a driver's momentum start anew. A trial of delays ends without
-  /// delay.
+  /// Errors that a hook kept and a driver's momentum start anew.
   /// From then on process_index(), num_processes() and communicator() are those of the smaller
   /// world, with ranks in their old order without gaps. A loader that is being read continues with
   /// this rank's share; the lost rank's share is not read in this pass. A later pass is distributed
