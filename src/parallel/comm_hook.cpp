@@ -2,49 +2,24 @@
 
 #include <ATen/ATen.h>
 
-#include "plain_reduce.h"
-
 namespace hasten {
 
 namespace detail {
 
-std::string bucket_name(const GradientBucket& bucket) {
-  return "gradient bucket " + std::to_string(bucket.index);
-}
-
-CommHook::Step plain_reduce(Communicator& communicator, const GradientBucket& bucket) {
-  Work handle = communicator.all_reduce_async(bucket.buffer, ReduceOp::SUM, bucket_name(bucket));
-  return [handle]() mutable {
-    handle.wait();
-    return false;
-  };
-}
-
-CommHook::Step compressed_reduce(Communicator& communicator, const GradientBucket& bucket,
-                                 const at::Tensor& sent,
-                                 std::function<void(const at::Tensor& parts)> add,
-                                 std::function<void()> finish) {
-  const at::Tensor parts = at::empty_like(sent);
-  const std::string name = bucket_name(bucket);
-  Work handle = communicator.all_to_all_async(parts, sent, name);
-  bool summed = false;
-  return [=, &communicator]() mutable {
-    handle.wait();
-    if (!summed) {
-      add(parts);
-      handle = communicator.all_gather_async(sent, parts[0], name);
-      summed = true;
-      return true;
-    }
-    finish();
-    return false;
-  };
-}
-
+// Note [Compressed sum]
+// An all-reduce of compressed data would add in the compressed form. Here each rank gets its part
+// of every rank's bucket (all-to-all), adds these in fp32 and sends the compressed sum to all. That
+// sends 2 (W - 1) / W compressed elements per gradient element, and rounds each term once and the
+// sum once.
 static CommHook::Step cast_reduce(Communicator& communicator, const GradientBucket& bucket,
                                   at::ScalarType wire) {
-  if (bucket.buffer.element_size() == 2) {
-    return plain_reduce(communicator, bucket);
+  const std::string name = "gradient bucket " + std::to_string(bucket.index);
+  const at::ScalarType dtype = bucket.buffer.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble) { // 16 bits already, or complex
+    return [handle = communicator.all_reduce_async(bucket.buffer, ReduceOp::SUM, name)]() mutable {
+      handle.wait();
+      return false;
+    };
   }
   const int64_t world = communicator.world_size();
   const int64_t count = bucket.buffer.numel();
@@ -53,15 +28,22 @@ static CommHook::Step cast_reduce(Communicator& communicator, const GradientBuck
   const at::Tensor own = sent.view({-1}).narrow(0, 0, count);
   own.copy_(bucket.buffer);
   sent.view({-1}).narrow(0, count, world * part - count).zero_();
-  const auto add = [](const at::Tensor& parts) {
-    at::Tensor sum = parts[0].to(at::kFloat);
-    for (int64_t rank = 1; rank < parts.size(0); ++rank) {
-      sum.add_(parts[rank]);
+  const at::Tensor parts = at::empty_like(sent);
+  Work handle = communicator.all_to_all_async(parts, sent, name);
+  return [=, &communicator, buffer = bucket.buffer, summed = false]() mutable {
+    handle.wait();
+    if (!summed) {
+      at::Tensor sum = parts[0].to(at::kFloat);
+      for (int64_t rank = 1; rank < world; ++rank) {
+        sum.add_(parts[rank]);
+      }
+      parts[0].copy_(sum);
+      handle = communicator.all_gather_async(sent, parts[0], name);
+      return summed = true;
     }
-    parts[0].copy_(sum);
+    buffer.copy_(own);
+    return false;
   };
-  return compressed_reduce(communicator, bucket, sent, add,
-                           [own, buffer = bucket.buffer] { buffer.copy_(own); });
 }
 
 } // namespace detail

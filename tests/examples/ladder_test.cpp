@@ -273,6 +273,21 @@ TEST(Ladder, AProgramOfC10dAloneSumsThroughSharedMemory) {
   }
 }
 
+// The last two lines are about all sums of 400 steps with one gradient.
+TEST(Ladder, AHookSendsLessLearnsAndWithFeedbackLosesLittle) {
+  for (const auto& [name, most_bytes] : std::map<std::string, double>{
+           {"17_int8_comm_hook", 1.02}, {"18_power_sgd_comm_hook", 1.0}}) {
+    const LadderRun run = run_step(name, kLonelyRows, 2);
+    ASSERT_EQ(run.lines.size(), 8) << name;
+    EXPECT_LT(number_after(run.lines[5], "loss"), 0.7 * number_after(run.lines[0], "loss")) << name;
+    const double bytes = number_after(run.lines[6], "sent");
+    EXPECT_GT(bytes, 0) << name;
+    EXPECT_LT(bytes, most_bytes) << name;
+    EXPECT_LT(number_after(run.lines[7], "missing"), 0.1) << run.lines[7];
+    EXPECT_GT(number_after(run.lines[7], "feedback"), 0.5) << run.lines[7];
+  }
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "local_sgd/local_sgd_survivors_rig.h"
+#include "support/rounding_hook.h"
 #include "support/temporary_folder.h"
 
 namespace hasten::accelerator_test {
@@ -124,8 +125,8 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
     how.options.inner_steps = 2;
     how.options.group = std::to_string(rank.world().rank / 2);
     how.deaths = {{3, 3, Phase::before_snapshot}};
-  } else if (form == "int8") {
-    how.options.average.comm_hook = std::make_shared<Int8CompressHook>();
+  } else if (form == "hook") {
+    how.options.average.comm_hook = std::make_shared<testing_support::RoundingHook>();
   } else if (form == "moments") {
     how.options.moments = MomentPolicy::average;
     how.deaths = {{3, 3, Phase::before_vote}};
@@ -142,7 +143,7 @@ HASTEN_RANK_FUNCTION(SurvivesInOtherForms) {
 
 TEST(LocalSGDSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
   for (const char* form :
-       {"delay", "delay, death at the start", "fragments", "groups", "int8", "moments"}) {
+       {"delay", "delay, death at the start", "fragments", "groups", "hook", "moments"}) {
     const auto ranks = spawn(4, "SurvivesInOtherForms", {}, {.environment = {{"SCENARIO", form}}});
     for (size_t i = 0; i < 3; ++i) {
       EXPECT_TRUE(ranks[i].values.value("ended", false))

@@ -241,7 +241,7 @@ TEST(DdpParameters, ComplexOnesAreTheJoinedBatch) {
     Wave net(static_cast<uint64_t>(communicator->rank()) + 1), plain(1);
     Ddp ddp(communicator, net.ptr(), kTinyBuckets);
     if (hooked) { // it leaves complex numbers alone
-      ddp.register_comm_hook(std::make_shared<Int8CompressHook>());
+      ddp.register_comm_hook(std::make_shared<Bf16CompressHook>());
     }
     EXPECT_TRUE(torch::equal(net->waves, plain->waves)) << "rank 0's";
     reduce_once(ddp, communicator->rank(), [&](int r) { return net->loss(r); });

@@ -58,7 +58,7 @@ struct AveragerOptions {
   bool measure_spread = true;
   /// Null: parameters become the mean. Memory otherwise: the anchor, one copy.
   std::shared_ptr<OuterStep> outer{};
-  /// Compresses what is sent: 16 or 8 bits, or low rank (hasten/parallel/comm_hook.h). The hook
+  /// Compresses what is sent: 16 bits, or a hook of your own (hasten/parallel/comm_hook.h). The hook
   /// gets the changes since the last synchronisation, not the values. Memory: the anchor, one copy.
   /// Null: a plain all-reduce.
   std::shared_ptr<CommHook> comm_hook{};
