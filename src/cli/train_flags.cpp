@@ -222,9 +222,8 @@ void declare_loss(FlagTable& flags, TrainingArguments& a) {
 
 void declare_optimizer(FlagTable& flags, TrainingArguments& a) {
   flags.group("Optimizer and schedule");
-  flags.value(
-      "--optim", a.optim, "NAME",
-      "adamw_torch (or adamw_torch_fused, adamw: the same), adam, sgd, adafactor, lion or lamb");
+  flags.value("--optim", a.optim, "NAME",
+              "adamw_torch (or adamw_torch_fused, adamw: the same), adam, sgd, adafactor or lion");
   flags.value("--optim-args", a.optim_args, "ARGS",
               "the optimizer's arguments: name=value,name=value, e.g. momentum=0.9");
   flags.value("--learning-rate,--lr", a.learning_rate, "RATE",

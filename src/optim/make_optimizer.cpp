@@ -9,7 +9,6 @@
 #include "hasten/base/text.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/adamw.h"
-#include "hasten/optim/lamb.h"
 #include "hasten/optim/lion.h"
 #include "hasten/optim/sgd.h"
 #include "option_checks.h"
@@ -78,9 +77,7 @@ Options adam_options(NamedOptions& args, const OptimizerSettings& settings) {
   args.take("beta1", std::get<0>(options.betas()));
   args.take("beta2", std::get<1>(options.betas()));
   args.take("eps", options.eps());
-  if constexpr (requires { options.amsgrad(); }) {
-    args.take("amsgrad", options.amsgrad());
-  }
+  args.take("amsgrad", options.amsgrad());
   return options;
 }
 
@@ -106,7 +103,7 @@ AdafactorOptions adafactor_options(NamedOptions& args, const OptimizerSettings& 
 
 const std::vector<std::string>& optimizer_names() {
   static const std::vector<std::string> names = {
-      "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion", "lamb"};
+      "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
   return names;
 }
 
@@ -135,9 +132,6 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   if (name == "adam") {
     return made.template operator()<Adam>(
         detail::adam_options<torch::optim::AdamOptions>(args, settings));
-  }
-  if (name == "lamb") {
-    return made.template operator()<Lamb>(detail::adam_options<LambOptions>(args, settings));
   }
   if (name == "adafactor") {
     return made.template operator()<Adafactor>(detail::adafactor_options(args, settings));

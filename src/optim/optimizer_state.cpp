@@ -13,7 +13,6 @@
 #include "hasten/base/error.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/adamw.h"
-#include "hasten/optim/lamb.h"
 #include "hasten/optim/lion.h"
 #include "hasten/optim/sgd.h"
 #include "step_engine.h"
@@ -93,7 +92,6 @@ bool any_optimizer_kind(const Use& use) {
          use(OptimizerKind<Adam, AdamParamState, of_torch::AdamOptions>{"Adam"}) ||
          use(OptimizerKind<SGD, SGDParamState, of_torch::SGDOptions>{"SGD"}) ||
          use(OptimizerKind<Lion, LionParamState, LionOptions>{"Lion"}) ||
-         use(OptimizerKind<Lamb, LambParamState, LambOptions>{"Lamb"}) ||
          use(OptimizerKind<Adafactor, AdafactorParamState, AdafactorOptions>{"Adafactor"}) ||
          use(OptimizerKind<of_torch::AdamW, of_torch::AdamWParamState, of_torch::AdamWOptions>{
              "AdamW"}) ||

@@ -160,11 +160,10 @@ struct NumbersAs {
         share2(static_cast<T>(1 - k.beta2)),
         step_size(static_cast<T>(k.step_size)),
         root(static_cast<T>(k.root)),
-        unbias(static_cast<T>(k.unbias)),
         eps(static_cast<T>(k.eps)),
         momentum(static_cast<T>(k.momentum)),
         share(static_cast<T>(k.share)) {}
-  T lr, keep, l2, beta1, share1, beta2, share2, step_size, root, unbias, eps, momentum, share;
+  T lr, keep, l2, beta1, share1, beta2, share2, step_size, root, eps, momentum, share;
 };
 
 } // namespace hasten::detail

@@ -47,7 +47,6 @@ struct StepNumbers {
   double beta2 = 0;
   double step_size = 0; // lr / (1 - beta1^step)
   double root = 1; // 1 / sqrt(1 - beta2^step)
-  double unbias = 1; // 1 / (1 - beta1^step)
   double eps = 0;
   double momentum = 0;
   double share = 1; // 1 - dampening
@@ -71,8 +70,6 @@ void sgd_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, i
 /// Moment: mean.
 void lion_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
                int64_t end);
-/// Moments: mean, mean square. Whole tensors, in two passes.
-void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t, int64_t);
 /// Moments: mean square by row, by column (not factored: mean square, null), mean
 /// (null without beta1). Whole tensors, in three passes.
 void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t,

@@ -6,67 +6,6 @@
 
 namespace hasten::detail {
 
-// --- LAMB ---------------------------------------------------------------------------
-
-template <typename T>
-HASTEN_VECTOR_CLONES void lamb_moments_loop(const T* __restrict g, T* __restrict m, T* __restrict v,
-                                            int64_t n, const NumbersAs<T> k) {
-  for (int64_t i = 0; i < n; ++i) {
-    m[i] += (g[i] - m[i]) * k.share1;
-    v[i] = v[i] * k.beta2 + g[i] * g[i] * k.share2;
-  }
-}
-// The direction; l2 is the coefficient of weight decay.
-template <typename T>
-HASTEN_VECTOR_CLONES void lamb_direction_loop(const T* __restrict p, const T* __restrict m,
-                                              const T* __restrict v, T* __restrict out, int64_t n,
-                                              const NumbersAs<T> k) {
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = k.unbias * m[i] / (std::sqrt(v[i]) * k.root + k.eps) + k.l2 * p[i];
-  }
-}
-template <typename T>
-HASTEN_VECTOR_CLONES void add_scaled_loop(T* __restrict p, const T* __restrict u, int64_t n, T by) {
-  for (int64_t i = 0; i < n; ++i) {
-    p[i] += by * u[i];
-  }
-}
-
-template <typename T>
-void lamb_step_as(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass) {
-  const NumbersAs<T> k(numbers);
-  StepBlock<T> block(a, pass);
-  alignas(64) T direction[kStepBlock];
-  double parameter_squares = 0, direction_squares = 0;
-  for (int64_t at = 0; at < a.count; at += kStepBlock) {
-    const int64_t n = std::min(kStepBlock, a.count - at);
-    const T* g = block.gradient(at, n);
-    T* m = block.moment(0, at, n);
-    T* v = block.moment(1, at, n);
-    lamb_moments_loop(g, m, v, n, k);
-    block.store_moment(0, m, at, n);
-    block.store_moment(1, v, at, n);
-    const T* p = block.parameter(at, n);
-    lamb_direction_loop(p, m, v, direction, n, k);
-    parameter_squares += block_square_sum(p, n);
-    direction_squares += block_square_sum(direction, n);
-  }
-  const double ratio = parameter_squares > 0 && direction_squares > 0
-                           ? std::sqrt(parameter_squares / direction_squares)
-                           : 1;
-  for (int64_t at = 0; at < a.count; at += kStepBlock) {
-    const int64_t n = std::min(kStepBlock, a.count - at);
-    T* p = block.parameter(at, n);
-    lamb_direction_loop(p, block.moment(0, at, n), block.moment(1, at, n), direction, n, k);
-    add_scaled_loop(p, direction, n, static_cast<T>(-numbers.lr * ratio));
-    block.store_parameter(p, at, n);
-  }
-}
-
-void lamb_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t, int64_t) {
-  in_step_type(a, [&]<typename T>(T) { lamb_step_as<T>(a, k, pass); });
-}
-
 // --- Adafactor ----------------------------------------------------------------------
 
 template <typename T>

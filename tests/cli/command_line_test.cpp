@@ -204,7 +204,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::train] --per-device-train-batch-size=1.5. Expected a whole number."},
       {train + "--optim adamm",
        "[cli::train] --optim=adamm. Expected one of adafactor, adam, adamw, "
-       "adamw_torch, adamw_torch_fused, lamb, lion, sgd. Fix: write adam."},
+       "adamw_torch, adamw_torch_fused, lion, sgd. Fix: write adam."},
       {train + "--lr-scheduler-kwargs 2",
        "[cli::train] --lr-scheduler-kwargs=\"2\". Expected a JSON object, e.g. "
        "{\"num_cycles\": 2}."},

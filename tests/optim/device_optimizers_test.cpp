@@ -4,7 +4,6 @@
 
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/adamw.h"
-#include "hasten/optim/lamb.h"
 #include "hasten/optim/lion.h"
 #include "hasten/optim/sgd.h"
 #include "support/test_device.h"
@@ -53,7 +52,6 @@ TEST(DeviceOptimizers, OperatorsOfAStepDoNotGrowWithTheParameters) {
   expect_lists<Adam>(torch::optim::AdamOptions(0.1));
   expect_lists<SGD>(torch::optim::SGDOptions(0.1).momentum(0.9));
   expect_lists<Lion>(LionOptions(0.1));
-  expect_lists<Lamb>(LambOptions(0.1));
   expect_lists<Adafactor>(AdafactorOptions().beta1(0.9));
 }
 

@@ -21,8 +21,7 @@ TEST(OptimizerStateBytes, IsWhatTheFirstStepAllocates) {
                                                        {"adafactor", ""},
                                                        {"adafactor", "beta1=0.9"},
                                                        {"lion", ""},
-                                                       {"lion", "bf16_moments=true"},
-                                                       {"lamb", ""}};
+                                                       {"lion", "bf16_moments=true"}};
   for (const auto& [name, args] : cases) {
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
       OptimizerSettings settings;

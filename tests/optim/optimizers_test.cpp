@@ -9,7 +9,6 @@
 #include "hasten/base/error.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/adamw.h"
-#include "hasten/optim/lamb.h"
 #include "hasten/optim/lion.h"
 #include "hasten/optim/make_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
@@ -60,8 +59,7 @@ const std::map<std::string, Make>& makers() {
                                             .scale_parameter(false)
                                             .weight_decay(0.1)
                                             .clip_threshold(0.7))},
-      {"lion", maker<Lion>(LionOptions(0.01).weight_decay(0.1))},
-      {"lamb", maker<Lamb>(LambOptions(0.02).weight_decay(0.1))}};
+      {"lion", maker<Lion>(LionOptions(0.01).weight_decay(0.1))}};
   return all;
 }
 
@@ -380,7 +378,7 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
     expect_says(with(name, {.weight_decay = -0.5}), "weight_decay=-0.5");
     expect_says(with(name, {.args = "no_such=1"}), "no_such");
   }
-  for (const char* name : {"adam", "adamw", "lamb"}) {
+  for (const char* name : {"adam", "adamw"}) {
     expect_says(with(name, {.adam_beta1 = 1}), "beta1=1");
     expect_says(with(name, {.adam_beta2 = nan}), "beta2=nan");
     expect_says(with(name, {.adam_epsilon = -1}), "eps=-1");

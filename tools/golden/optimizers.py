@@ -1,6 +1,6 @@
 """Prints tests/optim/optimizer_golden.h: parameters of an MLP after steps of
-PyTorch's AdamW, Adam and SGD, of transformers' Adafactor, and of Lion and LAMB as
-plain operations by the equations of their papers.
+PyTorch's AdamW, Adam and SGD, of transformers' Adafactor, and of Lion as
+plain operations by the equations of its paper.
 
 Run: python tools/golden/optimizers.py > tests/optim/optimizer_golden.h
      tools/format.sh tests/optim/optimizer_golden.h
@@ -47,26 +47,6 @@ class Lion:
             m.copy_(b2 * m + (1 - b2) * p.grad)
 
 
-class Lamb:
-    """You and others, arXiv 1904.00962, algorithm 2."""
-
-    def __init__(self, params, lr, betas, eps, weight_decay):
-        self.p, self.lr, self.betas, self.eps, self.decay = params, lr, betas, eps, weight_decay
-        self.m, self.v = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-        self.t = 0
-
-    @torch.no_grad()
-    def step(self):
-        self.t += 1
-        b1, b2 = self.betas
-        for p, m, v in zip(self.p, self.m, self.v):
-            m.copy_(b1 * m + (1 - b1) * p.grad)
-            v.copy_(b2 * v + (1 - b2) * p.grad**2)
-            r = (m / (1 - b1**self.t)) / (torch.sqrt(v / (1 - b2**self.t)) + self.eps)
-            r = r + self.decay * p
-            p -= self.lr * p.norm() / r.norm() * r
-
-
 CASES = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, amsgrad=True),
@@ -80,7 +60,6 @@ CASES = {
         p, lr=0.02, relative_step=False, scale_parameter=False, weight_decay=0.1, clip_threshold=0.7
     ),
     "lion": lambda p: Lion(p, 0.01, (0.9, 0.99), 0.1),
-    "lamb": lambda p: Lamb(p, 0.02, (0.9, 0.999), 1e-6, 0.1),
 }
 
 

@@ -111,7 +111,7 @@ struct AcceleratorOptions {
   /// through call_block, and the rest as one unit. Forwards then run inside accumulate() (training)
   /// or forward_scope() (evaluation), equally often on every rank; a prepared loader ensures this.
   /// Gradients, parameters and moments are this rank's shards; norms are those of the whole model.
-  /// InputError for optimizers that need whole parameters (LAMB, Adafactor), communication hooks
+  /// InputError for optimizers that need whole parameters (Adafactor), communication hooks
   /// and, except with hsdp, LocalSGD scopes.
   Strategy strategy = Strategy::ddp;
   /// For hsdp: the number of consecutive ranks that hold one replica; a divisor of the number of

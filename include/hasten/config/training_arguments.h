@@ -39,16 +39,7 @@ enum class SchedulerType {
   one_cycle
 };
 /// The optimizer; the first three are the same.
-enum class OptimizerType {
-  adamw_torch,
-  adamw_torch_fused,
-  adamw,
-  adam,
-  sgd,
-  adafactor,
-  lion,
-  lamb
-};
+enum class OptimizerType { adamw_torch, adamw_torch_fused, adamw, adam, sgd, adafactor, lion };
 /// The order of the training samples; see data/loader.h.
 enum class SamplingStrategy { random, sequential, group_by_length };
 
@@ -75,8 +66,8 @@ inline constexpr auto kSpellings<SchedulerType> = std::array{"linear",
                                                              "reduce_lr_on_plateau",
                                                              "one_cycle"};
 template <>
-inline constexpr auto kSpellings<OptimizerType> = std::array{
-    "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion", "lamb"};
+inline constexpr auto kSpellings<OptimizerType> =
+    std::array{"adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
 template <>
 inline constexpr auto kSpellings<SamplingStrategy> =
     std::array{"random", "sequential", "group_by_length"};

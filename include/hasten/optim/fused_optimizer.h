@@ -136,23 +136,6 @@ struct SavedOptions : SavedByFields<Self, torch::optim::OptimizerCloneableOption
 template <typename Self>
 using SavedState = SavedByFields<Self, torch::optim::OptimizerCloneableParamState<Self>>;
 
-/// Running means of a parameter's gradients and of their squares. One that the optimizer does not
-/// have is undefined.
-struct MeansState final : SavedState<MeansState> {
-  TORCH_ARG(int64_t, step) = 0;
-  TORCH_ARG(at::Tensor, exp_avg);
-  TORCH_ARG(at::Tensor, exp_avg_sq);
-  TORCH_ARG(at::Tensor, master);
-
- public:
-  static void fields(auto& of, const auto& field) {
-    field("step", of.step());
-    field("exp_avg", of.exp_avg());
-    field("exp_avg_sq", of.exp_avg_sq());
-    field("master", of.master());
-  }
-};
-
 /// The state of one of torch's optimizers, with the fp32 copy of a 16-bit parameter.
 template <typename State>
 struct WithMaster final : State {

@@ -26,8 +26,18 @@ struct LionOptions : detail::SavedOptions<LionOptions> {
   }
 };
 
-/// Without exp_avg_sq.
-using LionParamState = detail::MeansState;
+struct LionParamState final : detail::SavedState<LionParamState> {
+  TORCH_ARG(int64_t, step) = 0;
+  TORCH_ARG(at::Tensor, exp_avg);
+  TORCH_ARG(at::Tensor, master);
+
+ public:
+  static void fields(auto& of, const auto& field) {
+    field("step", of.step());
+    field("exp_avg", of.exp_avg());
+    field("master", of.master());
+  }
+};
 
 /// Chen et al., arXiv 2302.06675, algorithm 2:
 ///   p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)

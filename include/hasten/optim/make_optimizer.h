@@ -16,12 +16,12 @@ struct OptimizerSettings {
   /// Used for groups without their own value, >= 0.
   double learning_rate = 5e-5;
   double weight_decay = 0;
-  /// For AdamW, Adam and LAMB.
+  /// For AdamW and Adam.
   double adam_beta1 = 0.9;
   double adam_beta2 = 0.999;
   double adam_epsilon = 1e-8;
   /// "name=value,name=value". These override the fields above:
-  ///   adam, adamw, lamb  beta1, beta2, eps; adam and adamw also amsgrad
+  ///   adam, adamw        beta1, beta2, eps, amsgrad (false)
   ///   sgd                momentum (0), dampening (0), nesterov (false)
   ///   lion               beta1 (0.9), beta2 (0.99)
   ///   adafactor          eps1 (1e-30), eps2 (1e-3), clip_threshold (1), decay_rate (-0.8),
@@ -32,7 +32,7 @@ struct OptimizerSettings {
 };
 
 /// adamw_torch, adamw_torch_fused, adamw (three names of one optimizer), adam, sgd, adafactor,
-/// lion, lamb.
+/// lion.
 const std::vector<std::string>& optimizer_names();
 /// Throws InputError for an unknown name (the message has the most similar one), and for args that
 /// this optimizer does not have.
