@@ -283,8 +283,7 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
   flags.value("--gradient-accumulation-steps", training.gradient_accumulation_steps, "N",
               "micro-batches per step", NumberRange{1, 1'048'576});
   flags.group("Training");
-  flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
-  flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
+  declare_optimizer(flags, training);
   flags.flag("--bf16", training.bf16, "matrix products in 16 bits");
   flags.value("--strategy", command.strategy, "NAME", "ddp, zero1, zero2, fsdp, hsdp or local_sgd");
   declare_shard_size(flags, training.shard_size);
@@ -382,8 +381,7 @@ Command parse_compare(const CommandEntry& entry, std::vector<std::string> argume
               "free memory, divided by the processes that share it)");
   declare_precision(flags, training);
   declare_checkpointing(flags, training);
-  flags.value("--optim", training.optim, "NAME", "as in hasten train: adamw, sgd, lion");
-  flags.value("--optim-args", training.optim_args, "ARGS", "name=value,name=value");
+  declare_optimizer(flags, training);
   flags.value("--steps", command.steps, "STEPS", "steps to time for each strategy",
               NumberRange{1, 1'000'000});
   flags.group("Output");

@@ -403,6 +403,8 @@ void check_columns(const FlagTable& flags, const TableFlags& table);
 /// --lora-r and the flags that need it.
 void declare_lora(FlagTable& flags, LoraFlags& lora);
 void check_lora(const FlagTable& flags, const LoraFlags& lora);
+/// --optim and --optim-args.
+void declare_optimizer(FlagTable& flags, TrainingArguments& arguments);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);

@@ -221,11 +221,15 @@ void declare_loss(FlagTable& flags, TrainingArguments& a) {
 }
 
 void declare_optimizer(FlagTable& flags, TrainingArguments& a) {
-  flags.group("Optimizer and schedule");
   flags.value("--optim", a.optim, "NAME",
-              "adamw_torch (or adamw_torch_fused, adamw: the same), adam, sgd, adafactor or lion");
+              joined(spelling_names<OptimizerType>()) + "; adamw has three names");
   flags.value("--optim-args", a.optim_args, "ARGS",
               "the optimizer's arguments: name=value,name=value, e.g. momentum=0.9");
+}
+
+void declare_optimizer_and_schedule(FlagTable& flags, TrainingArguments& a) {
+  flags.group("Optimizer and schedule");
+  declare_optimizer(flags, a);
   flags.value("--learning-rate,--lr", a.learning_rate, "RATE",
               "peak learning rate; 3e-4 for a shape");
   flags.value("--weight-decay", a.weight_decay, "RATE",
@@ -481,7 +485,7 @@ Command parse_train(const CommandEntry& entry, std::vector<std::string> argument
   declare_batches(flags, command.arguments);
   declare_loss(flags, command.arguments);
   declare_lora(flags, command.lora);
-  declare_optimizer(flags, command.arguments);
+  declare_optimizer_and_schedule(flags, command.arguments);
   declare_reports(flags, command.arguments);
   flags.read_config(arguments);
   flags.read_environment(arguments);

@@ -7,9 +7,41 @@
 #include <memory>
 #include <type_traits>
 
+#include "step_block.h"
 #include "step_options.h"
 
 namespace hasten::detail {
+
+template <typename T, bool kAmsgrad>
+HASTEN_VECTOR_CLONES void adam_loop(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                    T* __restrict v, T* __restrict x, int64_t n,
+                                    const NumbersAs<T> k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const T gradient = g[i] + k.l2 * p[i];
+    const T mean = m[i] + (gradient - m[i]) * k.share1;
+    const T square = v[i] * k.beta2 + gradient * gradient * k.share2;
+    m[i] = mean;
+    v[i] = square;
+    T under = square;
+    if constexpr (kAmsgrad) {
+      under = x[i] > square ? x[i] : square;
+      x[i] = under;
+    }
+    p[i] = p[i] * k.keep - k.step_size * mean / (std::sqrt(under) * k.root + k.eps);
+  }
+}
+
+/// Moments: mean, mean square, with amsgrad the largest mean square.
+static void adam_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass,
+                      int64_t begin, int64_t end) {
+  in_step_type(a, [&]<typename T>(T) {
+    const NumbersAs<T> k(numbers);
+    over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* m, T* v, T* x, int64_t n) {
+      numbers.amsgrad ? adam_loop<T, true>(p, g, m, v, x, n, k)
+                      : adam_loop<T, false>(p, g, m, v, x, n, k);
+    });
+  });
+}
 
 template <typename Options>
 constexpr bool kDecoupled = std::is_same_v<Options, torch::optim::AdamWOptions>;
@@ -50,6 +82,12 @@ class AdamRules : public RulesOf<OwnOptions> {
     numbers.eps = o.eps();
     numbers.amsgrad = o.amsgrad();
     return numbers;
+  }
+  static void take(OwnOptions& options, NamedOptions& args, const OptimizerSettings& settings) {
+    options.betas({settings.adam_beta1, settings.adam_beta2});
+    options.eps(settings.adam_epsilon);
+    args.take("eps", options.eps());
+    args.take("amsgrad", options.amsgrad());
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     const std::vector<at::Tensor> steps(

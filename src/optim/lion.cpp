@@ -4,9 +4,32 @@
 
 #include <memory>
 
+#include "step_block.h"
 #include "step_options.h"
 
 namespace hasten::detail {
+
+template <typename T>
+HASTEN_VECTOR_CLONES void lion_loop(T* __restrict p, const T* __restrict g, T* __restrict m,
+                                    int64_t n, const NumbersAs<T> k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const T mixed = m[i] + (g[i] - m[i]) * k.share1;
+    // NaN has no sign; it must not count as 0.
+    const T sign = mixed > 0 ? T(1) : mixed < 0 ? T(-1) : mixed;
+    p[i] = p[i] * k.keep - k.lr * sign;
+    m[i] += (g[i] - m[i]) * k.share2;
+  }
+}
+
+/// Moment: mean.
+static void lion_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass,
+                      int64_t begin, int64_t end) {
+  in_step_type(a, [&]<typename T>(T) {
+    const NumbersAs<T> k(numbers);
+    over_blocks<T>(a, pass, begin, end,
+                   [&](T* p, const T* g, T* m, T*, T*, int64_t n) { lion_loop(p, g, m, n, k); });
+  });
+}
 
 template <>
 class Rules<LionOptions> final : public RulesOf<LionOptions> {
@@ -25,6 +48,7 @@ class Rules<LionOptions> final : public RulesOf<LionOptions> {
     std::tie(numbers.beta1, numbers.beta2) = o.betas();
     return numbers;
   }
+  static void take(LionOptions&, NamedOptions&, const OptimizerSettings&) {}
   void run(StepTensors& t, const StepNumbers& k) const override {
     const auto& means = t.moments[0];
     const auto mixed = at::_foreach_lerp(means, t.gradients, 1 - k.beta1);

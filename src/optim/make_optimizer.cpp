@@ -7,10 +7,8 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
-#include "hasten/optim/adafactor.h"
-#include "hasten/optim/adamw.h"
-#include "hasten/optim/lion.h"
-#include "hasten/optim/sgd.h"
+#include "hasten/config/training_arguments.h"
+#include "optimizer_list.h"
 #include "option_checks.h"
 #include "step_engine.h"
 
@@ -68,42 +66,10 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
   return optimizer;
 }
 
-template <typename Options>
-Options adam_options(NamedOptions& args, const OptimizerSettings& settings) {
-  Options options(settings.learning_rate);
-  options.betas({settings.adam_beta1, settings.adam_beta2});
-  options.eps(settings.adam_epsilon);
-  options.weight_decay(settings.weight_decay);
-  args.take("beta1", std::get<0>(options.betas()));
-  args.take("beta2", std::get<1>(options.betas()));
-  args.take("eps", options.eps());
-  args.take("amsgrad", options.amsgrad());
-  return options;
-}
-
-AdafactorOptions adafactor_options(NamedOptions& args, const OptimizerSettings& settings) {
-  AdafactorOptions options(settings.learning_rate);
-  options.weight_decay(settings.weight_decay);
-  options.scale_parameter(false);
-  options.relative_step(false);
-  args.take("eps1", std::get<0>(options.eps()));
-  args.take("eps2", std::get<1>(options.eps()));
-  args.take("clip_threshold", options.clip_threshold());
-  args.take("decay_rate", options.decay_rate());
-  if (double beta1 = 0; args.take("beta1", beta1) && beta1 != -1) {
-    options.beta1(beta1);
-  }
-  args.take("scale_parameter", options.scale_parameter());
-  args.take("relative_step", options.relative_step());
-  args.take("warmup_init", options.warmup_init());
-  return options;
-}
-
 } // namespace detail
 
 const std::vector<std::string>& optimizer_names() {
-  static const std::vector<std::string> names = {
-      "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
+  static const auto names = spelling_names<OptimizerType>();
   return names;
 }
 
@@ -114,10 +80,9 @@ void check_optimizer(const std::string& name, const OptimizerSettings& settings)
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const std::string& name, const std::vector<torch::optim::OptimizerParamGroup>& groups,
     const OptimizerSettings& settings) {
-  const auto& names = optimizer_names();
-  if (std::find(names.begin(), names.end(), name) == names.end()) {
-    throw InputError(detail::kMakeOptimizer, "optim=" + name, "one of " + joined(names),
-                     write_nearest(name, names));
+  if (!spelled<OptimizerType>(name)) {
+    throw InputError(detail::kMakeOptimizer, "optim=" + name, any_spelling<OptimizerType>(),
+                     write_nearest(name, optimizer_names()));
   }
   detail::NamedOptions args(detail::kMakeOptimizer, "optim_args", name,
                             detail::named_texts(settings.args));
@@ -125,34 +90,16 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   args.take("bf16_moments", fused.bf16_moments);
   args.take("master_weights", fused.master_weights);
   args.take("seed", fused.seed);
-  const auto made = [&]<typename Optimizer>(const auto& options) {
-    args.refuse_others();
-    return detail::made_of<Optimizer>(groups, options, fused);
-  };
-  if (name == "adam") {
-    return made.template operator()<Adam>(
-        detail::adam_options<torch::optim::AdamOptions>(args, settings));
-  }
-  if (name == "adafactor") {
-    return made.template operator()<Adafactor>(detail::adafactor_options(args, settings));
-  }
-  if (name == "sgd") {
-    torch::optim::SGDOptions options(settings.learning_rate);
-    options.weight_decay(settings.weight_decay);
-    args.take("momentum", options.momentum());
-    args.take("dampening", options.dampening());
-    args.take("nesterov", options.nesterov());
-    return made.template operator()<SGD>(options);
-  }
-  if (name == "lion") {
-    LionOptions options(settings.learning_rate);
-    options.weight_decay(settings.weight_decay);
-    args.take("beta1", std::get<0>(options.betas()));
-    args.take("beta2", std::get<1>(options.betas()));
-    return made.template operator()<Lion>(options);
-  }
-  return made.template operator()<AdamW>(
-      detail::adam_options<torch::optim::AdamWOptions>(args, settings));
+  std::unique_ptr<torch::optim::Optimizer> made;
+  detail::any_optimizer([&]<typename Optimizer>(const std::string& own) {
+    if (own == (name.starts_with("adamw") ? "adamw" : name)) {
+      const auto options = Optimizer::named_options(args, settings);
+      args.refuse_others();
+      made = detail::made_of<Optimizer>(groups, options, fused);
+    }
+    return made != nullptr;
+  });
+  return made;
 }
 
 int64_t optimizer_state_bytes(const std::string& name, const OptimizerSettings& settings,

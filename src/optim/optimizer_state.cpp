@@ -11,10 +11,7 @@
 #include <vector>
 
 #include "hasten/base/error.h"
-#include "hasten/optim/adafactor.h"
-#include "hasten/optim/adamw.h"
-#include "hasten/optim/lion.h"
-#include "hasten/optim/sgd.h"
+#include "optimizer_list.h"
 #include "step_engine.h"
 
 namespace hasten {
@@ -80,7 +77,7 @@ struct OptimizerKind {
   using Optimizer = OptimizerType;
   using State = StateType;
   using Options = OptionsType;
-  const char* name;
+  std::string name;
 };
 
 /// Calls use(kind) for the known optimizers, until it returns true: derived classes first. Returns
@@ -88,11 +85,9 @@ struct OptimizerKind {
 template <typename Use>
 bool any_optimizer_kind(const Use& use) {
   namespace of_torch = torch::optim;
-  return use(OptimizerKind<AdamW, AdamWParamState, of_torch::AdamWOptions>{"AdamW"}) ||
-         use(OptimizerKind<Adam, AdamParamState, of_torch::AdamOptions>{"Adam"}) ||
-         use(OptimizerKind<SGD, SGDParamState, of_torch::SGDOptions>{"SGD"}) ||
-         use(OptimizerKind<Lion, LionParamState, LionOptions>{"Lion"}) ||
-         use(OptimizerKind<Adafactor, AdafactorParamState, AdafactorOptions>{"Adafactor"}) ||
+  return any_optimizer([&]<typename Own>(const char*) {
+           return use(OptimizerKind<Own, typename Own::OwnState, typename Own::OwnOptions>{});
+         }) ||
          use(OptimizerKind<of_torch::AdamW, of_torch::AdamWParamState, of_torch::AdamWOptions>{
              "AdamW"}) ||
          use(OptimizerKind<of_torch::Adam, of_torch::AdamParamState, of_torch::AdamOptions>{
@@ -110,6 +105,8 @@ void with_optimizer_kind(const torch::optim::Optimizer& optimizer, const Use& us
   const bool known = any_optimizer_kind([&]<typename Kind>(Kind kind) {
     const bool found = dynamic_cast<const typename Kind::Optimizer*>(&optimizer) != nullptr;
     if (found) {
+      const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
+      kind.name = fused == nullptr ? kind.name : fused->name();
       use(kind);
     }
     return found;
@@ -187,10 +184,10 @@ std::set<std::string> group_names(const torch::optim::OptimizerParamGroup& group
 }
 
 void check_groups(const torch::optim::Optimizer& optimizer, const ParameterNames& names,
-                  const char* kind, const nlohmann::json& values) {
+                  const std::string& kind, const nlohmann::json& values) {
   if (values.at("kind") != kind) {
     refuse_optimizer_state("the state belongs to optimizer=" + values.at("kind").dump(),
-                           std::string("this optimizer's kind, ") + kind);
+                           "this optimizer's kind, " + kind);
   }
   const auto& groups = optimizer.param_groups();
   if (values.at("groups").size() != groups.size()) {

@@ -5,11 +5,48 @@
 
 #include <memory>
 
+#include "step_block.h"
 #include "step_options.h"
 
 namespace hasten {
 
 namespace detail {
+
+template <typename T>
+HASTEN_VECTOR_CLONES void sgd_loop(T* __restrict p, const T* __restrict g, int64_t n,
+                                   const NumbersAs<T> k) {
+  for (int64_t i = 0; i < n; ++i) {
+    p[i] -= k.lr * (g[i] + k.l2 * p[i]);
+  }
+}
+template <typename T, bool kNesterov>
+HASTEN_VECTOR_CLONES void sgd_momentum_loop(T* __restrict p, const T* __restrict g, T* __restrict b,
+                                            int64_t n, const NumbersAs<T> k) {
+  for (int64_t i = 0; i < n; ++i) {
+    const T gradient = g[i] + k.l2 * p[i];
+    const T buffer = b[i] * k.momentum + gradient * k.share;
+    b[i] = buffer;
+    // Nesterov adds the momentum, beta1, also in the step that starts the buffer.
+    p[i] -= k.lr * (kNesterov ? gradient + buffer * k.beta1 : buffer);
+  }
+}
+
+/// Moment: momentum, or null. momentum 0 in `numbers` (with share 1) starts it.
+static void sgd_step(const StepArrays& a, const StepNumbers& numbers, const StepPass& pass,
+                     int64_t begin, int64_t end) {
+  in_step_type(a, [&]<typename T>(T) {
+    const NumbersAs<T> k(numbers);
+    over_blocks<T>(a, pass, begin, end, [&](T* p, const T* g, T* b, T*, T*, int64_t n) {
+      if (b == nullptr) {
+        sgd_loop(p, g, n, k);
+      } else if (numbers.nesterov) {
+        sgd_momentum_loop<T, true>(p, g, b, n, k);
+      } else {
+        sgd_momentum_loop<T, false>(p, g, b, n, k);
+      }
+    });
+  });
+}
 
 template <>
 class Rules<torch::optim::SGDOptions> final : public RulesOf<torch::optim::SGDOptions> {
@@ -46,6 +83,12 @@ class Rules<torch::optim::SGDOptions> final : public RulesOf<torch::optim::SGDOp
     numbers.share = begins ? 1 : 1 - o.dampening();
     numbers.nesterov = o.nesterov();
     return numbers;
+  }
+  static void take(torch::optim::SGDOptions& options, NamedOptions& args,
+                   const OptimizerSettings&) {
+    args.take("momentum", options.momentum());
+    args.take("dampening", options.dampening());
+    args.take("nesterov", options.nesterov());
   }
   void run(StepTensors& t, const StepNumbers& k) const override {
     std::vector<at::Tensor> direction = t.gradients;

@@ -1,6 +1,6 @@
-// The arithmetic of one optimizer step on raw memory: no tensors, no threads. Loops are compiled
-// for several vector widths. Contraction to fused multiply-adds is off, so that all of them give
-// the same bits.
+// What the kernel of an optimizer reads and writes: raw memory, no tensors, no threads. The kernels
+// are beside their optimizers. Their loops are compiled for several vector widths. Contraction to
+// fused multiply-adds is off, so that all of them give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -58,22 +58,8 @@ struct StepNumbers {
   bool scale_parameter = false;
 };
 
-// Elements [begin, end); begin is a multiple of kStepBlock.
+/// Elements of a block: a kernel's first element is a multiple of it.
 constexpr int64_t kStepBlock = 1024;
-
-/// Moments: mean, mean square, with amsgrad the largest mean square.
-void adam_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
-               int64_t end);
-/// Moment: momentum, or null. momentum 0 in `k` (with share 1) starts it.
-void sgd_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
-              int64_t end);
-/// Moment: mean.
-void lion_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t begin,
-               int64_t end);
-/// Moments: mean square by row, by column (not factored: mean square, null), mean
-/// (null without beta1). Whole tensors, in three passes.
-void adafactor_step(const StepArrays& a, const StepNumbers& k, const StepPass& pass, int64_t,
-                    int64_t);
 
 /// Sum over one tensor of |x| or x^2, or the largest |x| (NaN if there is one). Adds kStepBlock
 /// elements in fp32 (fp64 for fp64), and these sums in fp64.

@@ -11,12 +11,14 @@
 #include <vector>
 
 #include "hasten/base/error.h"
+#include "hasten/optim/make_optimizer.h"
 #include "option_checks.h"
 #include "step_engine.h"
 
 namespace hasten::detail {
 
-/// The rules of the optimizer with these options.
+/// The rules of the optimizer with these options: what StepRules asks for, and take(options, args,
+/// settings), which sets what --optim-args and the settings say beyond lr, weight_decay and betas.
 template <typename Options>
 class Rules;
 
@@ -122,6 +124,19 @@ void SteppedByEngine<Base, Options, State>::save(torch::serialize::OutputArchive
 template <typename Base, typename Options, typename State>
 void SteppedByEngine<Base, Options, State>::load(torch::serialize::InputArchive& archive) {
   torch::optim::serialize<State, Options>(archive, *this);
+}
+
+template <typename Base, typename Options, typename State>
+Options SteppedByEngine<Base, Options, State>::named_options(NamedOptions& args,
+                                                             const OptimizerSettings& settings) {
+  Options options(settings.learning_rate);
+  options.weight_decay(settings.weight_decay);
+  Rules<Options>::take(options, args, settings);
+  if constexpr (requires { options.betas(); }) {
+    args.take("beta1", std::get<0>(options.betas()));
+    args.take("beta2", std::get<1>(options.betas()));
+  }
+  return options;
 }
 
 } // namespace hasten::detail

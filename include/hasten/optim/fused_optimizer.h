@@ -34,9 +34,12 @@
 
 namespace hasten {
 
+struct OptimizerSettings;
+
 namespace detail {
+class NamedOptions;
 class StepEngine;
-}
+} // namespace detail
 
 class FusedOptimizer {
  public:
@@ -88,6 +91,8 @@ void engine_force_tensor_operations(StepEngine& engine);
 template <typename Base, typename Options, typename State>
 class SteppedByEngine : public Base, public FusedOptimizer {
  public:
+  using OwnOptions = Options;
+  using OwnState = State;
   using LossClosure = torch::optim::Optimizer::LossClosure;
   explicit SteppedByEngine(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                            Options defaults = {}, FusedOptions fused = {});
@@ -98,6 +103,8 @@ class SteppedByEngine : public Base, public FusedOptimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+  /// The options that make_optimizer() uses.
+  static Options named_options(NamedOptions& args, const OptimizerSettings& settings);
 };
 
 void write_state_tensor(torch::serialize::OutputArchive& archive, const char* name,
