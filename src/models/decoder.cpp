@@ -1,8 +1,8 @@
-// Decoders: GPT-2, Llama, Qwen2 and Qwen3. Each token attends to those before it.
+// Decoders. Each token attends to those before it. decoder_families.cpp has the families.
 #include <ATen/ATen.h>
+#include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/modulelist.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "attention.h"
@@ -17,15 +17,17 @@
 
 namespace hasten::detail {
 
-/// Options of config.json that PreTrainedConfig has no field for.
+/// The traits and config.json's options together.
 struct DecoderOptions {
-  DecoderOptions(const PreTrainedConfig& config, DecoderFamily family);
+  DecoderOptions(const PreTrainedConfig& config, const DecoderTraits& traits);
 
   int64_t heads, key_value_heads, head_width, wide;
-  bool tied, attention_bias, output_bias, mlp_bias;
-  bool head_norms; // of queries and keys
+  bool tied, query_bias, output_bias, mlp_bias, head_norms;
   double embedding_dropout;
   RotaryOptions rotary{};
+  std::vector<bool> turned{}; // [block] has rotary positions
+  std::vector<bool> windowed{}; // [block] attends to the last `window` tokens
+  int64_t window = 0; // 0: none
 };
 
 static void require_option(bool right, const std::string& what, const std::string& expected) {
@@ -34,22 +36,70 @@ static void require_option(bool right, const std::string& what, const std::strin
   }
 }
 
-DecoderOptions::DecoderOptions(const PreTrainedConfig& config, DecoderFamily family) {
+/// As family_option, but null is another value than a missing key.
+static int64_t nullable_option(const nlohmann::json& options, const char* key, int64_t missing,
+                               int64_t null) {
+  return family_option(options, key, options.contains(key) ? null : missing);
+}
+
+/// Sets which blocks turn queries and keys, and which attend to a window of the last tokens.
+static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& traits,
+                        const nlohmann::json& options, DecoderOptions& out) {
+  std::vector<int64_t> turned; // empty: all but each interval-th
+  int64_t interval = config.num_hidden_layers + 1;
+  if (traits.layers_without_rotary) {
+    turned = family_option(options, "no_rope_layers", turned);
+    interval = family_option<int64_t>(options, "no_rope_layer_interval", 4);
+    require_option(
+        interval > 0 && (turned.empty() || std::ssize(turned) >= config.num_hidden_layers),
+        "no_rope_layers has " + std::to_string(turned.size()) +
+            " numbers, no_rope_layer_interval=" + std::to_string(interval),
+        "a number for each of num_hidden_layers=" + std::to_string(config.num_hidden_layers) +
+            ", and an interval above 0");
+  }
+  const bool all = traits.windows == AttentionWindows::every_layer;
+  const bool by_rotary = traits.windows == AttentionWindows::layers_without_rotary;
+  if (all || (traits.windows != AttentionWindows::none &&
+              family_option(options, "use_sliding_window", false))) {
+    out.window = nullable_option(options, "sliding_window", 4096, 0);
+    require_option(out.window >= 0, "sliding_window=" + std::to_string(out.window),
+                   "a number of tokens, or null");
+  }
+  const auto types = // transformers' Mistral does not read them
+      family_option(options, all ? "" : "layer_types", std::vector<std::string>());
+  const auto upper = family_option<int64_t>(options, "max_window_layers", 28);
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    const auto block = static_cast<size_t>(i);
+    const bool turns = turned.empty() ? (i + 1) % interval != 0 : turned[block] != 0;
+    const bool slides = types.empty() ? all || (by_rotary ? !turns : i >= upper)
+                                      : types[block] == "sliding_attention";
+    require_option(
+        types.empty() || types[block] == "full_attention" || (slides && out.window > 0),
+        "layer_types=" + joined(types) + ", sliding_window=" + std::to_string(out.window),
+        "\"full_attention\", or with a window \"sliding_attention\"");
+    out.turned.push_back(turns);
+    out.windowed.push_back(slides && out.window > 0);
+  }
+}
+
+DecoderOptions::DecoderOptions(const PreTrainedConfig& config, const DecoderTraits& traits)
+    : head_norms(traits.head_norms) {
   const auto options = parse_json("models::Decoder", "other_keys", config.other_keys);
-  const bool gpt2 = family == DecoderFamily::gpt2;
   heads = config.num_attention_heads;
-  key_value_heads = gpt2 ? heads : family_option(options, "num_key_value_heads", heads);
+  key_value_heads =
+      nullable_option(options, "num_key_value_heads",
+                      traits.num_key_value_heads > 0 ? traits.num_key_value_heads : heads, heads);
   head_width = family_option(options, "head_dim",
-                             family == DecoderFamily::qwen3 ? 128 : config.hidden_size / heads);
-  wide =
-      gpt2 ? family_option(options, "n_inner", 4 * config.hidden_size) : config.intermediate_size;
-  tied = family_option(options, "tie_word_embeddings", gpt2);
+                             traits.head_dim > 0 ? traits.head_dim : config.hidden_size / heads);
+  wide = family_option(
+      options, "n_inner",
+      traits.positions != nullptr ? 4 * config.hidden_size : config.intermediate_size);
+  tied = family_option(options, "tie_word_embeddings", traits.tie_word_embeddings);
   const bool bias = family_option(options, "attention_bias", false);
-  attention_bias = family == DecoderFamily::qwen2 || bias;
-  output_bias = family != DecoderFamily::qwen2 && bias;
-  mlp_bias = family == DecoderFamily::llama && family_option(options, "mlp_bias", false);
-  head_norms = family == DecoderFamily::qwen3;
-  embedding_dropout = gpt2 ? family_option(options, "embd_pdrop", 0.1) : 0.0;
+  query_bias = traits.query_bias.value_or(bias);
+  output_bias = traits.output_bias.value_or(bias);
+  mlp_bias = traits.mlp_bias.value_or(family_option(options, "mlp_bias", false));
+  embedding_dropout = family_option(options, "embd_pdrop", traits.embd_pdrop);
   require_option(
       key_value_heads > 0 && heads % key_value_heads == 0 && head_width > 0 && wide > 0,
       "num_key_value_heads=" + std::to_string(key_value_heads) +
@@ -57,21 +107,27 @@ DecoderOptions::DecoderOptions(const PreTrainedConfig& config, DecoderFamily fam
       "positive numbers, the first a divisor of num_attention_heads=" + std::to_string(heads));
   require_option(embedding_dropout >= 0 && embedding_dropout < 1,
                  "embd_pdrop=" + std::to_string(embedding_dropout), "from 0 to below 1");
-  const auto types = family_option(options, "layer_types", std::vector<std::string>());
-  require_option(std::ranges::count(types, "full_attention") == std::ssize(types),
-                 "layer_types=" + joined(types), "\"full_attention\" for each layer");
-  if (!gpt2) {
+  take_blocks(config, traits, options, *this);
+  if (traits.positions == nullptr) {
     require_option(head_width % 2 == 0, "head_dim=" + std::to_string(head_width),
                    "an even width, whose halves are turned");
-    rotary = RotaryOptions::of(options, config.max_position_embeddings);
+    rotary = RotaryOptions::of(options, config.max_position_embeddings, traits.rope_theta);
   }
 }
+
+/// A block: `hidden` [B, T, H]; the same for the result. `cosines` and `sines` are undefined in
+/// blocks that do not turn queries and keys.
+class DecoderBlockImpl : public torch::nn::Module {
+ public:
+  virtual at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
+                             at::Tensor sines, AttentionPlace place) = 0;
+};
 
 at::Tensor Conv1DImpl::forward(const at::Tensor& x, const Activation& activation) {
   return product_of(activation, x, weight_.t(), bias_, &weight_);
 }
 
-class Gpt2BlockImpl : public torch::nn::Module {
+class Gpt2BlockImpl : public DecoderBlockImpl {
  public:
   Gpt2BlockImpl(const PreTrainedConfig& config, const DecoderOptions& options)
       : norm_(registered(*this, "ln_1", make_norm(config))),
@@ -85,9 +141,8 @@ class Gpt2BlockImpl : public torch::nn::Module {
         attention_dropout_(config.attention_probs_dropout_prob),
         dropout_(config.hidden_dropout_prob),
         activation_{config.activation()} {}
-  /// `hidden` [B, T, H]; the same for the result.
   at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor, at::Tensor,
-                     AttentionPlace place) {
+                     AttentionPlace place) override {
     const double p = is_training() ? dropout_ : 0.0;
     const auto qkv = qkv_->forward(norm_->forward(hidden)).chunk(3, -1);
     const at::Tensor context =
@@ -110,7 +165,6 @@ class Gpt2BlockImpl : public torch::nn::Module {
   double attention_dropout_, dropout_;
   Activation activation_;
 };
-TORCH_MODULE(Gpt2Block);
 
 /// x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 class RmsNormImpl : public torch::nn::Module {
@@ -127,23 +181,21 @@ class RmsNormImpl : public torch::nn::Module {
 };
 TORCH_MODULE(RmsNorm);
 
-class LlamaBlockImpl : public torch::nn::Module {
+class LlamaBlockImpl : public DecoderBlockImpl {
  public:
   LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options);
-  /// `hidden` [B, T, H]; the same for the result.
   at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines, at::Tensor sines,
-                     AttentionPlace place);
+                     AttentionPlace place) override;
 
  private:
   RmsNorm norm_{nullptr}, mlp_norm_{nullptr};
-  RmsNorm query_norm_{nullptr}, key_norm_{nullptr}; // Qwen3's
+  RmsNorm query_norm_{nullptr}, key_norm_{nullptr}; // optional
   torch::nn::Linear query_{nullptr}, key_{nullptr}, value_{nullptr}, attention_output_{nullptr};
   torch::nn::Linear gate_{nullptr}, up_{nullptr}, down_{nullptr};
   int64_t heads_, key_value_heads_;
   double attention_dropout_;
   Activation activation_;
 };
-TORCH_MODULE(LlamaBlock);
 
 LlamaBlockImpl::LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOptions& options)
     : heads_(options.heads),
@@ -160,9 +212,9 @@ LlamaBlockImpl::LlamaBlockImpl(const PreTrainedConfig& config, const DecoderOpti
   const int64_t queries = options.heads * options.head_width;
   const int64_t keys = options.key_value_heads * options.head_width;
   norm_ = norm("input_layernorm", hidden);
-  query_ = linear("self_attn.q_proj", hidden, queries, options.attention_bias);
-  key_ = linear("self_attn.k_proj", hidden, keys, options.attention_bias);
-  value_ = linear("self_attn.v_proj", hidden, keys, options.attention_bias);
+  query_ = linear("self_attn.q_proj", hidden, queries, options.query_bias);
+  key_ = linear("self_attn.k_proj", hidden, keys, options.query_bias);
+  value_ = linear("self_attn.v_proj", hidden, keys, options.query_bias);
   attention_output_ = linear("self_attn.o_proj", queries, hidden, options.output_bias);
   if (options.head_norms) {
     query_norm_ = norm("self_attn.q_norm", options.head_width);
@@ -182,12 +234,12 @@ at::Tensor LlamaBlockImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tenso
                                    at::Tensor sines, AttentionPlace place) {
   at::Tensor read = autocast_cast(norm_->forward(hidden)); // cast once for three products
   const at::Tensor value = linear_of(value_, read);
-  const at::Tensor query =
-      rotated(normed_heads(query_norm_, linear_of(query_, read), heads_), cosines, sines, heads_)
-          .to(value.scalar_type());
-  const at::Tensor key = rotated(normed_heads(key_norm_, linear_of(key_, read), key_value_heads_),
-                                 cosines, sines, key_value_heads_)
-                             .to(value.scalar_type());
+  const auto placed = [&](const torch::nn::Linear& linear, const RmsNorm& norm, int64_t heads) {
+    const at::Tensor x = normed_heads(norm, linear_of(linear, read), heads);
+    return (cosines.defined() ? rotated(x, cosines, sines, heads) : x).to(value.scalar_type());
+  };
+  const at::Tensor query = placed(query_, query_norm_, heads_);
+  const at::Tensor key = placed(key_, key_norm_, key_value_heads_);
   const at::Tensor context =
       decoder_attention(query, key, value, mask,
                         {.heads = heads_,
@@ -203,7 +255,7 @@ at::Tensor LlamaBlockImpl::forward(at::Tensor hidden, at::Tensor mask, at::Tenso
 
 class DecoderModel : public PreTrainedModelImpl {
  public:
-  DecoderModel(const PreTrainedConfig& config, ModelTask task, DecoderFamily family);
+  DecoderModel(const PreTrainedConfig& config, ModelTask task, const DecoderTraits& traits);
   at::Tensor logits(const ModelInputs& inputs) override;
   void init_weight(const std::string& name, const at::Tensor& weight) override;
   bool supports_cache() const override { return true; }
@@ -211,8 +263,7 @@ class DecoderModel : public PreTrainedModelImpl {
     return task() == ModelTask::causal_lm ? "lm_head" : "score";
   }
   TiedWeight tied_weight() const override {
-    return output_.is_empty() ? TiedWeight{"lm_head.weight", gpt2_ ? "transformer.wte.weight"
-                                                                   : "model.embed_tokens.weight"}
+    return output_.is_empty() ? TiedWeight{"lm_head.weight", std::string(traits_.words) + ".weight"}
                               : TiedWeight{};
   }
 
@@ -233,40 +284,38 @@ class DecoderModel : public PreTrainedModelImpl {
   at::Tensor decode(const ModelInputs& inputs);
   at::Tensor last_tokens(const ModelInputs& inputs) const;
 
+  DecoderTraits traits_;
   DecoderOptions options_;
-  bool gpt2_;
   torch::nn::Embedding words_;
-  torch::nn::Embedding positions_{nullptr};
+  torch::nn::Embedding positions_{nullptr}; // none with rotary positions
   torch::nn::ModuleList layers_{};
-  torch::nn::LayerNorm layer_norm_{nullptr};
-  RmsNorm rms_norm_{nullptr};
+  torch::nn::AnyModule norm_{};
   torch::nn::Linear output_{nullptr}; // none if it is the word embeddings
 };
 
-static std::optional<int64_t> padding_row(const PreTrainedConfig& config, bool gpt2) {
-  return gpt2 || config.pad_token_id < 0 ? std::nullopt : std::optional(config.pad_token_id);
-}
-
-DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task, DecoderFamily family)
+DecoderModel::DecoderModel(const PreTrainedConfig& config, ModelTask task,
+                           const DecoderTraits& traits)
     : PreTrainedModelImpl(config, task),
-      options_(config, family),
-      gpt2_(family == DecoderFamily::gpt2),
-      words_(make_embedding(config.vocab_size, config.hidden_size, padding_row(config, gpt2_))) {
-  register_path(*this, gpt2_ ? "transformer.wte" : "model.embed_tokens", words_.ptr());
-  if (gpt2_) {
-    positions_ = registered(*this, "transformer.wpe",
+      traits_(traits),
+      options_(config, traits),
+      words_(make_embedding(config.vocab_size, config.hidden_size,
+                            traits.positions != nullptr || config.pad_token_id < 0
+                                ? std::nullopt
+                                : std::optional(config.pad_token_id))),
+      norm_(traits.gpt2_blocks
+                ? torch::nn::AnyModule(make_norm(config))
+                : torch::nn::AnyModule(RmsNorm(config.hidden_size, config.layer_norm_eps))) {
+  register_path(*this, traits.words, words_.ptr());
+  if (traits.positions != nullptr) {
+    positions_ = registered(*this, traits.positions,
                             make_embedding(config.max_position_embeddings, config.hidden_size));
   }
-  register_path(*this, gpt2_ ? "transformer.h" : "model.layers", layers_.ptr());
+  register_path(*this, traits.layers, layers_.ptr());
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    gpt2_ ? layers_->push_back(Gpt2Block(config, options_))
-          : layers_->push_back(LlamaBlock(config, options_));
+    traits.gpt2_blocks ? layers_->push_back(std::make_shared<Gpt2BlockImpl>(config, options_))
+                       : layers_->push_back(std::make_shared<LlamaBlockImpl>(config, options_));
   }
-  if (gpt2_) {
-    layer_norm_ = registered(*this, "transformer.ln_f", make_norm(config));
-  } else {
-    rms_norm_ = registered(*this, "model.norm", RmsNorm(config.hidden_size, config.layer_norm_eps));
-  }
+  register_path(*this, traits.norm, norm_.ptr());
   if (task != ModelTask::causal_lm || !options_.tied) {
     const int64_t out = task == ModelTask::causal_lm ? config.vocab_size : config.num_labels();
     output_ = registered(*this, output_layer(), make_linear(config.hidden_size, out, false));
@@ -298,13 +347,13 @@ static at::Tensor ignored_tokens(const ModelInputs& inputs, int64_t past, bool l
 
 at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
   const int64_t past = inputs.past_key_values ? inputs.past_key_values->length() : 0;
-  const int64_t tokens = inputs.input_ids.size(1);
+  const int64_t tokens = inputs.input_ids.size(1), window = options_.window;
   const at::Tensor positions = inputs.position_ids.defined()
                                    ? inputs.position_ids
                                    : at::arange(past, past + tokens, inputs.input_ids.options());
   at::Tensor hidden = words_->forward(inputs.input_ids);
   at::Tensor cosines, sines;
-  if (gpt2_) {
+  if (!positions_.is_empty()) {
     hidden = dropout_add(hidden + positions_->forward(positions), {},
                          is_training() ? options_.embedding_dropout : 0.0);
   } else {
@@ -315,14 +364,22 @@ at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
   const bool sliced = !inputs.past_key_values && slices_attention(config(), tokens, hidden);
   const at::Tensor ignored = ignored_tokens(inputs, past, !sliced);
   const at::Tensor mask = ignored.defined() ? additive_mask(ignored, hidden) : at::Tensor();
+  at::Tensor window_mask = mask;
+  if (window > 0 && past + tokens > window) {
+    const at::Tensor far =
+        at::ones({1, 1, tokens, past + tokens}, inputs.input_ids.options().dtype(at::kBool))
+            .tril(past - window);
+    window_mask = additive_mask(ignored.defined() ? far | ignored : far, hidden);
+  }
   for (size_t i = 0; i < layers_->size(); ++i) {
     const AttentionPlace place{inputs.past_key_values.get(), i, sliced,
                                config().attn_implementation == "eager"};
-    hidden = gpt2_
-                 ? call_block(layers_->at<Gpt2BlockImpl>(i), hidden, mask, cosines, sines, place)
-                 : call_block(layers_->at<LlamaBlockImpl>(i), hidden, mask, cosines, sines, place);
+    hidden = call_block(layers_->at<DecoderBlockImpl>(i), hidden,
+                        options_.windowed[i] ? window_mask : mask,
+                        options_.turned[i] ? cosines : at::Tensor(),
+                        options_.turned[i] ? sines : at::Tensor(), place);
   }
-  return gpt2_ ? layer_norm_->forward(hidden) : rms_norm_->forward(hidden);
+  return norm_.forward(hidden);
 }
 
 // transformers': the last token that is not padding, by its id; without a padding id, by the mask.
@@ -360,8 +417,8 @@ void DecoderModel::init_weight(const std::string& name, const at::Tensor& weight
 }
 
 std::shared_ptr<PreTrainedModelImpl> make_decoder(const PreTrainedConfig& config, ModelTask task,
-                                                  DecoderFamily family) {
-  return std::make_shared<DecoderModel>(config, task, family);
+                                                  const DecoderTraits& traits) {
+  return std::make_shared<DecoderModel>(config, task, traits);
 }
 
 } // namespace hasten::detail

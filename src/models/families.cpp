@@ -138,6 +138,7 @@ ModelFamily roberta_family(const char* model_type, const char* class_prefix, int
                      .base_model_prefix = "roberta",
                      .positions_after_padding = true,
                      .make = make_roberta,
+                     .lora_target_modules = {"query", "value"},
                      .current_name = current_encoder_name};
   family.defaults.vocab_size = vocab_size;
   family.defaults.pad_token_id = 1;
@@ -194,68 +195,6 @@ ModelFamily modern_bert_family() {
   return family;
 }
 
-ModelFamily gpt2_family() {
-  ModelFamily family{
-      .model_type = "gpt2",
-      .class_prefix = "GPT2",
-      .class_names = {{ModelTask::causal_lm, "GPT2LMHeadModel"}},
-      .base_model_prefix = "transformer",
-      .tasks = {ModelTask::causal_lm, ModelTask::sequence_classification},
-      .attribute_map = {{"hidden_size", "n_embd"},
-                        {"num_hidden_layers", "n_layer"},
-                        {"num_attention_heads", "n_head"},
-                        {"intermediate_size", ""},
-                        {"max_position_embeddings", "n_positions"},
-                        {"type_vocab_size", ""},
-                        {"hidden_act", "activation_function"},
-                        {"hidden_dropout_prob", "resid_pdrop"},
-                        {"attention_probs_dropout_prob", "attn_pdrop"},
-                        {"classifier_dropout", ""},
-                        {"layer_norm_eps", "layer_norm_epsilon"}},
-      .make = [](const PreTrainedConfig& config,
-                 ModelTask task) { return make_decoder(config, task, DecoderFamily::gpt2); },
-      .current_name = [](const std::string& name) { // buffers of older files
-        const bool mask = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
-        return mask ? std::string() : name;
-      }};
-  family.defaults.vocab_size = 50257;
-  family.defaults.max_position_embeddings = 1024;
-  family.defaults.pad_token_id = -1;
-  family.defaults.hidden_act = "gelu_new";
-  family.defaults.layer_norm_eps = 1e-5;
-  return family;
-}
-
-ModelFamily llama_family(const char* model_type, const char* class_prefix, DecoderFamily kind,
-                         int64_t vocab_size, int64_t intermediate_size, int64_t positions) {
-  ModelFamily family{.model_type = model_type,
-                     .class_prefix = class_prefix,
-                     .base_model_prefix = "model",
-                     .tasks = {ModelTask::causal_lm, ModelTask::sequence_classification},
-                     .attribute_map = {{"type_vocab_size", ""},
-                                       {"hidden_dropout_prob", ""},
-                                       {"attention_probs_dropout_prob", "attention_dropout"},
-                                       {"classifier_dropout", ""},
-                                       {"layer_norm_eps", "rms_norm_eps"}},
-                     .make = [kind](const PreTrainedConfig& config,
-                                    ModelTask task) { return make_decoder(config, task, kind); },
-                     .current_name =
-                         [](const std::string& name) {
-                           return name.ends_with("rotary_emb.inv_freq") ? std::string() : name;
-                         }};
-  PreTrainedConfig& defaults = family.defaults;
-  defaults.vocab_size = vocab_size;
-  defaults.hidden_size = 4096;
-  defaults.num_hidden_layers = defaults.num_attention_heads = 32;
-  defaults.intermediate_size = intermediate_size;
-  defaults.max_position_embeddings = positions;
-  defaults.pad_token_id = -1;
-  defaults.hidden_act = "silu";
-  defaults.hidden_dropout_prob = defaults.attention_probs_dropout_prob = 0;
-  defaults.layer_norm_eps = 1e-6;
-  return family;
-}
-
 class FamilyRegistry {
  public:
   FamilyRegistry() {
@@ -263,15 +202,15 @@ class FamilyRegistry {
          .class_prefix = "Bert",
          .base_model_prefix = "bert",
          .make = make_bert,
+         .lora_target_modules = {"query", "value"},
          .current_name = current_encoder_name});
     add(distilbert_family());
-    add(gpt2_family());
-    add(llama_family("llama", "Llama", DecoderFamily::llama, 32000, 11008, 2048));
     add(modern_bert_family());
-    add(llama_family("qwen2", "Qwen2", DecoderFamily::qwen2, 151936, 22016, 32768));
-    add(llama_family("qwen3", "Qwen3", DecoderFamily::qwen3, 151936, 22016, 32768));
     add(roberta_family("roberta", "Roberta", 50265));
     add(roberta_family("xlm-roberta", "XLMRoberta", 30522));
+    for (ModelFamily& family : decoder_families()) {
+      add(std::move(family));
+    }
   }
 
   void add(ModelFamily family) {

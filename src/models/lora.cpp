@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <set>
@@ -17,7 +16,7 @@
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/io/safetensors.h"
-#include "hasten/models/pretrained_model.h"
+#include "hasten/models/model_family.h"
 #include "hasten/text/pretrained_folder.h"
 #include "lora_layer.h"
 
@@ -43,16 +42,6 @@ bool inside_modules(const std::string& path, const std::vector<std::string>& nam
   return std::ranges::any_of(names, [&](const std::string& name) {
     return ("." + path + ".").find("." + name + ".") != std::string::npos;
   });
-}
-
-static std::vector<std::string> default_targets(const std::string& model_type) {
-  static const std::map<std::string, std::vector<std::string>> targets = {
-      {"bert", {"query", "value"}},        {"roberta", {"query", "value"}},
-      {"xlm-roberta", {"query", "value"}}, {"gpt2", {"c_attn"}},
-      {"llama", {"q_proj", "v_proj"}},     {"qwen2", {"q_proj", "v_proj"}},
-      {"qwen3", {"q_proj", "v_proj"}}};
-  const auto found = targets.find(model_type);
-  return found == targets.end() ? std::vector<std::string>() : found->second;
 }
 
 // The last parts of the layers' names, once each: what a user would name.
@@ -114,7 +103,7 @@ static void complete_config(const torch::nn::Module& model, const std::vector<Li
       }
     }
     if (config.target_modules.empty()) {
-      config.target_modules = default_targets(ours->config().model_type);
+      config.target_modules = model_family(ours->config().model_type).lora_target_modules;
     }
   }
   if (config.target_modules.empty()) {

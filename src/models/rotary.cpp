@@ -10,7 +10,8 @@
 
 namespace hasten::detail {
 
-RotaryOptions RotaryOptions::of(const nlohmann::json& options, int64_t max_position_embeddings) {
+RotaryOptions RotaryOptions::of(const nlohmann::json& options, int64_t max_position_embeddings,
+                                double default_theta) {
   auto scaling = family_object(options, "rope_scaling"); // of older files
   if (scaling.empty()) {
     scaling = family_object(options, "rope_parameters");
@@ -18,7 +19,7 @@ RotaryOptions RotaryOptions::of(const nlohmann::json& options, int64_t max_posit
   check_known_keys("models::pretrained", "config.json", "config.json", "rope_parameters", scaling);
   RotaryOptions rotary;
   rotary.theta =
-      family_option(scaling, "rope_theta", family_option(options, "rope_theta", rotary.theta));
+      family_option(scaling, "rope_theta", family_option(options, "rope_theta", default_theta));
   rotary.type = family_option(scaling, "rope_type", family_option(scaling, "type", rotary.type));
   rotary.factor = family_option(scaling, "factor", rotary.factor);
   rotary.low_freq = family_option(scaling, "low_freq_factor", rotary.low_freq);

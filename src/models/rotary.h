@@ -20,7 +20,8 @@ struct RotaryOptions {
 
   /// Of a config.json's rope_scaling, else rope_parameters, and rope_theta. Throws InputError for another
   /// type, and for a number that is missing or out of range.
-  static RotaryOptions of(const nlohmann::json& options, int64_t max_position_embeddings);
+  static RotaryOptions of(const nlohmann::json& options, int64_t max_position_embeddings,
+                          double default_theta);
   /// The angles of position 1: [width / 2], fp32.
   at::Tensor frequencies(int64_t width, const at::Device& device) const;
 };

@@ -293,7 +293,6 @@ TEST(ModelFamily, OptionsThatGiveOtherResultsAreRefusedByName) {
       {error_with("distilbert", "activation", "mish"), "hidden_act=\"mish\""},
       {error_with("distilbert", "dim", 33), "hidden_size=33"},
       {error_with("llama", "num_key_value_heads", 3), "num_key_value_heads=3"},
-      {error_with("qwen2", "use_sliding_window", true), "use_sliding_window=true"},
       {error_with("qwen2", "layer_types",
                   {"full_attention", "sliding_attention", "full_attention"}),
        "layer_types=full_attention, sliding_attention"},

@@ -34,7 +34,7 @@ Tokens generate_one_by_one(PreTrainedModel model, const Tokens& prompts,
 
 TEST_F(Generation, AnswersAreThoseOfTransformersWithAndWithoutCacheAndInABatch) {
   const nlohmann::json answers = golden().at("answers");
-  ASSERT_EQ(answers.size(), 5U);
+  ASSERT_GE(answers.size(), 5U);
   for (const auto& [name, expected] : answers.items()) {
     SCOPED_TRACE(name);
     PreTrainedModel model = golden_model(name);

@@ -62,6 +62,11 @@ CASES = {
     "qwen2": ("qwen2", CAUSAL, LLAMA | dict(tie_word_embeddings=True)),
     "qwen2_classes": ("qwen2", SEQUENCE, LLAMA),
     "qwen3": ("qwen3", CAUSAL, LLAMA | dict(head_dim=12)),
+    "qwen2_windows": ("qwen2", CAUSAL, LLAMA | dict(
+        use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "qwen3_windows": ("qwen3", CAUSAL, LLAMA | dict(
+        head_dim=12, use_sliding_window=True, sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"])),
     "qwen3_classes": ("qwen3", SEQUENCE, LLAMA | dict(
         head_dim=12, attention_bias=True, problem_type="regression", num_labels=1,
         rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0))),

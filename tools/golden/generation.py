@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 import families
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "tests" / "golden" / "generation.json"
-CASES = ["gpt2", "llama", "llama3", "qwen2", "qwen3"]
+CASES = [name for name, (_, task, _) in families.CASES.items() if task == families.CAUSAL]
 LENGTHS = [5, 1, 3, 6]
 NEW = 14  # tokens
 

@@ -136,9 +136,8 @@ def config_rows():
     used(CONFIG, "llama", "mlp_bias")
     neutral(CONFIG, "llama", "sliding_window use_sliding_window max_window_layers")
     neutral(CONFIG, "qwen2", "attention_bias")
-    neutral(CONFIG, ["qwen2", "qwen3"], "mlp_bias sliding_window max_window_layers use_mrope seq_length")
-    used(CONFIG, ["qwen2", "qwen3"], "layer_types")  # only "full_attention"
-    refused(CONFIG, ["qwen2", "qwen3"], use_sliding_window=[False])
+    neutral(CONFIG, ["qwen2", "qwen3"], "mlp_bias use_mrope seq_length")
+    used(CONFIG, ["qwen2", "qwen3"], "layer_types use_sliding_window sliding_window max_window_layers")
 
     used(CONFIG, "rope_parameters", "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings")
     refused(CONFIG, "rope_parameters", partial_rotary_factor=[1])

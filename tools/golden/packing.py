@@ -13,7 +13,7 @@ import transformers
 import families
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "tests" / "golden" / "packing.json"
-CASES = ["gpt2", "llama", "llama3", "qwen2", "qwen3"]
+CASES = [name for name, (_, task, _) in families.CASES.items() if task == families.CAUSAL]
 ROWS = [[5, 7, 4], [2, 14]]  # tokens of the texts in each row
 
 

@@ -42,6 +42,8 @@ struct ModelFamily {
   std::function<std::shared_ptr<PreTrainedModelImpl>(const PreTrainedConfig& config,
                                                      ModelTask task)>
       make{};
+  /// The linear layers that get_peft_model adapts if LoraConfig names none: PEFT's default.
+  std::vector<std::string> lora_target_modules{};
   /// Optional: the parameter's name for a tensor's name in a file, such as an older one; empty for
   /// buffers, which the model makes itself.
   std::function<std::string(const std::string& name)> current_name{};
