@@ -35,6 +35,8 @@ FULL = {
     "modernbert": ("modernbert", families.MASKED, {}),
     "gpt2": ("gpt2", families.CAUSAL, dict(pad_token_id=0)),
     "llama": ("llama", families.CAUSAL, SMALL_LLAMA),
+    "mistral": ("mistral", families.CAUSAL, SMALL_LLAMA | dict(sliding_window=64)),
+    "smollm3": ("smollm3", families.CAUSAL, SMALL_LLAMA),
     "qwen2": ("qwen2", families.CAUSAL, SMALL_LLAMA),
     "qwen3": ("qwen3", families.CAUSAL, SMALL_LLAMA),
     "roberta": ("roberta", families.MASKED, BASE),

@@ -79,7 +79,24 @@ std::vector<ModelFamily> decoder_families() {
   qwen.vocab_size = 151936;
   qwen.intermediate_size = 22016;
   qwen.max_position_embeddings = 32768;
-  return {gpt2_family(), llama_family("llama", "Llama", llama, {}),
+  PreTrainedConfig mistral = llama;
+  mistral.intermediate_size = 14336;
+  mistral.max_position_embeddings = 131072;
+  const PreTrainedConfig smollm3{.vocab_size = 128256,
+                                 .hidden_size = 2048,
+                                 .num_hidden_layers = 36,
+                                 .num_attention_heads = 16,
+                                 .intermediate_size = 11008,
+                                 .max_position_embeddings = 32768,
+                                 .pad_token_id = 128004};
+  return {gpt2_family(),
+          llama_family("llama", "Llama", llama, {}),
+          llama_family("mistral", "Mistral", mistral,
+                       {.query_bias = false,
+                        .output_bias = false,
+                        .mlp_bias = false,
+                        .windows = AttentionWindows::every_layer,
+                        .num_key_value_heads = 8}),
           llama_family("qwen2", "Qwen2", qwen,
                        {.query_bias = true,
                         .output_bias = false,
@@ -89,7 +106,13 @@ std::vector<ModelFamily> decoder_families() {
                        {.mlp_bias = false,
                         .head_norms = true,
                         .windows = AttentionWindows::upper_layers,
-                        .head_dim = 128})};
+                        .head_dim = 128}),
+          llama_family("smollm3", "SmolLM3", smollm3,
+                       {.windows = AttentionWindows::layers_without_rotary,
+                        .layers_without_rotary = true,
+                        .num_key_value_heads = 4,
+                        .rope_theta = 2'000'000,
+                        .tie_word_embeddings = true})};
 }
 
 } // namespace hasten::detail

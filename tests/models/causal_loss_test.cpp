@@ -179,7 +179,7 @@ TEST_F(CausalLoss, TextsThatShareARowHaveTheLossesOfTransformers) {
 }
 
 TEST_F(CausalLoss, ATextDoesNotDependOnItsNeighbours) {
-  for (const std::string type : {"gpt2", "llama", "qwen2", "qwen3"}) {
+  for (const std::string type : {"gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3"}) {
     for (const bool narrow : {false, true}) {
       SCOPED_TRACE(type);
       PreTrainedModel model = model_from_config(small_config(type), ModelTask::causal_lm);

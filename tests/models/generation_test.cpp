@@ -121,18 +121,23 @@ TEST_F(Generation, AnswersEndWhereTheyShould) {
 }
 
 TEST_F(Generation, TheCacheTakesATextInPieces) {
-  PreTrainedModel model = golden_model("qwen3");
-  model->eval();
   const at::NoGradGuard no_grad;
-  const at::Tensor ids = golden_batch(1, model).input_ids;
-  const at::Tensor whole = model->forward({.input_ids = ids}).logits;
-  const auto cache = std::make_shared<KeyValueCache>();
-  std::vector<at::Tensor> parts;
-  for (const at::Tensor& part : ids.split_with_sizes({5, 1, 6}, 1)) {
-    parts.push_back(model->forward({.input_ids = part, .past_key_values = cache}).logits);
+  PreTrainedModel model = nullptr;
+  at::Tensor ids;
+  std::shared_ptr<KeyValueCache> cache;
+  for (const char* name : {"mistral", "smollm3_windows", "qwen3"}) {
+    model = golden_model(name);
+    model->eval();
+    ids = golden_batch(1, model).input_ids;
+    const at::Tensor whole = model->forward({.input_ids = ids}).logits;
+    cache = std::make_shared<KeyValueCache>();
+    std::vector<at::Tensor> parts;
+    for (const at::Tensor& part : ids.split_with_sizes({5, 1, 6}, 1)) {
+      parts.push_back(model->forward({.input_ids = part, .past_key_values = cache}).logits);
+    }
+    EXPECT_EQ(cache->length(), 12);
+    EXPECT_LE((at::cat(parts, 1) - whole).abs().max().item<double>(), 1e-5) << name;
   }
-  EXPECT_EQ(cache->length(), 12);
-  EXPECT_LE((at::cat(parts, 1) - whole).abs().max().item<double>(), 1e-5);
   EXPECT_NE(
       error_of([&] {
         model->forward({.input_ids = ids.slice(0, 0, 2).slice(1, 0, 1), .past_key_values = cache});

@@ -109,6 +109,18 @@ TEST_F(Lora, LogitsAndLossesEqualPeft) {
   }
 }
 
+TEST_F(Lora, WithoutNamesItAdaptsTheFamilysModules) {
+  const std::pair<const char*, std::vector<std::string>> peft[] = {
+      {"bert", {"query", "value"}},
+      {"gpt2", {"c_attn"}},
+      {"qwen3", {"q_proj", "v_proj"}},
+      {"mistral", {"q_proj", "v_proj"}}};
+  for (const auto& [type, targets] : peft) {
+    PreTrainedModel model = model_from_config(small_config(type), model_family(type).tasks.front());
+    EXPECT_EQ(get_peft_model(model.ptr(), {.r = 2}).target_modules, targets) << type;
+  }
+}
+
 TEST_F(Lora, AForeignModuleIsAdaptedInEveryMode) {
   auto model = foreign_model();
   auto base = foreign_model(); // the same weights

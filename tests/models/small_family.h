@@ -31,8 +31,8 @@ inline PreTrainedConfig small_config(const std::string& model_type, double dropo
         R"({"local_attention": 8, "embedding_dropout": )" + std::to_string(dropout) + "}";
   } else if (model_type == "gpt2") {
     config.other_keys = R"({"embd_pdrop": )" + std::to_string(dropout) + "}";
-  } else if (model_type == "llama" || model_type.starts_with("qwen")) {
-    config.other_keys = R"({"num_key_value_heads": 1, "head_dim": 12})";
+  } else if (config.hidden_act == "silu") { // Llama and those like it
+    config.other_keys = R"({"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 7})";
   }
   return config;
 }

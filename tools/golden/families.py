@@ -59,6 +59,13 @@ CASES = {
         rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
         head_dim=6, hidden_act="gelu", num_key_value_heads=2)),
     "llama_classes": ("llama", SEQUENCE, LLAMA | dict(problem_type="multi_label_classification")),
+    "mistral": ("mistral", CAUSAL, LLAMA | dict(sliding_window=4)),
+    "mistral_classes": ("mistral", SEQUENCE, LLAMA | dict(head_dim=12, sliding_window=None)),
+    "smollm3": ("smollm3", CAUSAL, LLAMA | dict(no_rope_layer_interval=2)),
+    "smollm3_windows": ("smollm3", CAUSAL, LLAMA | dict(
+        no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=False)),
+    "smollm3_classes": ("smollm3", SEQUENCE, LLAMA | dict(no_rope_layers=[1, 0])),
     "qwen2": ("qwen2", CAUSAL, LLAMA | dict(tie_word_embeddings=True)),
     "qwen2_classes": ("qwen2", SEQUENCE, LLAMA),
     "qwen3": ("qwen3", CAUSAL, LLAMA | dict(head_dim=12)),

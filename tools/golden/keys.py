@@ -25,8 +25,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "tables" / "known_keys.inc"
 ENCODERS = ["bert", "distilbert", "roberta", "xlm-roberta", "modernbert"]
-DECODERS = ["gpt2", "llama", "qwen2", "qwen3"]
-LLAMAS = ["llama", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+DECODERS = ["gpt2", *LLAMAS]
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 TOKENIZER_CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TOKENIZER, INDEX = "tokenizer.json", "model.safetensors.index.json"
@@ -132,10 +132,14 @@ def config_rows():
          "max_position_embeddings rms_norm_eps attention_dropout head_dim rope_parameters rope_scaling rope_theta")
     refused(CONFIG, LLAMAS, partial_rotary_factor=[1], original_max_position_embeddings=[])
     neutral(CONFIG, LLAMAS, "add_cross_attention pretraining_tp rope_interleaved is_llama_config max_sequence_length layer_norm_eps")
-    used(CONFIG, ["llama", "qwen3"], "attention_bias")
-    used(CONFIG, "llama", "mlp_bias")
+    used(CONFIG, ["llama", "qwen3", "smollm3"], "attention_bias")
+    used(CONFIG, ["llama", "smollm3"], "mlp_bias")
     neutral(CONFIG, "llama", "sliding_window use_sliding_window max_window_layers")
     neutral(CONFIG, "qwen2", "attention_bias")
+    used(CONFIG, "mistral", "sliding_window")
+    neutral(CONFIG, "mistral", "attention_bias mlp_bias use_sliding_window max_window_layers layer_types")
+    used(CONFIG, "smollm3", "layer_types use_sliding_window sliding_window no_rope_layers no_rope_layer_interval")
+    neutral(CONFIG, "smollm3", "max_window_layers")
     neutral(CONFIG, ["qwen2", "qwen3"], "mlp_bias use_mrope seq_length")
     used(CONFIG, ["qwen2", "qwen3"], "layer_types use_sliding_window sliding_window max_window_layers")
 

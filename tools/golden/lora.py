@@ -17,6 +17,8 @@ FILE = families.FILE.with_name("lora.safetensors")
 # name: case of families.py, options of LoraConfig
 CASES = {
     "llama": ("llama", dict(r=4, lora_alpha=8, task_type="CAUSAL_LM")),
+    "mistral": ("mistral", dict(r=4, lora_alpha=8, task_type="CAUSAL_LM")),
+    "smollm3": ("smollm3", dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")),
     "llama_classes": ("llama_classes", dict(r=3, lora_alpha=6, target_modules="all-linear",
                                             use_rslora=True, task_type="SEQ_CLS")),
     "gpt2": ("gpt2", dict(r=4, lora_alpha=16, target_modules=["c_attn", "mlp.c_proj"],

@@ -1,6 +1,6 @@
 // The registry of model families, by the model_type of config.json. hasten has the encoders "bert",
-// "distilbert", "modernbert", "roberta" and "xlm-roberta", and the decoders "gpt2", "llama", "qwen2"
-// and "qwen3". A program registers others at its start; then AutoConfig and the AutoModelFor… classes
+// "distilbert", "modernbert", "roberta" and "xlm-roberta", and the decoders "gpt2", "llama", "mistral",
+// "qwen2", "qwen3" and "smollm3". A program registers others at its start; then AutoConfig and the AutoModelFor… classes
 // know them.
 // Threading: any thread may call every function.
 #pragma once
@@ -42,7 +42,8 @@ struct ModelFamily {
   std::function<std::shared_ptr<PreTrainedModelImpl>(const PreTrainedConfig& config,
                                                      ModelTask task)>
       make{};
-  /// The linear layers that get_peft_model adapts if LoraConfig names none: PEFT's default.
+  /// The linear layers that get_peft_model adapts if LoraConfig names none: PEFT's default,
+  /// where it has one.
   std::vector<std::string> lora_target_modules{};
   /// Optional: the parameter's name for a tensor's name in a file, such as an older one; empty for
   /// buffers, which the model makes itself.
