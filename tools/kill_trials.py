@@ -177,7 +177,7 @@ def undisturbed(options, folder, strategy):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=pathlib.Path, default=ROOT / "build/release/bin", help="folder with hasten")
-    parser.add_argument("--trials", type=int, default=20, help="in all, dealt over the strategies [20]")
+    parser.add_argument("--trials", type=int, default=20, help="in all, distributed over the strategies [20]")
     parser.add_argument("--seed", type=int, default=1, help="of moments and victims [1]")
     parser.add_argument("--strategies", default="ddp,fsdp,zero1,local_sgd", help=f"some of {','.join(STRATEGIES)}")
     parser.add_argument("--steps", type=int, default=20, help="updates of a run [20]")

@@ -95,7 +95,7 @@ void throw_no_empty_batch() {
                    "a batch type with tensors, or with flatten(visit, batch)");
 }
 
-void throw_cannot_deal(const char* option) {
+void throw_cannot_distribute(const char* option) {
   throw InputError("accelerator::PreparedLoader",
                    std::string(option) + " for a range with its own shard()",
                    "set_even_batches() and set_split_batches() of the range",

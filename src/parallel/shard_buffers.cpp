@@ -30,17 +30,17 @@ c10::DataPtr ShardBuffers::take_memory(size_t bytes, at::Device device) {
     const c10::DeviceGuard guard(device);
     return c10::getDeviceAllocator(device.type())->allocate(bytes);
   }
-  struct Lent {
+  struct BufferInUse {
     std::shared_ptr<ShardBuffers> owner;
     at::Tensor buffer;
   };
-  auto lent =
-      std::make_unique<Lent>(Lent{shared_from_this(), find(static_cast<int64_t>(bytes), device)});
-  void* data = lent->buffer.mutable_data_ptr();
+  auto in_use = std::make_unique<BufferInUse>(
+      BufferInUse{shared_from_this(), find(static_cast<int64_t>(bytes), device)});
+  void* data = in_use->buffer.mutable_data_ptr();
   return c10::DataPtr(
-      data, lent.release(),
+      data, in_use.release(),
       [](void* context) {
-        const std::unique_ptr<Lent> back(static_cast<Lent*>(context));
+        const std::unique_ptr<BufferInUse> back(static_cast<BufferInUse*>(context));
         back->owner->give_back(std::move(back->buffer));
       },
       device);

@@ -173,7 +173,7 @@ struct Numbers : Dataset {
   }
 };
 
-TEST(Prepare, ADataLoaderDealsItselfAndEveryEpochHasItsOrder) {
+TEST(Prepare, ADataLoaderDistributesItsBatchesItselfAndEveryEpochHasItsOrder) {
   auto accelerator = make_accelerator();
   DataLoader batches(std::make_shared<Numbers>(),
                      {.batch_size = 2, .shuffle = true, .group_by_length = false});

@@ -236,8 +236,8 @@ TEST(PreparedLoader, DispatchTouchesTheRangeOfRankZeroAlone) {
   EXPECT_EQ(*range.begun, main ? 1 : 0);
   // The same batches as with round-robin.
   Stream<Sample> same{10};
-  auto dealt = accelerator.prepare_data_loader(same, {});
-  EXPECT_EQ(run(accelerator, loader).mine, run(accelerator, dealt).mine);
+  auto distributed = accelerator.prepare_data_loader(same, {});
+  EXPECT_EQ(run(accelerator, loader).mine, run(accelerator, distributed).mine);
   // A batch of named tensors keeps its names and its row numbers.
   DataLoader named(std::make_shared<NumberRows>(main ? 7 : 0),
                    {.batch_size = 2, .shuffle = false, .group_by_length = false});

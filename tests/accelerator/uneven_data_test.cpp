@@ -31,12 +31,13 @@ std::vector<Tensor> moments_of(const torch::optim::Optimizer& optimizer) {
 
 // The data is one batch for rank 0, or one row. The loop uses torch's clipping and optimizer.
 TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
-  enum class Deal { in_turn, dispatched, split };
-  for (const Deal deal : {Deal::in_turn, Deal::dispatched, Deal::split}) {
-    SCOPED_TRACE(static_cast<int>(deal));
-    auto accelerator =
-        accelerator_of({.dataloader_config = {.split_batches = deal == Deal::split,
-                                              .dispatch_batches = deal == Deal::dispatched}});
+  enum class Distribution { in_turn, dispatched, split };
+  for (const Distribution distribution :
+       {Distribution::in_turn, Distribution::dispatched, Distribution::split}) {
+    SCOPED_TRACE(static_cast<int>(distribution));
+    auto accelerator = accelerator_of(
+        {.dataloader_config = {.split_batches = distribution == Distribution::split,
+                               .dispatch_batches = distribution == Distribution::dispatched}});
     std::vector<Pair> batches = make_batches(1);
     EXPECT_EQ(batches[0].second.numel(), 1);
     Net net = net_of_rank(accelerator);
@@ -105,7 +106,7 @@ struct RankZerosRange {
   std::vector<Pair> batches = even_batches(2);
 };
 
-TEST(UnevenData, ARangeThatDealsItselfUnevenlyIsAnErrorOnAll) {
+TEST(UnevenData, ARangeThatDistributesItselfUnevenlyIsAnErrorOnAll) {
   auto accelerator = accelerator_of();
   if (accelerator.num_processes() == 1) {
     return;

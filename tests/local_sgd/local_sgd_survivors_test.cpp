@@ -190,7 +190,7 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   run.world->close();
 }
 
-TEST(LocalSGDSurvivors, TheNextPassIsDealtOverThoseThatAreLeft) {
+TEST(LocalSGDSurvivors, TheNextPassIsDistributedOverThoseThatAreLeft) {
   for (const char* place : {"round", "end"}) {
     const auto ranks = spawn(3, "SurvivesWithALoader", {}, {.environment = {{"SCENARIO", place}}});
     SCOPED_TRACE(place);

@@ -135,9 +135,9 @@ class Accelerator : public Gradients {
     static_assert(detail::argument_is_preparable<1, Range>());
     auto state = std::make_shared<detail::LoaderState>();
     state->config = configuration;
-    using Held = typename detail::Lent<Range>::Object;
+    using Held = typename detail::BorrowedArgument<Range>::Object;
     return PreparedLoader<Held>(detail::loader_link(core_),
-                                detail::Lent<Range>::share(std::forward<Range>(range)),
+                                detail::BorrowedArgument<Range>::share(std::forward<Range>(range)),
                                 std::move(state));
   }
   /// Returns the loader itself. Its next loop skips this rank's first `batches` batches:

@@ -73,25 +73,28 @@ struct Borrowed<std::shared_ptr<O>> { // kept
   static std::shared_ptr<O> share(std::shared_ptr<O> object) { return object; }
 };
 template <typename T>
-using Lent = Borrowed<std::conditional_t<std::is_lvalue_reference_v<T>,
-                                         std::conditional_t<requires(std::decay_t<T> t) {
-                                           { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
-                                         }, std::decay_t<T>, T>, std::decay_t<T>>>;
+using BorrowedArgument =
+    Borrowed<std::conditional_t<std::is_lvalue_reference_v<T>,
+                                std::conditional_t<requires(std::decay_t<T> t) {
+                                  { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
+                                }, std::decay_t<T>, T>, std::decay_t<T>>>;
 
 template <typename T>
 concept ModelHolder = requires(const std::decay_t<T>& holder) {
   { holder.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
 } || std::convertible_to<std::decay_t<T>, std::shared_ptr<torch::nn::Module>>;
 template <typename T>
-concept OptimizerLike = std::derived_from<typename Lent<T>::Object, torch::optim::Optimizer>;
+concept OptimizerLike =
+    std::derived_from<typename BorrowedArgument<T>::Object, torch::optim::Optimizer>;
 template <typename T>
 concept LoaderLike =
-    requires(typename Lent<T>::Object& range) { std::begin(range) != std::end(range); };
+    requires(typename BorrowedArgument<T>::Object& range) { std::begin(range) != std::end(range); };
 template <typename T>
-concept SchedulerLike = !OptimizerLike<T> && requires(typename Lent<T>::Object& s) { s.step(); };
+concept SchedulerLike =
+    !OptimizerLike<T> && requires(typename BorrowedArgument<T>::Object& s) { s.step(); };
 // Lvalues and shared_ptrs can be borrowed; holders share models.
 template <typename T>
-concept Lendable = std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
+concept Borrowable = std::is_lvalue_reference_v<T> || requires(std::decay_t<T> t) {
   { std::shared_ptr{t} } -> std::same_as<std::decay_t<T>>;
 };
 
@@ -109,7 +112,7 @@ constexpr bool argument_is_preparable() {
   static_assert(!kUnique,
                 "prepare(): this argument is a std::unique_ptr. "
                 "Fix: pass the object it points to, *loader, and keep the pointer");
-  static_assert(kModel || kModule || kUnique || Lendable<T>,
+  static_assert(kModel || kModule || kUnique || Borrowable<T>,
                 "prepare(): this argument is a temporary, which is destroyed too soon. "
                 "Fix: keep it in a variable, or pass a std::shared_ptr");
   static_assert(
@@ -117,7 +120,7 @@ constexpr bool argument_is_preparable() {
       "prepare(): this argument is no model, optimizer, scheduler (step()) "
       "or range of batches (begin() and end(), not const)");
   if constexpr (!kModel && !kModule && LoaderLike<T>) {
-    static_assert(kHasTensors<RangeValue<typename Lent<T>::Object>>,
+    static_assert(kHasTensors<RangeValue<typename BorrowedArgument<T>::Object>>,
                   "prepare(): no tensor is found in this range's batches. "
                   "Fix: batches that are a Tensor, a pair, tuple, vector, map or "
                   "struct of Tensors, or a flatten(visit, batch) in their namespace");
@@ -153,8 +156,8 @@ auto prepare_object(Object&& object, PrepareCall& call) {
   if constexpr (ModelHolder<T>) {
     return std::decay_t<Object>(object);
   } else {
-    auto shared = Lent<Object>::share(std::forward<Object>(object));
-    using Held = typename Lent<Object>::Object;
+    auto shared = BorrowedArgument<Object>::share(std::forward<Object>(object));
+    using Held = typename BorrowedArgument<Object>::Object;
     if constexpr (OptimizerLike<Object>) {
       return PreparedOptimizer<Held>(call.core(), shared, call.next_optimizer());
     } else if constexpr (LoaderLike<Object>) {
@@ -190,7 +193,7 @@ auto prepare_objects(const std::shared_ptr<AcceleratorCore>& core, Objects&&... 
     if constexpr (ModelHolder<T>) {
       return;
     } else if constexpr (OptimizerLike<T>) {
-      call.add(std::shared_ptr<torch::optim::Optimizer>(Lent<T>::share(object)));
+      call.add(std::shared_ptr<torch::optim::Optimizer>(BorrowedArgument<T>::share(object)));
     } else if constexpr (LoaderLike<T>) {
       call.add_loader();
     }

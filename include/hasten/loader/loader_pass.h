@@ -24,7 +24,7 @@
 
 namespace hasten::detail {
 
-struct DealOptions {
+struct DistributorOptions {
   int rank = 0;
   int world_size = 1;
   bool split = false;
@@ -34,7 +34,7 @@ struct DealOptions {
 
 // Makes rounds of batches, one for each rank, from the batches that it reads.
 template <typename Value>
-class BatchDealer {
+class BatchDistributor {
  public:
   using Item = LoaderItem<Value>;
   struct Round {
@@ -42,7 +42,7 @@ class BatchDealer {
     bool last = false; // known only with all_ranks or even
   };
 
-  BatchDealer(std::function<std::optional<Item>()> read, const DealOptions& options)
+  BatchDistributor(std::function<std::optional<Item>()> read, const DistributorOptions& options)
       : read_(std::move(read)), options_(options) {}
 
   static PackedBatch packed(const Value& batch) {
@@ -80,10 +80,10 @@ class BatchDealer {
     return batch && batch_rows(*batch) != 0;
   }
   // Once: the first batch with samples, for ranks that have none in its round.
-  std::optional<Value> lend(const std::vector<Item>& taken) {
-    for (size_t i = 0; !lent_ && i < taken.size(); ++i) {
+  std::optional<Value> take_peer_batch(const std::vector<Item>& taken) {
+    for (size_t i = 0; !peer_batch_taken_ && i < taken.size(); ++i) {
       if (has_rows(taken[i].batch)) {
-        lent_ = true;
+        peer_batch_taken_ = true;
         return taken[i].batch;
       }
     }
@@ -92,13 +92,13 @@ class BatchDealer {
   // Adds what `make` returns for each rank, or for this one.
   template <typename Make>
   void add_parts(Round& round, const std::vector<Item>& taken, const Make& make) {
-    const std::optional<Value> lent = lend(taken);
+    const std::optional<Value> peer_batch = take_peer_batch(taken);
     for (int64_t rank = 0; rank < options_.world_size; ++rank) {
       if (options_.all_ranks || rank == options_.rank) {
         Item& part = round.parts.emplace_back(make(rank));
         part.position = taken.back().position;
         part.checksum = taken.back().checksum;
-        part.lent = has_rows(part.batch) ? std::nullopt : lent;
+        part.peer_batch = has_rows(part.batch) ? std::nullopt : peer_batch;
       }
     }
   }
@@ -114,7 +114,7 @@ class BatchDealer {
       if (!form_ && options_.world_size > 1) {
         form_ = batch_without_rows(*item->batch);
       }
-      if (!keep_all && lent_ && static_cast<int>(taken.size()) != options_.rank) {
+      if (!keep_all && peer_batch_taken_ && static_cast<int>(taken.size()) != options_.rank) {
         item->batch.reset(); // another rank's
       }
       taken.push_back(std::move(*item));
@@ -167,10 +167,10 @@ class BatchDealer {
   }
 
   std::function<std::optional<Item>()> read_;
-  DealOptions options_;
+  DistributorOptions options_;
   std::optional<Item> ahead_{};
   std::optional<Value> form_{}; // a batch without samples
-  bool lent_ = false;
+  bool peer_batch_taken_ = false;
   int64_t rounds_ = 0;
   std::vector<PackedBatch> first_{}; // the first round, if tails are filled
 };
@@ -187,7 +187,7 @@ struct DispatchedRound {
 void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
 
 struct PassOptions {
-  DealOptions deal{};
+  DistributorOptions distributor{};
   bool dispatch = false;
   bool pin = false;
   int64_t prefetch = 0;
@@ -202,13 +202,13 @@ class LoaderPass {
  public:
   using Value = RangeValue<Range>;
   using Item = LoaderItem<Value>;
-  using Round = typename BatchDealer<Value>::Round;
+  using Round = typename BatchDistributor<Value>::Round;
 
   LoaderPass(Range& range, std::shared_ptr<const LoaderLink> link, const PassOptions& options)
       : link_(std::move(link)),
         options_(options),
-        dealer_([this] { return reader_->read(); }, options.deal) {
-    if (options.dispatch && options.deal.rank != 0) {
+        distributor_([this] { return reader_->read(); }, options.distributor) {
+    if (options.dispatch && options.distributor.rank != 0) {
       return; // the range is not touched
     }
     reader_.emplace(range, options.random, options.compare);
@@ -217,7 +217,7 @@ class LoaderPass {
       if (!item) {
         break;
       }
-      if (i == options.own && !options.deal.split && !options.dispatch) {
+      if (i == options.own && !options.distributor.split && !options.dispatch) {
         left_out_ = std::move(item->batch);
       }
     }
@@ -246,7 +246,7 @@ class LoaderPass {
   }
 
   std::optional<Round> make() {
-    std::optional<Round> round = dealer_.next();
+    std::optional<Round> round = distributor_.next();
     if (round && options_.pin) {
       for (Item& part : round->parts) {
         pin(part);
@@ -266,7 +266,7 @@ class LoaderPass {
     }
     std::optional<Item> mine;
     DispatchedRound sent;
-    if (options_.deal.rank == 0) {
+    if (options_.distributor.rank == 0) {
       std::exception_ptr error;
       try {
         mine = pack_round(sent);
@@ -285,7 +285,7 @@ class LoaderPass {
         if constexpr (std::default_initializable<Value>) {
           mine->batch = unpack_batch(std::move(sent.parts.front()), Value());
           if (sent.parts.size() > 1) {
-            mine->lent = unpack_batch(std::move(sent.parts.back()), Value());
+            mine->peer_batch = unpack_batch(std::move(sent.parts.back()), Value());
           }
         }
         if (options_.pin) {
@@ -312,12 +312,13 @@ class LoaderPass {
       if (!part.batch) {
         throw_no_tensor_inside();
       }
-      sent.parts.push_back(BatchDealer<Value>::packed(*part.batch));
+      sent.parts.push_back(BatchDistributor<Value>::packed(*part.batch));
       sent.repeated.push_back(part.repeated);
     }
-    const auto lends = [](const Item& part) { return part.lent.has_value(); };
-    if (const auto part = std::ranges::find_if(round->parts, lends); part != round->parts.end()) {
-      sent.parts.push_back(BatchDealer<Value>::packed(*part->lent));
+    const auto has_peer_batch = [](const Item& part) { return part.peer_batch.has_value(); };
+    if (const auto part = std::ranges::find_if(round->parts, has_peer_batch);
+        part != round->parts.end()) {
+      sent.parts.push_back(BatchDistributor<Value>::packed(*part->peer_batch));
       sent.repeated.push_back(0);
     }
     sent.position = round->parts.front().position;
@@ -327,7 +328,7 @@ class LoaderPass {
   std::shared_ptr<const LoaderLink> link_;
   PassOptions options_;
   std::optional<RangeReader<Range>> reader_{};
-  BatchDealer<Value> dealer_;
+  BatchDistributor<Value> distributor_;
   std::optional<Value> left_out_{};
   bool ended_ = false; // nothing more is sent
   std::optional<Prefetcher<Round>> ahead_{}; // last: its thread uses the others

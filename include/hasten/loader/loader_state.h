@@ -130,7 +130,7 @@ class LoaderLink {
   [[noreturn]] void refuse_no_row(const std::string& range) const;
 };
 [[noreturn]] void throw_no_empty_batch();
-[[noreturn]] void throw_cannot_deal(const char* option);
+[[noreturn]] void throw_cannot_distribute(const char* option);
 void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
 
 } // namespace detail

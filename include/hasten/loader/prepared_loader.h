@@ -143,38 +143,38 @@ class PreparedLoader {
         : link(std::move(l)), range(std::move(r)), state(std::move(s)) {
       detail::check_configuration(state->config, 0);
       position.unit = kSeeks ? "rows" : kShards ? "rank batches" : "batches";
-      deal();
+      distribute();
     }
 
     // Distributes over the current ranks.
-    void deal() {
-      options.deal = {};
+    void distribute() {
+      options.distributor = {};
       state->even = false;
-      dealt_over = link->world_size();
-      options.deal.rank = link->rank();
-      options.deal.world_size = link->world_size();
-      options.dispatch = state->config.dispatch_batches && options.deal.world_size > 1;
+      distributed_over = link->world_size();
+      options.distributor.rank = link->rank();
+      options.distributor.world_size = link->world_size();
+      options.dispatch = state->config.dispatch_batches && options.distributor.world_size > 1;
       options.pin = state->config.non_blocking && !link->device().is_cpu();
       if (options.pin && !side) {
         side.emplace(link->device());
       }
       options.prefetch = state->config.prefetch;
-      options.own = kShards ? 0 : options.deal.rank;
-      options.compare = !kShards && options.deal.world_size > 1 && !options.dispatch &&
+      options.own = kShards ? 0 : options.distributor.rank;
+      options.compare = !kShards && options.distributor.world_size > 1 && !options.dispatch &&
                         state->config.compare_batches;
       if constexpr (kShards) {
         shard();
       }
       state->even = state->even || state->config.even_batches;
-      options.deal.split = options.deal.split || state->config.split_batches;
-      if (options.deal.world_size == 1) {
-        state->even = options.deal.split = false;
+      options.distributor.split = options.distributor.split || state->config.split_batches;
+      if (options.distributor.world_size == 1) {
+        state->even = options.distributor.split = false;
       } else if (options.dispatch || !kShards) {
-        options.deal.even = state->even;
-        options.deal.all_ranks = options.dispatch;
+        options.distributor.even = state->even;
+        options.distributor.all_ranks = options.dispatch;
         return;
       }
-      options.deal = {}; // it distributes its batches itself
+      options.distributor = {}; // it distributes its batches itself
     }
 
     // Configures a range that distributes its batches itself.
@@ -184,14 +184,14 @@ class PreparedLoader {
         range->set_even_batches(config.even_batches);
         range->set_split_batches(config.split_batches);
         state->even = range->even_batches();
-        options.deal.split = range->split_batches();
+        options.distributor.split = range->split_batches();
       } else if (!options.dispatch && (config.even_batches || config.split_batches)) {
-        detail::throw_cannot_deal(config.even_batches ? "even_batches" : "split_batches");
+        detail::throw_cannot_distribute(config.even_batches ? "even_batches" : "split_batches");
       }
       if (options.dispatch) {
         range->shard(0, 1); // rank 0 distributes
       } else {
-        range->shard(options.deal.rank, options.deal.world_size);
+        range->shard(options.distributor.rank, options.distributor.world_size);
       }
     }
 
@@ -201,8 +201,8 @@ class PreparedLoader {
       state->first_read = state->read = state->compared = 0;
       state->range = detail::range_name(typeid(Range), state->index);
       link->begin(*state);
-      if (dealt_over != link->world_size()) {
-        deal(); // ranks were lost
+      if (distributed_over != link->world_size()) {
+        distribute(); // ranks were lost
       }
       if constexpr (kHasEpochs) {
         range->set_epoch(position.epoch);
@@ -219,10 +219,10 @@ class PreparedLoader {
     // Starts after the loaded position and the batches to skip.
     void start_pass() {
       const int64_t batches =
-          std::exchange(skip, 0) * (options.deal.split ? 1 : options.deal.world_size);
+          std::exchange(skip, 0) * (options.distributor.split ? 1 : options.distributor.world_size);
       if constexpr (kSeeks) {
         find_stand_in(position.start + batches);
-        if (!options.dispatch || options.deal.rank == 0) {
+        if (!options.dispatch || options.distributor.rank == 0) {
           range->set_cursor(position.start);
           range->skip_first_batches(batches);
         }
@@ -260,7 +260,7 @@ class PreparedLoader {
           (left_out == 0 && !few_rows())) {
         return;
       }
-      if (!options.dispatch || options.deal.rank == 0) {
+      if (!options.dispatch || options.distributor.rank == 0) {
         range->set_cursor(0);
       }
       detail::PassOptions first = options;
@@ -269,8 +269,8 @@ class PreparedLoader {
         const auto item = detail::LoaderPass<Range>(*range, link, first).next();
         if (item && item->batch && detail::batch_rows(*item->batch) != 0) {
           keep(*item->batch);
-        } else if (item && item->lent) {
-          keep(*item->lent);
+        } else if (item && item->peer_batch) {
+          keep(*item->peer_batch);
         }
       };
       read();
@@ -332,8 +332,8 @@ class PreparedLoader {
         state->read = item->checksum;
         state->first_read = state->first_read == 0 ? item->checksum : state->first_read;
         if (state->training && (!item->batch || detail::batch_rows(*item->batch) == 0)) {
-          if (!before && item->lent) {
-            keep(*item->lent);
+          if (!before && item->peer_batch) {
+            keep(*item->peer_batch);
           }
           if (!before && kShards && !options.dispatch && link->world_size() > 1) {
             link->refuse_no_row(state->range);
@@ -387,7 +387,7 @@ class PreparedLoader {
     std::optional<value_type> current{};
     std::optional<value_type> before{}; // an earlier batch with samples
     bool began = false; // a pass, on all ranks
-    int dealt_over = 1; // ranks
+    int distributed_over = 1; // ranks
     std::optional<Item> next{};
     std::optional<detail::SideStream> side{}; // copies `next` to the device
     std::optional<detail::LoaderPass<Range>> pass{};

@@ -26,7 +26,8 @@ struct LoaderItem {
   int64_t repeated = 0; // samples at its end that occurred before in the epoch
   int64_t position = 0; // position in the range after all batches of the round
   uint64_t checksum = 0; // of everything read up to there; 0: not computed
-  std::optional<Value> lent{}; // another rank's, if this rank had no sample in the first round
+  std::optional<Value>
+      peer_batch{}; // another rank's, if this rank had no sample in the first round
   bool stand_in = false; // an earlier batch, if this rank has no sample
 };
 
