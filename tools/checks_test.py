@@ -190,7 +190,7 @@ class ChecksTest(unittest.TestCase):
     def test_words_tracker(self):
         self.assert_bad("words", {"README.md": "as issue" + " 12 says\n"}, "tracker")
 
-    def test_snippets_stale(self):
+    def test_snippets_differ(self):
         self.assert_bad("snippets", {"examples/loop.cpp": "// [loop]\nwalk();\n// [/loop]\n"}, "differs")
         self.run_check("snippets", "--fix")
         self.assert_good("snippets")

@@ -47,7 +47,7 @@ bool Announcer::announce_models(uint64_t models) {
   return control.wait().finished > 0;
 }
 
-// The values of ranks without more batches are stale.
+// The values of ranks without more batches are out of date.
 void Announcer::sync_buffers(uint64_t models, bool joined, bool here) {
   DdpRanks ranks;
   if (joined) {
@@ -83,7 +83,7 @@ void Announcer::announce_round(size_t model, uint64_t number, int64_t kind) {
                   .number = number,
                   .round = kind,
                   .steps = windows_.shared()->steps});
-  if (control_.wait().stale > 0) {
+  if (control_.wait().out_of_date > 0) {
     share_state(); // of a window before the scope became local
   }
 }
@@ -91,7 +91,7 @@ void Announcer::announce_round(size_t model, uint64_t number, int64_t kind) {
 bool Announcer::announce_save() {
   control_.start({});
   const WindowTotals totals = control_.wait();
-  if (totals.stale > 0) {
+  if (totals.out_of_date > 0) {
     share_state();
   }
   return totals.finished > 0;

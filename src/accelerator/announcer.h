@@ -14,7 +14,7 @@ class Announcer {
  public:
   Announcer(RunContext& run, ModelSet& models, WindowSet& windows);
 
-  /// Called when a rank's state is stale: see Note [Stale ranks]. Collective.
+  /// Called when a rank's state is out of date: see Note [Ranks out of date]. Collective.
   std::function<void()> share_state{};
 
   /// Makes buffers of these models equal, if they have some that the policy covers.
@@ -29,7 +29,7 @@ class Announcer {
   /// Returns whether a rank's batches have ended.
   bool announce_save();
   /// The buffers themselves. `joined`: a rank's batches have ended; `here`: not this
-  /// one's. The buffers of ranks whose batches have ended are stale.
+  /// one's. The buffers of ranks whose batches have ended are out of date.
   void sync_buffers(uint64_t models, bool joined, bool here);
 
   /// The control vector of all ranks, and that of the ranks whom windows of these models

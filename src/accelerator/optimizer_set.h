@@ -58,7 +58,7 @@ class OptimizerSet : private WindowParts {
   /// Optimizers of the model, as each rank has them inside a LocalSGD scope.
   void collect_local(size_t model, StateParts& parts) const;
   void plan_local(size_t model, StateLoad& load);
-  /// The state that stale ranks get; see Note [Stale ranks].
+  /// The state that ranks out of date get; see Note [Ranks out of date].
   void collect_trained(NamedTensors& tensors, nlohmann::json& values) const;
   void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
 

@@ -190,8 +190,8 @@ void TrainingState::write(const std::filesystem::path* folder, const SaveStateOp
 
 // Note [Saving while peers have run out]
 // A rank whose batches have ended waits at the end of its loader for the others. A control vector
-// without models announces that a state is to be saved. Stale ranks get the others' state; then all
-// take part.
+// without models announces that a state is to be saved. Ranks out of date get the others' state;
+// then all take part.
 void TrainingState::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
   const bool joined = loaders_.in_pass() && !run_.alone() && announcer_.announce_save();
   announcer_.sync_buffers(~uint64_t{0}, joined, true);

@@ -107,7 +107,7 @@ void UnevenInputs::serve_peers(const LoaderState* loader, bool joins, bool& surv
   mine.range = loader != nullptr ? loader->range : "";
   WindowTotals totals;
   for (;;) {
-    mine.stale = stale_ ? 1 : 0;
+    mine.out_of_date = out_of_date_ ? 1 : 0;
     announcer_.control().start(mine);
     totals = announcer_.control().wait();
     if (totals.finished == run_.communicator()->world_size()) {
@@ -115,7 +115,7 @@ void UnevenInputs::serve_peers(const LoaderState* loader, bool joins, bool& surv
     }
     const bool is_window = totals.round == 0 && !totals.buffers && totals.models != 0;
     survivable = totals.round != 0; // those with batches do not survive the others either
-    if (totals.stale > 0 && !is_window && !totals.buffers) {
+    if (totals.out_of_date > 0 && !is_window && !totals.buffers) {
       share_state();
     }
     if (totals.round != 0) {
@@ -123,14 +123,14 @@ void UnevenInputs::serve_peers(const LoaderState* loader, bool joins, bool& surv
     } else if (totals.buffers) {
       announcer_.sync_buffers(totals.models, true, false);
     } else if (is_window) {
-      stale_ = true;
+      out_of_date_ = true;
       windows_.join(totals);
     } else {
       save_with_peers();
     }
     survivable = true;
   }
-  if (totals.stale > 0) {
+  if (totals.out_of_date > 0) {
     share_state();
   }
   if (local_.scope() != nullptr) {
@@ -149,10 +149,10 @@ void UnevenInputs::end_run() {
   }
 }
 
-// Note [Stale ranks]
+// Note [Ranks out of date]
 // A rank that joins windows adds zeros to them and makes none of the steps that follow, because
 // these happen in user code that it does not run. When all ranks have ended, before a
-// synchronisation of LocalSGD, and before a state is saved, a rank that is not stale sends its
+// synchronisation of LocalSGD, and before a state is saved, a rank that is up to date sends its
 // models, gradients, optimizers, schedulers' step counts and loss scale. Local and sharded models
 // are not sent, because they differ between ranks.
 void UnevenInputs::share_state() {
@@ -160,7 +160,7 @@ void UnevenInputs::share_state() {
     model.parallel->apply_pending_factor();
   }
   NamedTensors tensors;
-  const nlohmann::json mine = stale_ ? nlohmann::json() : collect_trained(tensors);
+  const nlohmann::json mine = out_of_date_ ? nlohmann::json() : collect_trained(tensors);
   const auto ranks = run_.communicator()->all_gather_object(mine, "state of ranks that trained on");
   const auto source =
       std::ranges::find_if(ranks, [](const nlohmann::json& rank) { return !rank.is_null(); });
@@ -178,7 +178,7 @@ void UnevenInputs::share_state() {
     }
     received[name] = wire;
   }
-  if (std::exchange(stale_, false)) {
+  if (std::exchange(out_of_date_, false)) {
     take_trained(received, *source);
   }
 }

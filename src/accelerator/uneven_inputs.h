@@ -1,5 +1,5 @@
 // What happens when a rank's batches end: all ranks end together, or the rank takes part in the
-// others' windows (Note [Stale ranks]).
+// others' windows (Note [Ranks out of date]).
 #pragma once
 
 #include <functional>
@@ -35,10 +35,11 @@ class UnevenInputs : private TrainingParts {
   void end_ranges(const LoaderState* loader, bool joins);
   /// The run ends. Collective.
   void end_run();
-  /// Sends the state of a rank that trained to the end to the stale ranks. Collective, blocking.
+  /// Sends the state of a rank that trained to the end to the ranks that are out of date.
+  /// Collective, blocking.
   void share_state();
   /// After a state was loaded.
-  void reset() { stale_ = false; }
+  void reset() { out_of_date_ = false; }
 
  private:
   void take_part(const LoaderState* loader, bool joins);
@@ -48,7 +49,7 @@ class UnevenInputs : private TrainingParts {
   void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
   void take_model(size_t index, const NamedTensors& tensors, const nlohmann::json& values);
 
-  bool stale_ = false; // this rank joined windows since it was equal to the others
+  bool out_of_date_ = false; // this rank joined windows since it was equal to the others
 };
 
 } // namespace hasten::detail

@@ -536,8 +536,8 @@ void GradientWindow::settle(const WindowTotals& totals) {
 
 // Note [Joining]
 // A rank in join_uneven_inputs() takes part in every collective with zeros. It does not run the
-// others' steps on a window's gradients, so its parameters are stale until all have ended (Note
-// [Stale ranks]).
+// others' steps on a window's gradients, so its parameters are out of date until all have ended
+// (Note [Ranks out of date]).
 void GradientWindow::join(const WindowTotals& totals) {
   if (begun_ && !complete_) {
     throw InputError("accumulation::join",

@@ -23,7 +23,7 @@ enum WindowField {
   kWindowFinished,
   kWindowLeft, // finished ranks that do not join
   kWindowLeftBits, // 2^rank of each of them
-  kWindowStale,
+  kWindowOutOfDate,
   kWindowIdle,
   kWindowExtra,
   kWindowBuffers,
@@ -127,7 +127,7 @@ void WindowControl::start(const WindowTotals& mine) {
     host[kWindowLeft] = mine.joins ? 0 : 1;
     host[kWindowLeftBits] =
         mine.joins || communicator_->rank() >= kNamedRanks ? 0 : std::exp2(communicator_->rank());
-    host[kWindowStale] = mine.stale;
+    host[kWindowOutOfDate] = mine.out_of_date;
     host[kWindowDataKnown] = mine.data != 0 ? 1 : 0;
     host[kWindowData] = data;
     host[kWindowDataSquared] = data * data;
@@ -146,7 +146,7 @@ WindowTotals WindowControl::wait() {
   totals.loss = sum[kWindowLoss];
   totals.non_finite = sum[kWindowNonFinite];
   totals.finished = static_cast<int>(std::lround(sum[kWindowFinished]));
-  totals.stale = static_cast<int>(std::lround(sum[kWindowStale]));
+  totals.out_of_date = static_cast<int>(std::lround(sum[kWindowOutOfDate]));
   const double active = communicator_->world_size() - totals.finished;
   if (active > 0 && sum[kWindowLeft] > 0) {
     throw_left(static_cast<uint64_t>(sum[kWindowLeftBits]), std::lround(sum[kWindowLeft]),

@@ -69,7 +69,7 @@ TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
 }
 
 // Ranks 1, 2, ... have one more window than rank 0. Rank 0 waits at the end of its data, and its
-// buffers are stale.
+// buffers are out of date.
 TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
   NotedRun run(BroadcastBuffers::on, 1);
   const int64_t turns = run.rank == 0 && run.world > 1 ? 1 : 2;

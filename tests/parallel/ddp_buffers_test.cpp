@@ -65,7 +65,7 @@ TEST(DdpBuffers, AreRankZerosAfterEverySum) {
   rig.expect(1, 10);
 }
 
-// Rank 0 ran out of batches, so its buffers are stale.
+// Rank 0 ran out of batches, so its buffers are out of date.
 TEST(DdpBuffers, AreThoseOfTheFirstRankWithABatch) {
   BufferRig rig(BroadcastBuffers::on);
   if (rig.world > 1) {

@@ -31,7 +31,7 @@ struct WindowTotals {
   /// finished, too.
   bool joins = false;
   /// Number of finished ranks that took part in a window since; input: 1 for such a rank.
-  int stale = 0;
+  int out_of_date = 0;
   /// A hash on which finished ranks must agree: the data that ended, and the step at which it
   /// ended. Below 2^16; 0 agrees with all.
   uint64_t data = 0;
