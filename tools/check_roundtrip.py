@@ -64,7 +64,7 @@ def compare_words(model_folder, texts, program):
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    # Byte-level BPE needs add_prefix_space=True for words. Not every class of transformers heeds it.
+    # Byte-level BPE needs add_prefix_space=True for words. Not every class of transformers uses it.
     space = " " if "ByteLevel" in json.dumps(json.loads((model_folder / "tokenizer.json").read_text())["pre_tokenizer"]) else ""
     model = AutoModelForTokenClassification.from_pretrained(model_folder).eval()
     predictions = predict(program, model_folder, [{"tokens": words_of(text)} for text in texts])

@@ -261,9 +261,9 @@ at::Tensor Collect::split_between_processes(const at::Tensor& rows, bool apply_p
 }
 
 void Collect::take_turns(bool first, const char* name, const std::function<void()>& body) {
-  for (const bool turn : {true, false}) {
+  for (const bool runs_first : {true, false}) {
     detail::on_every_rank(*communicator(), std::string("accelerator::") + name, [&] {
-      if (first == turn) {
+      if (first == runs_first) {
         body();
       }
       return nullptr;

@@ -372,7 +372,7 @@ static std::shared_ptr<const ActivationPlan> quicker_of(
     const std::shared_ptr<const ActivationPlan>& rule) {
   constexpr double kClose = 1.05;
   constexpr double kTie = 1.02; // variation of equal steps
-  constexpr int kTurns = 2;
+  constexpr int kRepetitions = 2;
   if (rule->predicted_seconds > kClose * best->predicted_seconds ||
       rule->predicted_peak_bytes > bytes + bytes / 4) {
     return best;
@@ -382,7 +382,7 @@ static std::shared_ptr<const ActivationPlan> quicker_of(
     return best;
   }
   double seconds[2] = {kNever, kNever};
-  for (int turn = 0; turn < kTurns; ++turn) {
+  for (int repetition = 0; repetition < kRepetitions; ++repetition) {
     for (const int i : {0, 1}) {
       gradient_checkpointing_enable(model, {.plan = i == 0 ? best : seen});
       seconds[i] = std::min(seconds[i], observe_step(model, loss).seconds);

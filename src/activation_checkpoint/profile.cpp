@@ -205,9 +205,9 @@ static BlockRun run_block_once(const RegionForward& run, const std::vector<at::T
   return result;
 }
 
-// The shortest of the turns counts. Fast blocks get more turns.
-constexpr int kLeastTurns = 3;
-constexpr int kMostTurns = 12;
+// The shortest of the repetitions counts. Fast blocks are repeated more often.
+constexpr int kMinRepetitions = 3;
+constexpr int kMaxRepetitions = 12;
 constexpr double kSeconds = 0.05;
 
 static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
@@ -228,8 +228,7 @@ static BlockProfile measure_block(const std::vector<at::Tensor>& inputs,
   {
     run_block_once(dropping, inputs, device); // warm-up of memory and caches
     const Probe all(device);
-    for (int turn = 0; turn < kLeastTurns || (turn < kMostTurns && all.seconds() < kSeconds);
-         ++turn) {
+    for (int i = 0; i < kMinRepetitions || (i < kMaxRepetitions && all.seconds() < kSeconds); ++i) {
       plain.least(run_block_once(forward, inputs, device));
       dropped.least(run_block_once(dropping, inputs, device));
       ops.least(run_block_once(keeping, inputs, device));

@@ -174,7 +174,7 @@ std::string_view StoreReader::text() {
 bool StoreChannel::receive() {
   in_.erase(0, std::exchange(taken_, 0));
   char block[65536];
-  for (int i = 0; i < 16; ++i) { // then the other connections have their turn
+  for (int i = 0; i < 16; ++i) { // then the other connections are read
     const ssize_t got = ::recv(fd(), block, sizeof block, MSG_DONTWAIT);
     if (got > 0) {
       in_.append(block, static_cast<size_t>(got));

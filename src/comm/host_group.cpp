@@ -133,7 +133,7 @@ c10::intrusive_ptr<SharedBackend> HostGroup::shared() const {
 
 void HostGroup::close() noexcept {
   if (const auto backend = shared()) {
-    backend->hurry(); // operations for which nobody waits
+    backend->progress_in_thread(); // operations for which nobody waits
   }
   core_->close(true);
 }

@@ -328,7 +328,7 @@ c10::intrusive_ptr<c10::ivalue::Future> SharedWork::getFuture() {
       future->markCompleted(c10::IValue(outputs));
     }
   });
-  ranks_->queue.hurry(); // its callbacks come without anybody who waits
+  ranks_->queue.progress_in_thread(); // its callbacks come without anybody who waits
   return future;
 }
 

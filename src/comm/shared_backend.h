@@ -48,7 +48,7 @@ class SharedBackend final : public c10d::Backend {
   /// What ranks compare and errors name in the next operation; without it a text of its tensors.
   void name_next(std::string text) { next_text_ = std::move(text); }
   /// Operations that have started end even if nobody waits.
-  void hurry() { ranks_->queue.hurry(); }
+  void progress_in_thread() { ranks_->queue.progress_in_thread(); }
   /// Replaces [rank] this rank's bytes by those of all.
   C10dWork exchange(std::shared_ptr<std::vector<std::string>> values);
 

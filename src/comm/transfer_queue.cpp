@@ -48,8 +48,8 @@ void TransferQueue::stop() noexcept {
     return;
   }
   wanted_.notify_all();
-  changed_.wait(lock, [&] { return !turn_; });
-  turn_ = true; // for good: nobody moves anything any more
+  changed_.wait(lock, [&] { return !driven_; });
+  driven_ = true; // for good: nobody moves anything any more
   lock.unlock();
   if (thread_.joinable()) {
     thread_.join();
@@ -66,15 +66,15 @@ void TransferQueue::start(std::shared_ptr<Item> item) {
       throw std::runtime_error("the group is closed");
     }
     new_.push_back(std::move(item));
-    if (turn_) {
-      return; // who has it will find the transfer
+    if (driven_) {
+      return; // the thread that drives will find the transfer
     }
-    turn_ = true;
+    driven_ = true;
   }
   if (small) {
     progress(false);
   }
-  leave_turn();
+  stop_driving();
 }
 
 void TransferQueue::drive(const Item& item, milliseconds limit) {
@@ -85,18 +85,18 @@ void TransferQueue::drive(const Item& item, milliseconds limit) {
   std::unique_lock<std::mutex> lock(mutex_);
   ++waiters_;
   while (!item.has_ended()) {
-    if (turn_) {
+    if (driven_) {
       if (limit.count() == 0 ||
-          !changed_.wait_until(lock, until, [&] { return item.has_ended() || !turn_; })) {
+          !changed_.wait_until(lock, until, [&] { return item.has_ended() || !driven_; })) {
         break;
       }
       continue;
     }
-    turn_ = true;
+    driven_ = true;
     lock.unlock();
     progress(limit.count() > 0);
     const Rounds::Blocked blocked = blocked_;
-    leave_turn();
+    stop_driving();
     if (item.has_ended() || time_left().count() <= 0) {
       lock.lock();
       break;
@@ -109,9 +109,9 @@ void TransferQueue::drive(const Item& item, milliseconds limit) {
   }
 }
 
-void TransferQueue::hurry() {
+void TransferQueue::progress_in_thread() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  hurried_ = true;
+  progress_in_thread_ = true;
   wanted_.notify_one();
 }
 
@@ -127,21 +127,23 @@ bool TransferQueue::peers_wait() const {
   return unread > Rounds::kRing - Rounds::kMaximum; // a gap before the ring's end
 }
 
-bool TransferQueue::needs_thread() const { return unfinished_ || hurried_ || !new_.empty(); }
+bool TransferQueue::needs_thread() const {
+  return unfinished_ || progress_in_thread_ || !new_.empty();
+}
 
 void TransferQueue::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
-    wanted_.wait(lock, [&] { return stopping_ || (needs_thread() && !turn_ && waiters_ == 0); });
+    wanted_.wait(lock, [&] { return stopping_ || (needs_thread() && !driven_ && waiters_ == 0); });
     if (stopping_) {
       return;
     }
-    turn_ = true;
+    driven_ = true;
     lock.unlock();
     progress(true);
     const Rounds::Blocked blocked = blocked_;
     const bool empty = queue_.empty();
-    leave_turn();
+    stop_driving();
     if (!empty) {
       rounds_.sleep(blocked, 0, kSleep);
     }
@@ -149,7 +151,7 @@ void TransferQueue::run() {
   }
 }
 
-void TransferQueue::leave_turn() {
+void TransferQueue::stop_driving() {
   std::unique_lock<std::mutex> lock(mutex_);
   // Small transfers that came meanwhile are published now.
   while (!new_.empty() && new_.front()->transfer.is_small()) {
@@ -157,8 +159,8 @@ void TransferQueue::leave_turn() {
     progress(false);
     lock.lock();
   }
-  turn_ = false;
-  hurried_ = hurried_ && !(queue_.empty() && new_.empty());
+  driven_ = false;
+  progress_in_thread_ = progress_in_thread_ && !(queue_.empty() && new_.empty());
   unfinished_ = peers_wait();
   if (waiters_ > 0 || stopping_) {
     changed_.notify_all();

@@ -3,9 +3,10 @@
 //
 // A small transfer is published when it starts. While there is room for what the peers publish, none
 // of them depends on this rank from then on, and the transfer ends when somebody looks: wait(), the
-// next start, or the thread, if anything needs it to go on by itself (hurry). So a thread that starts
-// a small transfer and waits for it does everything itself. The queue's thread moves larger ones, and
-// small ones for which there was no room.
+// next start, or the thread, if it must end without them (progress_in_thread). So a thread that
+// starts a small transfer and waits for it does everything itself. The queue's thread moves larger
+// ones, and small ones for which there was no room.
+// One thread at a time drives: it moves the transfers on.
 #pragma once
 
 #include <atomic>
@@ -72,13 +73,13 @@ class TransferQueue {
   /// Moves transfers on in this thread until `item` has ended or `limit` has passed.
   void drive(const Item& item, std::chrono::milliseconds limit);
   /// From now on the transfers that have started end without anybody who waits.
-  void hurry();
+  void progress_in_thread();
   /// Ends the thread, and every transfer that has not ended or starts later with an exception.
   void stop() noexcept;
 
  private:
   void run();
-  // The functions of the thread that has the turn.
+  // The functions of the thread that drives.
   /// Takes the new transfers and moves on what can be without waiting; with `all`, also transfers
   /// that are not small.
   void progress(bool all);
@@ -89,14 +90,14 @@ class TransferQueue {
   Transfer::Payloads payloads(uint32_t round) const;
   void require_equal(const Item& item) const;
   void end_first();
-  void leave_turn();
+  void stop_driving();
   /// Whether a peer may wait for what this rank does next.
   bool peers_wait() const;
   // With the mutex.
   bool needs_thread() const;
 
   const std::vector<int> names_;
-  SharedPlaces& places_; // of the thread that has the turn
+  SharedPlaces& places_; // of the thread that drives
   Rounds rounds_;
   const int spins_;
 
@@ -104,13 +105,13 @@ class TransferQueue {
   std::condition_variable changed_; // for those who wait
   std::condition_variable wanted_; // for the thread
   std::deque<std::shared_ptr<Item>> new_;
-  bool turn_ = false; // whether a thread has it
-  bool unfinished_ = false; // when the turn was left: queue_ needs the thread
-  bool hurried_ = false;
+  bool driven_ = false; // whether a thread moves transfers on
+  bool unfinished_ = false; // when a thread stopped driving: queue_ needs the queue's thread
+  bool progress_in_thread_ = false;
   int waiters_ = 0;
   bool stopping_ = false;
 
-  // Of the thread that has the turn.
+  // Of the thread that drives.
   std::deque<std::shared_ptr<Item>> queue_;
   Rounds::Blocked blocked_{};
   std::exception_ptr error_; // for all transfers from now on

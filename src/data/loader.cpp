@@ -110,9 +110,9 @@ EpochOrder epoch_order(const Dataset& dataset, const LoaderOptions& options, uin
 // Rank of place `i` in a global batch. The direction alternates (0 1 1 0) if samples are sorted by
 // length; otherwise rank 0 would get the longer sample every time.
 int rank_of_place(int64_t i, int world_size, bool sorted) {
-  const int turn = static_cast<int>(i % world_size);
+  const int rank = static_cast<int>(i % world_size);
   const bool backwards = sorted && (i / world_size) % 2 == 1;
-  return backwards ? world_size - 1 - turn : turn;
+  return backwards ? world_size - 1 - rank : rank;
 }
 
 int64_t global_batch_rows(const LoaderOptions& options, int world_size) {

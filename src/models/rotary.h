@@ -26,7 +26,7 @@ struct RotaryOptions {
   at::Tensor frequencies(int64_t width, const at::Device& device) const;
 };
 
-/// Cosines and sines of the angles by which `positions` [T] or [B, T] turn queries and keys:
+/// Cosines and sines of the angles by which `positions` [T] or [B, T] rotate queries and keys:
 /// [T, 1, width / 2] or [B, T, 1, width / 2], in the dtype of `hidden`.
 struct RotaryTable {
   RotaryTable(const RotaryOptions& options, const at::Tensor& positions, int64_t width,

@@ -131,9 +131,9 @@ class TokenMaker {
 
   TokenMaker(const TextFiles& train_files, const TextFiles& eval_files,
              const TokenizedClassificationOptions& options,
-             std::function<void(int64_t, int64_t)> tell)
+             std::function<void(int64_t, int64_t)> report_progress)
       : options_(options),
-        tell_(std::move(tell)),
+        report_progress_(std::move(report_progress)),
         total_(train_files.bytes() + eval_files.bytes()),
         selection_(select_text_rows(train_files, eval_files, options.texts)),
         tokenizer_(options.tokenizer ? *options.tokenizer : learned_tokenizer()),
@@ -230,12 +230,12 @@ class TokenMaker {
       chunk.bytes += reader.text().size() + reader.text_pair().size();
       if (chunk.places.size() == kChunkRows || chunk.bytes >= kChunkBytes) {
         take(chunk, sink);
-        tell_(before + reader.bytes_read(), total_);
+        report_progress_(before + reader.bytes_read(), total_);
         throw_if_interrupted();
       }
     }
     take(chunk, sink);
-    tell_(before + reader.bytes_read(), total_);
+    report_progress_(before + reader.bytes_read(), total_);
   }
 
   void take(Chunk& chunk, const Sink& sink) {
@@ -357,7 +357,7 @@ class TokenMaker {
   }
 
   const TokenizedClassificationOptions& options_;
-  std::function<void(int64_t, int64_t)> tell_;
+  std::function<void(int64_t, int64_t)> report_progress_;
   int64_t total_;
   TextSelection selection_;
   Tokenizer tokenizer_;
@@ -436,17 +436,17 @@ class TokenCache {
       return in_memory(folder.string() + ": " + error.message());
     }
     TokenLock lock(folder / (key_ + ".lock"));
-    const auto turn = lock.acquire([&](int64_t done, int64_t total) {
+    const auto outcome = lock.acquire([&](int64_t done, int64_t total) {
       report({.waiting = true, .done = done, .total = total}, nullptr);
     });
-    if (turn == TokenLock::Turn::none) {
+    if (outcome == TokenLock::Outcome::none) {
       return in_memory(folder.string() + ": " + lock.problem());
     }
     std::string after;
     if (auto found = open(after)) { // another process has made it since
       return std::move(*found);
     }
-    if (turn == TokenLock::Turn::done) {
+    if (outcome == TokenLock::Outcome::done) {
       return in_memory(path_.string() + ": the process that should have written it failed");
     }
     return make(lock, problem);
@@ -528,7 +528,7 @@ class TokenCache {
     }
     last_report_ = now;
     if (lock != nullptr) {
-      lock->tell(progress.done, progress.total);
+      lock->report_progress(progress.done, progress.total);
     }
     if (options_.progress) {
       options_.progress(progress);

@@ -25,7 +25,7 @@ namespace hasten::detail {
 // finished. A process that waited and finds the file gone knows that the work is done or has failed.
 class TokenLock {
  public:
-  enum class Turn {
+  enum class Outcome {
     mine, // this process makes the file
     done, // another process held the lock and has finished
     none, // locking is not possible here
@@ -40,14 +40,14 @@ class TokenLock {
     }
   }
 
-  // Blocks until the turn is decided, without a time limit. While another process holds the lock,
-  // calls `waiting` every 50 ms with that process's last tell(). Throws Interrupted.
-  Turn acquire(const std::function<void(int64_t done, int64_t total)>& waiting) {
+  // Blocks until the outcome is known, without a time limit. While another process holds the lock,
+  // calls `waiting` every 50 ms with that process's last report_progress(). Throws Interrupted.
+  Outcome acquire(const std::function<void(int64_t done, int64_t total)>& waiting) {
     for (bool waited = false;;) {
       file_ = FileDescriptor(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
       if (file_.get() < 0) {
         problem_ = std::strerror(errno);
-        return Turn::none;
+        return Outcome::none;
       }
       while (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
         if (errno == EWOULDBLOCK) {
@@ -61,17 +61,17 @@ class TokenLock {
           throw_if_interrupted();
         } else if (errno != EINTR) { // this file system has no locks
           problem_ = std::strerror(errno);
-          return Turn::none;
+          return Outcome::none;
         }
       }
       struct stat status {};
       if (::fstat(file_.get(), &status) == 0 && status.st_nlink > 0) {
         held_ = true;
-        return Turn::mine;
+        return Outcome::mine;
       }
       file_.close();
       if (waited) {
-        return Turn::done;
+        return Outcome::done;
       }
       // The holder removed the file between open and lock: try again.
     }
@@ -80,7 +80,7 @@ class TokenLock {
   const std::string& problem() const { return problem_; }
 
   // Progress for the waiting processes. Never throws.
-  void tell(int64_t done, int64_t total) {
+  void report_progress(int64_t done, int64_t total) {
     const std::array<int64_t, 2> progress{done, total};
     // If the disk is full, the waiting processes only miss a progress report.
     [[maybe_unused]] const ssize_t written =

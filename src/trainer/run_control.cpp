@@ -81,7 +81,7 @@ void RunControl::ask(uint32_t bits, bool common) {
   }
 }
 
-void RunControl::heed_signals() {
+void RunControl::check_signals() {
   throw_if_interrupted(); // not for SIGTERM if the run can save
   if (interrupt_signal() == SIGTERM && !parts_.arguments.output_dir.empty() &&
       !std::exchange(asked_to_terminate_, true)) {

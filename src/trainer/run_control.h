@@ -42,7 +42,7 @@ class RunControl {
   }
   void take_controls(bool common);
   /// Throws at SIGINT; asks the other ranks to terminate at SIGTERM.
-  void heed_signals();
+  void check_signals();
   /// What the ranks asked for with a window that all of them were in.
   void hear(uint32_t bits);
   /// With Local SGD, what ranks asked for since the last synchronisation. Collective.

@@ -61,7 +61,7 @@ TrainStep::TrainStep(TrainerParts& parts, const TrainingPlan& plan, RunControl& 
 bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   // A remembered Ctrl-C stops this rank here and, by the failure it posts, the
   // others in their next collective.
-  control_.heed_signals();
+  control_.check_signals();
   if (!std::exchange(window_open_, true)) {
     control_.notify([&](TrainerCallback& c) { c.on_step_begin(before); }, false);
   }

@@ -409,11 +409,11 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
   }
 }
 
-TEST(TransferQueue, AHurriedTransferEndsWithoutAnybodyWhoWaits) {
+TEST(TransferQueue, ATransferThatProgressesInTheThreadEndsWithoutAnybodyWhoWaits) {
   as_ranks(2, [](int rank, TransferQueue& queue, SharedPlaces&) {
     Operation operation(Kind::all_reduce, 10, 0, rank, 2);
     queue.start(operation.item);
-    queue.hurry();
+    queue.progress_in_thread();
     for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
       std::this_thread::sleep_for(milliseconds(1));
     }
