@@ -163,30 +163,30 @@ void OpenBatch::pop_sync(uint64_t id) noexcept {
 }
 
 // Bit i: model i is under no_sync(). The innermost scope of a model decides.
-uint64_t OpenBatch::quiet_models() const {
-  uint64_t quiet = 0;
+uint64_t OpenBatch::unsynced_models() const {
+  uint64_t unsynced = 0;
   for (const SyncScope& scope : sync_scopes_) {
-    quiet = scope.sync ? quiet & ~scope.models : quiet | scope.models;
+    unsynced = scope.sync ? unsynced & ~scope.models : unsynced | scope.models;
   }
-  return quiet;
+  return unsynced;
 }
 
 bool OpenBatch::reduces(uint64_t models) const {
-  const uint64_t quiet = quiet_models() & models;
-  if (quiet != 0 && quiet != models) {
+  const uint64_t unsynced = unsynced_models() & models;
+  if (unsynced != 0 && unsynced != models) {
     throw InputError("accelerator::backward",
                      "the loss depends on models under no_sync() and on others",
                      "the same for all models of a loss", "pass all of them to no_sync(), or none");
   }
-  return quiet == 0;
+  return unsynced == 0;
 }
 
 bool OpenBatch::sync_gradients() const {
-  const uint64_t quiet = quiet_models();
+  const uint64_t unsynced = unsynced_models();
   if (window_ != nullptr) {
-    return window_->is_last() && (quiet & window_->models_mask()) == 0;
+    return window_->is_last() && (unsynced & window_->models_mask()) == 0;
   }
-  return last_batch_completed_ && quiet == 0;
+  return last_batch_completed_ && unsynced == 0;
 }
 
 void OpenBatch::check_parameters() {

@@ -59,7 +59,7 @@ class OpenBatch : private WindowParts {
   /// A batch of `loader`, or null.
   WindowBatch begin(uint64_t models, const LoaderState* loader, std::optional<double> weight);
   void refuse_sharded_outside(const std::vector<size_t>& models) const;
-  uint64_t quiet_models() const;
+  uint64_t unsynced_models() const;
   bool reduces(uint64_t models) const;
 
   LoaderSet& loaders_;

@@ -255,7 +255,7 @@ void OptimizerSet::complete_at_end(const LoaderState* loader) {
     const std::vector<Done> done = std::exchange(done_, {});
     std::vector<size_t> zeroed; // before this window, and so after it
     for (const size_t i : models_.in(last->models_mask())) {
-      if (!models_[i].parallel->has_aside()) {
+      if (!models_[i].parallel->has_earlier_gradients()) {
         zeroed.push_back(i);
       }
     }

@@ -67,16 +67,16 @@ class TorchSchedulerState final : public Stateful {
       : scheduler_(std::move(scheduler)) {}
 
   void save_state(NamedTensors&, nlohmann::json& values) const override {
-    values["step_count"] = Door::count(*scheduler_);
+    values["step_count"] = ProtectedAccess::count(*scheduler_);
   }
   void load_state(const NamedTensors&, const nlohmann::json& values) override {
-    Door::count(*scheduler_) = values.at("step_count").get<unsigned>();
+    ProtectedAccess::count(*scheduler_) = values.at("step_count").get<unsigned>();
   }
 
  private:
-  struct Door : torch::optim::LRScheduler {
+  struct ProtectedAccess : torch::optim::LRScheduler {
     static unsigned& count(torch::optim::LRScheduler& scheduler) {
-      return scheduler.*(&Door::step_count_);
+      return scheduler.*(&ProtectedAccess::step_count_);
     }
   };
   std::shared_ptr<torch::optim::LRScheduler> scheduler_;

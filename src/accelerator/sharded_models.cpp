@@ -48,7 +48,7 @@ class ShardedModel final : public DataParallel {
   double pending_factor() const override { return 1; }
   void set_pending_factor(double /*factor*/) override {}
   void apply_pending_factor() override {}
-  bool has_aside() const override { return false; }
+  bool has_earlier_gradients() const override { return false; }
   bool has_foreign_gradients() override { return false; } // an error at once
   bool sharded() const override { return true; }
   void reduce_norms(std::vector<double>& norms, double norm_type) const override {
@@ -70,7 +70,9 @@ class ShardedModel final : public DataParallel {
     return sharded_.evens_out_buffers(any_dtype);
   }
   void set_local(bool local) override { sharded_.set_local(local); }
-  at::Tensor give_place(const at::Tensor& p) override { return sharded_.give_place(p); }
+  at::Tensor reserve_gradient_place(const at::Tensor& p) override {
+    return sharded_.reserve_gradient_place(p);
+  }
   FlatGradients& gradients() override { return gradients_; }
   const FlatGradients& gradients() const override { return gradients_; }
   const std::shared_ptr<torch::nn::Module>& module() const override { return sharded_.module(); }

@@ -70,7 +70,7 @@ void UnevenInputs::take_part(const LoaderState* loader, bool joins) {
   for (;;) {
     bool survivable = true;
     try {
-      serve_peers(loader, joins, survivable);
+      join_until_all_finished(loader, joins, survivable);
       return;
     } catch (const CommunicationError&) {
       if (!survivable || local_.scope() == nullptr || !local_.scope()->recover()) {
@@ -94,7 +94,8 @@ void UnevenInputs::end_with_replica(const LoaderState* loader) {
 }
 
 // Says "finished" until every rank does.
-void UnevenInputs::serve_peers(const LoaderState* loader, bool joins, bool& survivable) {
+void UnevenInputs::join_until_all_finished(const LoaderState* loader, bool joins,
+                                           bool& survivable) {
   WindowTotals mine{.finished = 1, .joins = joins};
   // A rank that joins may still take part in steps. Inside a LocalSGD scope steps are each rank's
   // own.
@@ -145,7 +146,7 @@ void UnevenInputs::end_run() {
   if (!run_.alone()) { // only here is a last step outside the loops compared
     LoaderState end_of_run;
     bool survivable = false;
-    serve_peers(&end_of_run, false, survivable);
+    join_until_all_finished(&end_of_run, false, survivable);
   }
 }
 
@@ -191,7 +192,7 @@ nlohmann::json UnevenInputs::collect_trained(NamedTensors& tensors) const {
   values["complete"] = batch_.completed();
   values["loss_scale"] = precision_.save();
   for (size_t i = 0; i < models_.size(); ++i) {
-    values["models"].push_back(windows_.save_standing(i));
+    values["models"].push_back(windows_.save_model_window(i));
     values["models"].back()["non_finite"] = checks_.non_finite(i);
     if (windows_.is_local(i) || models_[i].sharded) {
       continue;
@@ -251,7 +252,7 @@ void UnevenInputs::take_model(size_t index, const NamedTensors& tensors,
     at::Tensor(gradients.view(slot)).copy_(found->second);
     gradients.mark_written();
   }
-  windows_.load_standing(index, values);
+  windows_.load_model_window(index, values);
   checks_.set_non_finite(index, values.at("non_finite").get<bool>());
 }
 

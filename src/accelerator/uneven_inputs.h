@@ -43,7 +43,7 @@ class UnevenInputs : private TrainingParts {
 
  private:
   void take_part(const LoaderState* loader, bool joins);
-  void serve_peers(const LoaderState* loader, bool joins, bool& survivable);
+  void join_until_all_finished(const LoaderState* loader, bool joins, bool& survivable);
   void end_with_replica(const LoaderState* loader);
   nlohmann::json collect_trained(NamedTensors& tensors) const;
   void take_trained(const NamedTensors& tensors, const nlohmann::json& values);

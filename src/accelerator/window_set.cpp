@@ -10,14 +10,14 @@ namespace hasten::detail {
 WindowSet::WindowSet(RunContext& run, ModelSet& models)
     : run_(run), models_(models), shared_(std::make_shared<WindowShared>()) {}
 
-const WindowSet::Standing& WindowSet::standing(size_t model) const {
-  static const Standing none;
-  return model < standing_.size() ? standing_[model] : none;
+const WindowSet::ModelWindow& WindowSet::model_window(size_t model) const {
+  static const ModelWindow none;
+  return model < model_windows_.size() ? model_windows_[model] : none;
 }
 
-WindowSet::Standing& WindowSet::standing_of(size_t model) {
-  standing_.resize(std::max(standing_.size(), model + 1));
-  return standing_[model];
+WindowSet::ModelWindow& WindowSet::ensure_model_window(size_t model) {
+  model_windows_.resize(std::max(model_windows_.size(), model + 1));
+  return model_windows_[model];
 }
 
 bool WindowSet::has_local(uint64_t models) const {
@@ -84,10 +84,10 @@ GradientWindow& WindowSet::get(uint64_t mask, const char* where) {
 void WindowSet::enter(GradientWindow& window, bool outside, const LoaderState* feeder) {
   accumulates_ = accumulates_ || !outside;
   for (const size_t model : models_.in(window.models_mask())) {
-    Standing& standing = standing_of(model);
-    standing.window = &window;
-    standing.completed = 0;
-    standing.outside = outside;
+    ModelWindow& model_window = ensure_model_window(model);
+    model_window.window = &window;
+    model_window.completed = 0;
+    model_window.outside = outside;
   }
   auto& feeders = fed_by_[key_of(window.models_mask())];
   if (std::ranges::find(feeders, feeder) == feeders.end()) {
@@ -96,9 +96,9 @@ void WindowSet::enter(GradientWindow& window, bool outside, const LoaderState* f
 }
 
 void WindowSet::leave(const GradientWindow& window) {
-  for (Standing& standing : standing_) {
-    if (standing.window == &window) {
-      standing.window = nullptr;
+  for (ModelWindow& model_window : model_windows_) {
+    if (model_window.window == &window) {
+      model_window.window = nullptr;
     }
   }
 }
@@ -126,10 +126,10 @@ void WindowSet::complete(const GradientWindow& window, bool outside, bool again)
   }
   ++serial_;
   fed_by_.erase(key_of(window.models_mask()));
-  for (Standing& standing : standing_) {
-    if (standing.window == &window) {
-      standing.completed = serial_;
-      standing.outside = outside;
+  for (ModelWindow& model_window : model_windows_) {
+    if (model_window.window == &window) {
+      model_window.completed = serial_;
+      model_window.outside = outside;
     }
   }
   on_complete(window);
@@ -140,24 +140,24 @@ bool WindowSet::in_window(size_t model) const {
 }
 
 void WindowSet::note_attempt(size_t model, bool of_last) {
-  standing_of(model).attempted = standing_of(model).completed - (of_last ? 0 : 1);
+  ensure_model_window(model).attempted = ensure_model_window(model).completed - (of_last ? 0 : 1);
 }
 
 void WindowSet::set_local(size_t model, bool local) {
   DataParallel& parallel = *models_[model].parallel;
-  Standing& standing = standing_of(model);
+  ModelWindow& model_window = ensure_model_window(model);
   if (local) {
     parallel.set_local(true);
-    standing.local = true;
+    model_window.local = true;
     return;
   }
-  standing.local = false;
+  model_window.local = false;
   try {
     parallel.set_local(false);
   } catch (const Error&) { // left in the middle of a window
     parallel.cancel();
     parallel.set_local(false);
-    standing.window = nullptr;
+    model_window.window = nullptr;
   }
 }
 
@@ -176,10 +176,10 @@ uint64_t WindowSet::completed_window(const std::vector<SlotList>& lists) const {
 WindowSet::Acts WindowSet::acts(const std::vector<SlotList>& lists) const {
   bool outside = !accumulates_;
   for (const SlotList& list : lists) {
-    if (in_window(list.model) && !standing(list.model).outside) {
+    if (in_window(list.model) && !model_window(list.model).outside) {
       return Acts::in_window;
     }
-    outside = outside || standing(list.model).outside;
+    outside = outside || model_window(list.model).outside;
   }
   return outside ? Acts::always : completed_window(lists) == 0 ? Acts::in_window : Acts::once;
 }
@@ -272,16 +272,16 @@ void WindowSet::join(const WindowTotals& totals) {
   report_ = theirs.report();
 }
 
-nlohmann::json WindowSet::save_standing(size_t model) const {
-  const Standing& now = standing(model);
+nlohmann::json WindowSet::save_model_window(size_t model) const {
+  const ModelWindow& now = model_window(model);
   return {{"window", now.window ? now.window->models_mask() : 0},
           {"completed", now.completed},
           {"attempted", now.attempted},
           {"outside", now.outside}};
 }
 
-void WindowSet::load_standing(size_t model, const nlohmann::json& values) {
-  Standing& now = standing_of(model);
+void WindowSet::load_model_window(size_t model, const nlohmann::json& values) {
+  ModelWindow& now = ensure_model_window(model);
   const auto mask = values.at("window").get<uint64_t>();
   now.window = mask == 0 ? nullptr : &window_at(key_of(mask));
   values.at("completed").get_to(now.completed);
@@ -320,7 +320,7 @@ void WindowSet::collect(StateParts& parts) const {
     auto& model = shared["models"][i];
     model["window"] = key;
     model["completed"] = completed(i);
-    model["outside"] = standing(i).outside;
+    model["outside"] = model_window(i).outside;
   }
   shared["windows_completed"] = serial_;
   shared["step_history"] = shared_->steps;
@@ -369,7 +369,7 @@ void WindowSet::plan(StateLoad& load) {
     report_ = {};
     for (size_t i = 0; i < models_.size(); ++i) {
       const auto found = windows_.find(models[i].window);
-      Standing& now = standing_of(i);
+      ModelWindow& now = ensure_model_window(i);
       now.window = found == windows_.end() ? nullptr : &found->second;
       now.completed = models[i].completed;
       now.outside = models[i].outside;

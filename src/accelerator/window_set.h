@@ -42,10 +42,10 @@ class WindowSet {
 
   /// Report of a model's window.
   bool in_window(size_t model) const;
-  const GradientWindow* of(size_t model) const { return standing(model).window; }
-  uint64_t completed(size_t model) const { return standing(model).completed; }
+  const GradientWindow* of(size_t model) const { return model_window(model).window; }
+  uint64_t completed(size_t model) const { return model_window(model).completed; }
   /// The last window that an optimizer's step was attempted for.
-  uint64_t attempted(size_t model) const { return standing(model).attempted; }
+  uint64_t attempted(size_t model) const { return model_window(model).attempted; }
   void note_attempt(size_t model, bool of_last = true);
 
   /// 0 if one of the models is inside a window.
@@ -58,7 +58,7 @@ class WindowSet {
   uint64_t serial() const { return serial_; }
 
   /// Windows of local models reduce nothing beyond their replica.
-  bool is_local(size_t model) const { return standing(model).local; }
+  bool is_local(size_t model) const { return model_window(model).local; }
   bool has_local(uint64_t models) const;
   void set_local(size_t model, bool local);
 
@@ -73,23 +73,23 @@ class WindowSet {
   void set_steps(int64_t steps);
 
   // For saved states, and ranks that trained to the end.
-  nlohmann::json save_standing(size_t model) const;
-  void load_standing(size_t model, const nlohmann::json& values);
+  nlohmann::json save_model_window(size_t model) const;
+  void load_model_window(size_t model, const nlohmann::json& values);
   nlohmann::json save_counts() const;
   void load_counts(const nlohmann::json& values);
   void collect(StateParts& parts) const;
   void plan(StateLoad& load);
 
  private:
-  struct Standing {
+  struct ModelWindow {
     GradientWindow* window = nullptr; // the last one it took part in
     uint64_t completed = 0; // serial of its last complete window; 0: none yet
     uint64_t attempted = 0; // serial of the last one stepped for, or skipped
     bool local = false; // its windows reduce nothing
     bool outside = false; // the last one was made outside accumulate()
   };
-  const Standing& standing(size_t model) const;
-  Standing& standing_of(size_t model);
+  const ModelWindow& model_window(size_t model) const;
+  ModelWindow& ensure_model_window(size_t model);
   uint64_t key_of(uint64_t models) const;
   bool feeds(uint64_t key, const LoaderState* loader) const;
   GradientWindow& window_at(uint64_t key);
@@ -99,7 +99,7 @@ class WindowSet {
   RunContext& run_;
   ModelSet& models_;
   std::shared_ptr<WindowShared> shared_;
-  std::vector<Standing> standing_; // [model]
+  std::vector<ModelWindow> model_windows_; // [model]
   std::map<uint64_t, GradientWindow> windows_; // by key_of()
   // Loaders whose batches are in a window. Pointers are compared, no more.
   std::map<uint64_t, std::vector<const LoaderState*>> fed_by_; // by key_of()

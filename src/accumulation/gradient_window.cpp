@@ -369,7 +369,7 @@ void GradientWindow::run_backward(const at::Tensor& loss, double times, double s
       const detail::GradientPlaceScope places([this](const at::Tensor& parameter) {
         at::Tensor place;
         for (size_t i = 0; i < models_.size() && !place.defined(); ++i) {
-          place = models_[i]->give_place(parameter);
+          place = models_[i]->reserve_gradient_place(parameter);
         }
         return place;
       });

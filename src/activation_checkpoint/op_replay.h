@@ -98,8 +98,8 @@ struct OpStore {
 
 /// In forward: runs operators and keeps the results that the policy selects.
 ///
-/// A kept value that is changed in place stays valid if the change is the next operator, views
-/// aside: linear() of 3-d inputs is a product and an in-place addition. Then the value includes
+/// A kept value that is changed in place stays valid if the change is the next operator that is no
+/// view: linear() of 3-d inputs is a product and an in-place addition. Then the value includes
 /// both, and recomputation skips both. After any other change inside the region the call is not
 /// kept. The version counter shows a change after the region.
 class OpRecorder final : public OpObserver {

@@ -102,7 +102,7 @@ TransferPlan SharedBackend::plan(Kind kind, const Tensors& tensors, int64_t root
 }
 
 /// Much data is read where it is, if all ranks have it in shared memory.
-void SharedBackend::look_for_places(TransferPlan& plan) const {
+void SharedBackend::find_places(TransferPlan& plan) const {
   const bool scatters = plan.kind == Kind::reduce_scatter;
   const size_t row = plan.count * c10::elementSize(plan.from);
   if ((plan.kind != Kind::all_reduce && plan.kind != Kind::all_gather && !scatters) ||
@@ -148,7 +148,7 @@ C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Te
   const auto begins = mapped(inputs, begin);
   plan.inputs.assign(begins.begin(), begins.end());
   plan.outputs = mapped(outputs, begin);
-  look_for_places(plan);
+  find_places(plan);
   plan.text = std::exchange(next_text_, {});
   if (plan.text.empty()) {
     const std::string reduction = reduces ? " " + std::string(reduce_op_name(plan.op)) : "";

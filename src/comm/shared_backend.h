@@ -94,7 +94,7 @@ class SharedBackend final : public c10d::Backend {
   /// Of an operation of which this rank has one tensor on a side.
   TransferPlan plan(TransferPlan::Kind kind, const Tensors& tensors, int64_t root = 0,
                     const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const;
-  void look_for_places(TransferPlan& plan) const;
+  void find_places(TransferPlan& plan) const;
   Tensors rows(const at::Tensor& all) const;
 
   const std::shared_ptr<SharedRanks> ranks_;

@@ -164,7 +164,7 @@ void FlatGradients::install(bool everything) {
   sparse_ = everything ? left : sparse_;
 }
 
-at::Tensor FlatGradients::give_place(const at::Tensor& parameter) {
+at::Tensor FlatGradients::reserve_gradient_place(const at::Tensor& parameter) {
   const int64_t slot = layout_.find(parameter);
   const auto i = static_cast<size_t>(slot);
   if (slot < 0 || i >= given_.size() || given_[i] || parameter.grad().defined()) {

@@ -81,8 +81,8 @@ void exchange_folders(const std::filesystem::path& folder, const std::filesystem
   if (errno != EINVAL && errno != ENOSYS) {
     throw_file_error(kCommitWhere, target, errno);
   }
-  std::filesystem::path aside;
-  const int kept = make_beside(target, ".old-", aside, [&](const auto& name) {
+  std::filesystem::path old;
+  const int kept = make_beside(target, ".old-", old, [&](const auto& name) {
     const bool done = ::rename(target.c_str(), name.c_str()) == 0;
     return done ? 0 : errno == ENOTEMPTY ? EEXIST : errno;
   });
@@ -91,10 +91,10 @@ void exchange_folders(const std::filesystem::path& folder, const std::filesystem
   }
   if (::rename(folder.c_str(), target.c_str()) != 0) {
     const int error = errno;
-    ::rename(aside.c_str(), target.c_str());
+    ::rename(old.c_str(), target.c_str());
     throw_file_error(kCommitWhere, target, error);
   }
-  ::rename(aside.c_str(), folder.c_str());
+  ::rename(old.c_str(), folder.c_str());
 }
 
 std::filesystem::path without_final_slash(const std::filesystem::path& path) {

@@ -158,7 +158,7 @@ void Ddp::use_learned_order() {
 // Note [A rank alone]
 // Without peers nothing is sent, so gradients stay where autograd puts them, as in
 // a plain loop: no copy into the buffers and no memory for them. finish()
-// multiplies them there. Only what must be set aside goes through the buffers.
+// multiplies them there. Only earlier gradients that must be kept go through the buffers.
 void Ddp::begin(bool in_place) {
   apply_pending_factor();
   check_parameters();
@@ -167,7 +167,7 @@ void Ddp::begin(bool in_place) {
   }
   use_learned_order();
   final_ = further_ = false;
-  aside_.clear();
+  earlier_gradients_.clear();
   used_.assign(hooks_.size(), 0);
   defined_.clear();
   for (const FlatSlot& slot : gradients_.layout().slots()) {
@@ -186,7 +186,7 @@ void Ddp::begin(bool in_place) {
                       });
     foreign_ = foreign_ && !zero;
     if (!in_place && !zero) {
-      set_aside();
+      keep_earlier_gradients();
     }
     if (!in_place) {
       gradients_.reset();
@@ -202,15 +202,16 @@ void Ddp::set_local(bool local) {
   alone_ = local || communicator_->world_size() == 1;
 }
 
-// Note [Set aside]
+// Note [Earlier gradients]
 // Two kinds of gradients must not be summed over ranks or scaled with this window's weight: those
 // that were not zeroed before the window, and a sum that is already final when another backward of
 // its window comes. Both are copied. The buffers then count as zero and take the new sum, to which
 // the copy is added at the end.
-void Ddp::set_aside() {
+void Ddp::keep_earlier_gradients() {
   at::NoGradGuard no_grad;
   gradients_.install(true);
-  aside_ = mapped(gradients_.buffers(), [](const at::Tensor& buffer) { return buffer.clone(); });
+  earlier_gradients_ =
+      mapped(gradients_.buffers(), [](const at::Tensor& buffer) { return buffer.clone(); });
 }
 
 void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
@@ -221,16 +222,16 @@ void Ddp::finish(double factor, const DdpRanks& ranks, bool defer) {
     prescale_.reset();
   }
   pending_factor_ = factor;
-  if (!aside_.empty()) {
+  if (!earlier_gradients_.empty()) {
     gradients_.install(true);
   }
-  if (!defer || !aside_.empty()) {
+  if (!defer || !earlier_gradients_.empty()) {
     apply_pending_factor();
   }
-  for (size_t g = 0; g < aside_.size(); ++g) {
-    gradients_.buffers()[g].add_(aside_[g]);
+  for (size_t g = 0; g < earlier_gradients_.size(); ++g) {
+    gradients_.buffers()[g].add_(earlier_gradients_[g]);
   }
-  aside_.clear();
+  earlier_gradients_.clear();
   if (!alone_) {
     gradients_.mark_written();
   }
@@ -300,7 +301,7 @@ void Ddp::cancel() noexcept {
   backward_ = {};
   prescale_.reset();
   violation_.clear();
-  aside_.clear();
+  earlier_gradients_.clear();
   pending_factor_ = 1;
   begun_ = final_ = false;
   gradients_.open_places(false);

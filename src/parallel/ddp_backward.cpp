@@ -68,7 +68,7 @@ std::vector<char> Ddp::awaited(const DdpBackward& backward) const {
 void Ddp::start_backward(bool reduce, DdpBackward backward) {
   if (final_) {
     apply_pending_factor();
-    set_aside();
+    keep_earlier_gradients();
     gradients_.reset();
     final_ = false;
     further_ = true;

@@ -54,7 +54,7 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
   values["begun"] = begun_;
   values["final"] = final_;
   values["pending_factor"] = pending_factor_;
-  values["aside"] = !aside_.empty();
+  values["aside"] = !earlier_gradients_.empty();
   const auto& slots = gradients_.layout().slots();
   const auto names = [&slots](const std::vector<char>& marks) {
     auto list = nlohmann::json::array();
@@ -81,9 +81,10 @@ void Ddp::save_state(NamedTensors& tensors, nlohmann::json& values) const {
       tensors["grad." + slots[i].name] =
           gradient.is_sparse() ? gradient.to_dense() : gradient.detach();
     }
-    if (!aside_.empty()) {
-      tensors["aside." + slots[i].name] = detail::slot_of_buffer(
-          aside_[static_cast<size_t>(slots[i].group)], slots[i], gradients_.view(index));
+    if (!earlier_gradients_.empty()) {
+      tensors["aside." + slots[i].name] =
+          detail::slot_of_buffer(earlier_gradients_[static_cast<size_t>(slots[i].group)], slots[i],
+                                 gradients_.view(index));
     }
   }
 }
@@ -128,7 +129,7 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   const auto& slots = gradients_.layout().slots();
   const bool begun = values.at("begun").get<bool>();
   const bool final = values.at("final").get<bool>();
-  const bool aside = values.at("aside").get<bool>();
+  const bool has_earlier = values.at("aside").get<bool>();
 
   const auto marks = [&slots](const nlohmann::json& names) {
     std::vector<char> marked(slots.size(), 0);
@@ -149,9 +150,9 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
   used_ = marks(values.at("used"));
   defined_ = marks(values.at("defined"));
   const at::NoGradGuard no_grad;
-  if (aside) {
-    aside_ = mapped(gradients_.buffers(),
-                    [](const at::Tensor& buffer) { return at::zeros_like(buffer); });
+  if (has_earlier) {
+    earlier_gradients_ = mapped(gradients_.buffers(),
+                                [](const at::Tensor& buffer) { return at::zeros_like(buffer); });
   }
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto index = static_cast<int64_t>(i);
@@ -160,8 +161,8 @@ void Ddp::load_state(const NamedTensors& tensors, const nlohmann::json& values) 
       at::Tensor(gradients_.view(index)).copy_(saved->second);
     }
     if (const auto saved = tensors.find("aside." + slots[i].name);
-        aside && saved != tensors.end()) {
-      detail::slot_of_buffer(aside_[static_cast<size_t>(slots[i].group)], slots[i],
+        has_earlier && saved != tensors.end()) {
+      detail::slot_of_buffer(earlier_gradients_[static_cast<size_t>(slots[i].group)], slots[i],
                              gradients_.view(index))
           .copy_(saved->second);
     }

@@ -100,15 +100,15 @@ void FullyShard::begin() {
 }
 
 // Earlier gradients, or a sum that is already final when another backward of its window comes, are
-// shards. They are set aside: unsharded gradients need their place, and they must not be summed again
-// or scaled.
+// shards. They are kept apart: unsharded gradients need their place, and they must not be summed
+// again or scaled.
 void FullyShard::open_sum() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor& grad = parameters_[i].parameter.mutable_grad();
     detail::ShardTensor& tensor = tensor_of(i);
     const at::Tensor& flat = tensor.flat->gradient;
     const bool shared = grad.defined() && flat.defined() && grad.is_alias_of(flat);
-    tensor.aside = shared ? grad.detach().clone() : grad.defined() ? grad.detach() : at::Tensor();
+    tensor.earlier = shared ? grad.detach().clone() : grad.defined() ? grad.detach() : at::Tensor();
     grad.reset();
   }
   for (const auto& unit : schedule_->units()) {
@@ -130,13 +130,13 @@ void FullyShard::start_backward(bool reduce) {
   schedule_->open_backward(reduce);
 }
 
-at::Tensor FullyShard::give_place(const at::Tensor& parameter) {
+at::Tensor FullyShard::reserve_gradient_place(const at::Tensor& parameter) {
   const auto found = index_.find(parameter.unsafeGetTensorImpl());
   if (found == index_.end() || !schedule_->in_backward() || parameter.grad().defined()) {
     return {};
   }
   const size_t i = found->second;
-  return schedule_->units()[parameters_[i].unit]->give_place(tensor_of(i));
+  return schedule_->units()[parameters_[i].unit]->reserve_gradient_place(tensor_of(i));
 }
 
 void FullyShard::gradient_ready(size_t parameter) {
@@ -258,9 +258,9 @@ void FullyShard::finish(double factor, const DdpRanks& ranks) {
     detail::ShardTensor& tensor = tensor_of(i);
     at::Tensor gradient =
         tensor.used ? units[parameters_[i].unit]->gradient_of(tensor) : at::Tensor();
-    if (tensor.aside.defined()) {
-      gradient = gradient.defined() ? gradient.add_(tensor.aside) : std::move(tensor.aside);
-      tensor.aside.reset();
+    if (tensor.earlier.defined()) {
+      gradient = gradient.defined() ? gradient.add_(tensor.earlier) : std::move(tensor.earlier);
+      tensor.earlier.reset();
     }
     // Optimizer::zero_grad detaches in place, which views do not allow.
     parameters_[i].parameter.mutable_grad() = gradient.defined() ? gradient.detach() : gradient;
@@ -313,7 +313,7 @@ void FullyShard::cancel() noexcept {
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].parameter.mutable_grad().reset();
-    tensor_of(i).aside.reset();
+    tensor_of(i).earlier.reset();
   }
   begun_ = final_ = false;
 }

@@ -171,8 +171,8 @@ void FullyShard::save_state(NamedTensors& tensors, nlohmann::json& values) const
     if (tensor.sum.defined() && communicator_->world_size() > 1) {
       tensors["sum." + tensor.entry->name] = tensor.sum;
     }
-    if (tensor.aside.defined()) {
-      tensors["aside." + tensor.entry->name] = tensor.aside;
+    if (tensor.earlier.defined()) {
+      tensors["aside." + tensor.entry->name] = tensor.earlier;
     }
   }
 }
@@ -219,9 +219,9 @@ void FullyShard::load_state(const NamedTensors& tensors, const nlohmann::json& v
     tensor.used = std::find(used.begin(), used.end(), tensor.entry->name) != used.end();
     const at::Tensor grad = saved("grad.", tensor);
     const at::Tensor sum = saved("sum.", tensor);
-    const at::Tensor aside = saved("aside.", tensor);
+    const at::Tensor earlier = saved("aside.", tensor);
     tensor.sum = sum.defined() ? sum.clone() : sum;
-    tensor.aside = aside.defined() ? aside.clone() : aside;
+    tensor.earlier = earlier.defined() ? earlier.clone() : earlier;
     if (!grad.defined()) {
       continue;
     }

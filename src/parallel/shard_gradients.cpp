@@ -9,7 +9,7 @@
 
 namespace hasten::detail {
 
-at::Tensor ShardUnit::give_place(const ShardTensor& tensor) {
+at::Tensor ShardUnit::reserve_gradient_place(const ShardTensor& tensor) {
   const ShardFlat& flat = *tensor.flat;
   const bool sent = tensor.sent_alone && tensor.dim0 % ranks_ == 0 && flat.compute == flat.summed &&
                     flat.compute == flat.wire;

@@ -10,7 +10,8 @@
 // large one has its own message, from and to its place, without a copy. Its gradient has one, too,
 // unless it needs a copy anyway on a device, for a cast or for padding: then it shares that of the
 // small ones, because a copy is one launch for all. The messages of a unit start together. A layer of
-// ours makes a large gradient in memory that the ranks share (give_place); others are staged.
+// ours makes a large gradient in memory that the ranks share (reserve_gradient_place); others are
+// staged.
 //
 // Note [Identity]
 // A parameter stays one TensorImpl; its data is the shard or the unsharded parameter. The latter
@@ -54,7 +55,7 @@ struct ShardTensor {
   // they never are).
   at::Tensor taken{};
   at::Tensor sum{};
-  at::Tensor aside{}; // of the shard, to be added at the end
+  at::Tensor earlier{}; // gradient of the shard, to be added at the end
   bool sent_alone = false; // its gradient
   bool used = false; // got a gradient in this sum: here, then on any rank
 
@@ -118,7 +119,7 @@ class ShardUnit {
 
   // Gradients.
   /// Memory for an unsharded gradient that is sent from there; undefined if it is not.
-  at::Tensor give_place(const ShardTensor& tensor);
+  at::Tensor reserve_gradient_place(const ShardTensor& tensor);
   /// Moves the gradient from a parameter to this unit, for the next reduction.
   static void take(ShardTensor& tensor);
   /// Adds the taken gradients to the unsharded sums.
@@ -137,7 +138,7 @@ class ShardUnit {
   /// This rank's shard of the summed gradient; undefined if there is none.
   at::Tensor gradient_of(const ShardTensor& tensor) const;
   void scale_gradients(double factor);
-  /// Forgets all gradients, but for those that were set aside.
+  /// Forgets all gradients, but for the earlier ones, which are added at the end.
   void restart_sum();
 
   const std::string& name() const { return name_; }

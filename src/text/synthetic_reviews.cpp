@@ -62,12 +62,12 @@ constexpr std::string_view kOpenings[] = {"I bought this {product} three weeks a
                                           "We needed a new {product} before the holidays.",
                                           "The colour is the one in the picture.",
                                           "I do not write many reviews."};
-constexpr std::string_view kAsides[] = {"It comes in a plain brown box.",
-                                        "There is a blue one as well.",
-                                        "The manual has forty pages.",
-                                        "My neighbour has the larger model.",
-                                        "It weighs about as much as the one before.",
-                                        "A second set of screws is in the bag."};
+constexpr std::string_view kRemarks[] = {"It comes in a plain brown box.",
+                                         "There is a blue one as well.",
+                                         "The manual has forty pages.",
+                                         "My neighbour has the larger model.",
+                                         "It weighs about as much as the one before.",
+                                         "A second set of screws is in the bag."};
 
 constexpr std::string_view kDegrees[] = {"", "", "really ", "very ", "simply ", "quite "};
 constexpr std::string_view kStatements[] = {"I find {part} {word}",
@@ -124,7 +124,7 @@ class ReviewWriter {
     for (int64_t i = 0; i < sentences; ++i) {
       add(chance(60) ? contrast(label) : plain(label));
       if (chance(15)) {
-        add(std::string(pick(kAsides)));
+        add(std::string(pick(kRemarks)));
       }
     }
     if (chance(20)) {

@@ -47,11 +47,11 @@ void remove_tree(const fs::path& path) {
 /// Renames it first. If this process is killed, the rest is no checkpoint, and
 /// remove_unfinished_saves() removes it.
 void remove_checkpoint(const fs::path& path) {
-  fs::path aside;
-  const int error = make_beside(path, ".tmp-", aside, [&](const auto& name) {
+  fs::path renamed;
+  const int error = make_beside(path, ".tmp-", renamed, [&](const auto& name) {
     return ::rename(path.c_str(), name.c_str()) == 0 ? 0 : errno;
   });
-  remove_tree(error == 0 ? aside : path);
+  remove_tree(error == 0 ? renamed : path);
 }
 
 } // namespace detail

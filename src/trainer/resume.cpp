@@ -261,7 +261,7 @@ std::string records_until(const std::string& text, int64_t global_step) {
   return kept;
 }
 
-void set_aside(const std::filesystem::path& folder) {
+void rename_abandoned(const std::filesystem::path& folder) {
   std::error_code error;
   for (int i = 1; i < 10000; ++i) {
     std::filesystem::path target = folder;
@@ -284,7 +284,7 @@ void prepare_resumed_dir(const std::filesystem::path& output_dir, int64_t global
                          std::optional<int64_t> best_step) {
   for (const CheckpointFolder& checkpoint : checkpoint_folders(output_dir)) {
     if (checkpoint.global_step > global_step) {
-      detail::set_aside(checkpoint.path);
+      detail::rename_abandoned(checkpoint.path);
     }
   }
   remove_unfinished_saves(output_dir);

@@ -242,14 +242,14 @@ void from_json(const nlohmann::json& json, TokenCount& count) {
 // What every state has.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunProgress, epoch_index, epoch_ended, windows_counted,
                                    since_record, of_epoch, of_run, samples, samples_before_epoch,
-                                   tokens, tokens_before_epoch, seconds_aside,
-                                   seconds_trained_before_epoch)
+                                   tokens, tokens_before_epoch, seconds_trained_before_epoch)
 
 nlohmann::json TrainingRun::saved_progress() const {
   nlohmann::json values = progress_;
   values.update({{"state", try_parse_json(trainer_state_json(state_)).value},
                  {"epoch_evaluation", finite_json(progress_.epoch_evaluation)},
                  {"run_seconds", run_seconds()},
+                 {"seconds_aside", progress_.seconds_not_training},
                  {"stopping", control_.stopping()},
                  {"own_learning_rate", progress_.own_learning_rate},
                  {"evaluated_step", progress_.last_evaluated_step}});
@@ -259,6 +259,7 @@ nlohmann::json TrainingRun::saved_progress() const {
 void TrainingRun::restore(const nlohmann::json& values) {
   // All is read before anything is set.
   auto progress = values.get<RunProgress>();
+  progress.seconds_not_training = values.at("seconds_aside").get<double>();
   for (const auto& [name, value] : values.at("epoch_evaluation").items()) {
     if (value.is_number()) {
       progress.epoch_evaluation[name] = value.get<double>();

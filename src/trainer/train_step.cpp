@@ -111,8 +111,8 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
 void TrainStep::counted(int64_t step, bool stepped, const WindowReport* window) {
   window_open_ = false;
   if (window != nullptr) {
-    untaken_.push_back({step, *window, stepped ? DeviceScalar(window_loss_) : DeviceScalar(0),
-                        std::exchange(unchecked_norm_, {})});
+    pending_steps_.push_back({step, *window, stepped ? DeviceScalar(window_loss_) : DeviceScalar(0),
+                              std::exchange(unchecked_norm_, {})});
   }
   window_loss_.reset();
   if (!stepped) {
@@ -123,7 +123,7 @@ void TrainStep::counted(int64_t step, bool stepped, const WindowReport* window) 
 
 std::vector<WindowReport> TrainStep::take_windows() {
   std::vector<WindowReport> windows;
-  for (const Untaken& next : std::exchange(untaken_, {})) {
+  for (const PendingStep& next : std::exchange(pending_steps_, {})) {
     check_loss(next);
     if (!std::isfinite(next.grad_norm)) {
       stop_at_gradient(next.step, next.grad_norm);
@@ -133,7 +133,7 @@ std::vector<WindowReport> TrainStep::take_windows() {
   return windows;
 }
 
-void TrainStep::check_loss(const Untaken& of) {
+void TrainStep::check_loss(const PendingStep& of) {
   const double loss = of.window.loss; // reads all that are unread
   parts_.communicator().check("loss"); // they are undefined after the loss of a rank
   if (of.window.non_finite > 0 || !std::isfinite(loss)) {

@@ -44,7 +44,7 @@ class TrainStep {
   /// the first step whose loss or gradient is not finite. Collective unless windows are local.
   std::vector<WindowReport> take_windows();
   /// Number of windows that take_windows() will return.
-  int64_t untaken() const { return std::ssize(untaken_); }
+  int64_t pending_steps() const { return std::ssize(pending_steps_); }
 
   /// Losses are multiplied by a loss scale: fp16.
   bool scales_losses() const;
@@ -60,7 +60,7 @@ class TrainStep {
 
  private:
   /// A step whose values may be on the device still.
-  struct Untaken {
+  struct PendingStep {
     int64_t step;
     WindowReport window;
     DeviceScalar own_loss; // this rank's sum
@@ -68,7 +68,7 @@ class TrainStep {
   };
   bool reads_at_once() const { return parts_.accelerator->device().is_cpu() || scales_losses(); }
   void check_loss(); // of the window that is complete
-  void check_loss(const Untaken& of);
+  void check_loss(const PendingStep& of);
   void leave_out_if_not_finite();
   [[noreturn]] void stop_at_loss(int64_t step, double own_loss);
   [[noreturn]] void stop_at_gradient(int64_t step, std::optional<double> earlier = {}) const;
@@ -87,7 +87,7 @@ class TrainStep {
   // fp32 [1] on a device: 1 as soon as a loss or norm was not finite. The optimizer then leaves the
   // parameters as they are, until take_windows() throws.
   at::Tensor found_inf_{}, one_{};
-  std::vector<Untaken> untaken_{};
+  std::vector<PendingStep> pending_steps_{};
   bool window_open_ = false; // between on_step_begin and on_step_end
   int64_t overflows_ = 0;
   DeviceScalar grad_norm_{};

@@ -300,7 +300,7 @@ void TrainingRun::terminate() {
 }
 
 // Steps whose losses stay on the device at most, for runs that seldom write a record.
-constexpr int64_t kMostUntaken = 1000;
+constexpr int64_t kMaxPendingSteps = 1000;
 
 void TrainingRun::take_losses() {
   for (const WindowReport& window : step_->take_windows()) {
@@ -327,7 +327,7 @@ void TrainingRun::count_step(bool stepped) {
     control_.hear(window.requests);
   }
   step_->counted(state_.global_step + 1, stepped, !is_local() || has_rows ? &window : nullptr);
-  if (parts_.accelerator->device().is_cpu() || step_->untaken() == kMostUntaken) {
+  if (parts_.accelerator->device().is_cpu() || step_->pending_steps() == kMaxPendingSteps) {
     take_losses();
   }
   ++state_.global_step;
@@ -365,7 +365,7 @@ void TrainingRun::after_step(bool epoch_ended) {
   if ((step_->record_due(state_.global_step) || log) && last_logged_step_ != state_.global_step) {
     log_training();
   }
-  const Stopwatch aside;
+  const Stopwatch not_training;
   const auto save_due = [&] {
     return (control_.take(kRequestSave) && !output_dir_.empty()) ||
            due(a.save_strategy, plan_.save_steps);
@@ -386,16 +386,16 @@ void TrainingRun::after_step(bool epoch_ended) {
     save = save_due() || save; // on_evaluate may request it, or the end of training
     consider_best(state_.log_history.back(), save);
     ++evaluations_.times;
-    evaluations_.seconds += aside.seconds();
+    evaluations_.seconds += not_training.seconds();
   }
   if (save) {
-    const double before = evaluate ? aside.seconds() : 0;
+    const double before = evaluate ? not_training.seconds() : 0;
     save_checkpoint();
     ++saves_.times;
-    saves_.seconds += aside.seconds() - before;
-    step_seconds_.save += aside.seconds() - before;
+    saves_.seconds += not_training.seconds() - before;
+    step_seconds_.save += not_training.seconds() - before;
   }
-  progress_.seconds_aside += aside.seconds();
+  progress_.seconds_not_training += not_training.seconds();
 }
 
 void StepSeconds::lap(double* part) {
@@ -412,7 +412,9 @@ void StepSeconds::lap(double* part) {
   recomputed_ = recomputed;
 }
 
-double TrainingRun::seconds_trained() const { return run_seconds() - progress_.seconds_aside; }
+double TrainingRun::seconds_trained() const {
+  return run_seconds() - progress_.seconds_not_training;
+}
 
 double TrainingRun::seconds_left() const {
   const TrainingArguments& a = parts_.arguments;

@@ -76,7 +76,7 @@ struct RunProgress {
   TokenCount tokens{}; // of the run, over all ranks
   TokenCount tokens_before_epoch{};
   std::map<std::string, double> epoch_evaluation{};
-  double seconds_aside = 0; // in evaluations and saves
+  double seconds_not_training = 0; // in evaluations and saves; saved as "seconds_aside"
   double seconds_trained_before_epoch = 0;
   bool own_learning_rate = false; // a callback's, not the arguments'
   int64_t last_evaluated_step = -1;

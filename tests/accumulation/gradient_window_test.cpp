@@ -127,9 +127,9 @@ TEST(GradientWindow, IgnoresAutogradGradInMidWindow) {
   Rig rig;
   rig.micro(0, 0);
   const Rows other = make_rows(9, rig.rank, 0);
-  const auto aside =
+  const auto others =
       torch::autograd::grad({rig.loss(other)}, {rig.net->first->weight, rig.net->tied});
-  EXPECT_GT(aside[1].abs().sum().item<double>(), 0);
+  EXPECT_GT(others[1].abs().sum().item<double>(), 0);
   const Rows batch = make_rows(0, rig.rank, 1);
   rig.open(batch);
   const Tensor loss = rig.loss(batch);

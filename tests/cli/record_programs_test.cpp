@@ -251,7 +251,7 @@ TEST_F(RecordPrograms, ResumingIntoTheSameLoggingDirKeepsTheFirstPartAndContinue
   ASSERT_TRUE(after.events.contains(name));
   EXPECT_EQ(after.events.at(name), bytes);
 
-  // The checkpoints of steps 4 and 6 were set aside.
+  // The checkpoints of steps 4 and 6 were renamed.
   EXPECT_TRUE(files::exists(*folder_ / "out/checkpoint-6.set-aside"));
   ASSERT_TRUE(files::is_symlink(link));
   EXPECT_EQ(files::read_symlink(link).string(), "checkpoint-2");

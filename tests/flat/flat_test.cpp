@@ -114,9 +114,9 @@ TEST(FlatGradients, APlaceIsGivenOnceToAParameterWithoutGradient) {
   const Tensor a = parameter({4, 3}), b = parameter({5}), other = parameter({5});
   FlatGradients gradients(FlatLayout({{"a", a}, {"b", b}}));
   EXPECT_TRUE(gradients.known_zero());
-  EXPECT_FALSE(gradients.give_place(a).defined()) << "not open";
+  EXPECT_FALSE(gradients.reserve_gradient_place(a).defined()) << "not open";
   gradients.open_places(true);
-  const Tensor place = gradients.give_place(a);
+  const Tensor place = gradients.reserve_gradient_place(a);
   if (!a.is_cpu()) {
     EXPECT_FALSE(place.defined());
     return;
@@ -124,17 +124,17 @@ TEST(FlatGradients, APlaceIsGivenOnceToAParameterWithoutGradient) {
   ASSERT_EQ(place.sizes(), a.sizes());
   EXPECT_EQ(place.const_data_ptr(), gradients.view(gradients.layout().find(a)).const_data_ptr());
   EXPECT_FALSE(gradients.known_zero()) << "who has a place may write there";
-  EXPECT_FALSE(gradients.give_place(a).defined());
-  EXPECT_FALSE(gradients.give_place(other).defined());
+  EXPECT_FALSE(gradients.reserve_gradient_place(a).defined());
+  EXPECT_FALSE(gradients.reserve_gradient_place(other).defined());
   b.mutable_grad() = torch::ones({5});
-  EXPECT_FALSE(gradients.give_place(b).defined());
+  EXPECT_FALSE(gradients.reserve_gradient_place(b).defined());
   b.mutable_grad() = Tensor();
   gradients.open_places(true);
-  EXPECT_TRUE(gradients.give_place(a).defined());
-  EXPECT_TRUE(gradients.give_place(b).defined());
+  EXPECT_TRUE(gradients.reserve_gradient_place(a).defined());
+  EXPECT_TRUE(gradients.reserve_gradient_place(b).defined());
   gradients.open_places(true);
   gradients.open_places(false);
-  EXPECT_FALSE(gradients.give_place(a).defined());
+  EXPECT_FALSE(gradients.reserve_gradient_place(a).defined());
 }
 
 TEST(FlatGradients, AnyZeroGradIsLegal) {

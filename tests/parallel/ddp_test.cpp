@@ -99,7 +99,7 @@ TEST(Ddp, LayersMakeTheirGradientsInTheBuffers) {
     int64_t places = 0;
     for (const int batch : {0, 1}) {
       const detail::GradientPlaceScope scope([&](const Tensor& parameter) {
-        const Tensor place = ddp.gradients().give_place(parameter);
+        const Tensor place = ddp.gradients().reserve_gradient_place(parameter);
         places += place.defined();
         return place;
       });

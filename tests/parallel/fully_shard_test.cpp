@@ -245,7 +245,7 @@ TEST(FullyShard, LayersMakeLargeGradientsWhereTheyAreSentFrom) {
       std::map<std::string, std::vector<const void*>> given;
       for (const int turn : {0, 1}) {
         const detail::GradientPlaceScope scope([&](const Tensor& parameter) {
-          const Tensor place = sharded.give_place(parameter);
+          const Tensor place = sharded.reserve_gradient_place(parameter);
           for (const auto& [name, weight] : net->weights) {
             if (weight.is_same(parameter) && place.defined()) {
               given[name].push_back(place.const_data_ptr());
@@ -373,7 +373,7 @@ TEST(FullyShard, AWindowThatIsSavedGoesOnToTheLastBit) {
       loss.backward();
       on.finish_backward();
     };
-    shard_step(sharded, net, rank, 5); // begin() sets these gradients aside
+    shard_step(sharded, net, rank, 5); // begin() keeps these gradients apart
     sharded.begin();
     batch(sharded, net, 0, false);
     batch(sharded, net, 1, false);

@@ -203,7 +203,7 @@ TEST(OutputFolder, RotationGoesByNumberAndKeepsTheBestAndTheNewest) {
   EXPECT_TRUE(std::filesystem::exists(scratch.path() / "checkpoint-x"));
 }
 
-TEST(OutputFolder, AResumedRunHasNoLinkToACheckpointThatWasSetAside) {
+TEST(OutputFolder, AResumedRunHasNoLinkToACheckpointThatWasRenamed) {
   const testing_support::TemporaryFolder scratch;
   const auto link = scratch / "checkpoint-best";
   const auto linked_after = [&](int64_t resumed_step, std::optional<int64_t> best_step) {

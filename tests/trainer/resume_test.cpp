@@ -244,7 +244,7 @@ TEST(TrainerResume, ChangedArgumentsAreListedAndRefusedWhereTheyAlterTheRun) {
   EXPECT_NEAR(rates.at(rates.size() - allowed.output.global_step + 2), 0.01, 0.004);
 }
 
-TEST(TrainerResume, DamagedCheckpointsArePassedOverNamedAndSetAside) {
+TEST(TrainerResume, DamagedCheckpointsArePassedOverNamedAndRenamed) {
   const auto communicator = testing_support::fresh_communicator();
   const auto folder = resume_folder();
   const WholeRun whole(resume_arguments(folder / "whole"), communicator);

@@ -59,7 +59,7 @@ class FlatGradients {
   /// own, so that autograd takes it as grad(). Undefined if places are not open, if the parameter has
   /// no slot, or has a gradient, if the place was given before, on devices other than the CPU, or if
   /// dtype or strides differ.
-  at::Tensor give_place(const at::Tensor& parameter);
+  at::Tensor reserve_gradient_place(const at::Tensor& parameter);
 
   /// Makes every grad() undefined without touching the buffers. The next backward then brings its
   /// own tensors, which install_slot() copies in. That is one pass over memory instead of two

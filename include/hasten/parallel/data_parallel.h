@@ -129,7 +129,7 @@ class DataParallel : public Stateful {
 
   /// True if begin() or a further backward keeps gradients other than zero apart, which are still
   /// to be added.
-  virtual bool has_aside() const = 0;
+  virtual bool has_earlier_gradients() const = 0;
 
   /// True if a backward outside begin() … finish() left gradients of this rank alone that have not
   /// been zeroed since. Reads the gradients only if there was such a backward.
@@ -166,8 +166,8 @@ class DataParallel : public Stateful {
   /// The place of a parameter's gradient for a backward that makes it there: contiguous, of the
   /// parameter's shape and dtype, with any values. It is reduced there, without a copy. Undefined if
   /// the gradient is better made elsewhere. Local.
-  virtual at::Tensor give_place(const at::Tensor& parameter) {
-    return gradients().give_place(parameter);
+  virtual at::Tensor reserve_gradient_place(const at::Tensor& parameter) {
+    return gradients().reserve_gradient_place(parameter);
   }
   /// Gradients of this rank's part of each parameter.
   virtual FlatGradients& gradients() = 0;

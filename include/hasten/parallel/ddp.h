@@ -79,7 +79,7 @@ class Ddp : public DataParallel {
   double pending_factor() const override { return pending_factor_; }
   void set_pending_factor(double factor) override { pending_factor_ = factor; }
   void apply_pending_factor() override;
-  bool has_aside() const override { return !aside_.empty(); }
+  bool has_earlier_gradients() const override { return !earlier_gradients_.empty(); }
   bool has_foreign_gradients() override;
   bool sharded() const override { return false; }
   void reduce_norms(std::vector<double>&, double) const override {}
@@ -127,7 +127,7 @@ class Ddp : public DataParallel {
 
   void make_buckets();
   void check_parameters() const;
-  void set_aside();
+  void keep_earlier_gradients();
   void use_learned_order();
 
   // ddp_backward.cpp
@@ -167,7 +167,7 @@ class Ddp : public DataParallel {
   bool begun_ = false;
   bool final_ = false;
   double pending_factor_ = 1;
-  std::vector<at::Tensor> aside_; // [group] copies that finish() adds; empty: none
+  std::vector<at::Tensor> earlier_gradients_; // [group] copies that finish() adds; empty: none
   std::vector<char> defined_; // grad() was, at begin(): here, then on any rank
   std::vector<char> used_; // got a gradient: here, then on any rank
 

@@ -211,7 +211,7 @@ class FullyShard : public Stateful {
   /// backward, on one rank, on devices other than the CPU, for a small parameter, for one whose rows the
   /// ranks do not divide, where gradients have another dtype in messages, and where there is a part of
   /// the sum.
-  at::Tensor give_place(const at::Tensor& parameter);
+  at::Tensor reserve_gradient_place(const at::Tensor& parameter);
   /// Call after a backward. Gathers and reduces units that this rank's forward ran but its loss did
   /// not use.
   /// Collective.
