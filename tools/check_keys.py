@@ -201,7 +201,7 @@ REFUSED = "adapter_masked"  # hasten has no such adapter
 
 
 def golden(file):
-    """Writes a sample of single changes, most of which tell something. "cases" has the JSON files of each
+    """Writes a sample of single changes, most of which change the outcome. "cases" has the JSON files of each
     folder. Weights follow from families.py's formula and from the name of the case of families.py; those of
     an adapter from "adapter." + lora.plain(name), but a base_layer's are the base's. A tokenizer.json is that
     of tests/golden/tokenizers. A change sets the value at "path" of "file", or deletes it; or sets the tensors
@@ -294,7 +294,7 @@ def main():
         wrong = sum(bool(row[2]) for row in of_file)
         lines.append(f"{file}: {len(of_file)} changes, {wrong} wrong; the reference's output changed for {bitten} ({bitten / len(of_file):.0%})")
         if bitten < LEAST * len(of_file) and not (options.limit or options.files or options.cases):
-            lines.append(f"{file}: fewer than {LEAST:.0%} of the changes tell anything")
+            lines.append(f"{file}: fewer than {LEAST:.0%} of the changes change anything")
             failed = True
     (options.report.write_text("\n".join(lines) + "\n") if options.report else None)
     print("\n".join(lines))

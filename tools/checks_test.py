@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Breaks each rule on purpose in a small tree and sees its check fail.
 
-A check that has gone quiet looks like a clean tree; these cases tell them apart.
+A check that has gone quiet looks like a clean tree; these cases distinguish them.
 """
 
 import os

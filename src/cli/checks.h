@@ -38,7 +38,7 @@ void check_inputs(const TokenizerCommand& command);
 nlohmann::json described_inputs(const TrainCommand& command);
 
 /// True if auto or latest find that the run in the output folder is finished, with these flags
-/// on `world_size` ranks; then no rank needs to be started. False if only the ranks can tell.
+/// on `world_size` ranks; then no rank needs to be started. False if only the ranks can know.
 bool is_finished_already(const TrainCommand& command, int world_size);
 /// The message for this case.
 std::string finished_line(const TrainCommand& command);

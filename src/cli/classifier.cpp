@@ -249,7 +249,7 @@ void set_documents(TextTableOptions& table, const TableFlags& flags, const Task&
   }
 }
 
-void tell_of_cut_texts(const TextModel& model, int64_t truncated, int64_t texts) {
+void warn_of_truncated_texts(const TextModel& model, int64_t truncated, int64_t texts) {
   if (truncated > 0) {
     log_warning(format_count(truncated) + " of " + format_count(texts) + " texts truncated to " +
                 std::to_string(model.max_length) + " tokens");

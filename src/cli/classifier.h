@@ -90,7 +90,7 @@ void set_documents(TextTableOptions& table, const TableFlags& flags, const Task&
                    SampleBy sample_by, const TextFiles& files);
 
 /// Warns of texts that were truncated.
-void tell_of_cut_texts(const TextModel& model, int64_t truncated, int64_t texts);
+void warn_of_truncated_texts(const TextModel& model, int64_t truncated, int64_t texts);
 
 /// Throws InputError if a sample's logits are not finite, naming the first such row of `source`,
 /// and a weight that is not finite, if there is one.

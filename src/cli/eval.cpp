@@ -51,7 +51,7 @@ TokenizedClassification read_eval_rows(const EvalCommand& command, const TextMod
                                             .max_length = cut_later ? 0 : model.max_length,
                                             .threads = tokenizer_threads()});
   if (is_main) {
-    tell_of_cut_texts(model, rows.truncated, std::ssize(rows.train.rows));
+    warn_of_truncated_texts(model, rows.truncated, std::ssize(rows.train.rows));
     if (const int64_t skipped = rows.report.empty_text + rows.report.empty_label; skipped > 0) {
       log_warning(format_count(skipped) + " samples skipped because of an empty text or label");
     }

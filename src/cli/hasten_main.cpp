@@ -76,7 +76,7 @@ LaunchOptions with_prefix(LaunchOptions options) {
 }
 
 /// True if this rank prints an error that all ranks of its launcher get: one rank per host.
-bool says_what_all_are_told() {
+bool reports_common_errors() {
   try {
     return world_from_environment().local_rank == 0;
   } catch (const InputError&) {
@@ -210,7 +210,7 @@ int main(int argc, char** argv) {
     try {
       return std::visit(hasten::detail::Hasten(arguments), hasten::parse_command_line(arguments));
     } catch (const hasten::InputError&) {
-      if (!hasten::detail::says_what_all_are_told()) {
+      if (!hasten::detail::reports_common_errors()) {
         throw hasten::SilentExit(hasten::kExitBadInput);
       }
       throw;

@@ -236,7 +236,7 @@ void predict_classes(const PredictCommand& command, const TextModel& model,
                      const std::vector<std::string>& texts, const std::vector<std::string>& pairs) {
   TokenizedTexts tokens =
       tokenize_texts(model.tokenizer, texts, model.max_length, tokenizer_threads(), pairs);
-  tell_of_cut_texts(model, tokens.truncated, std::ssize(texts));
+  warn_of_truncated_texts(model, tokens.truncated, std::ssize(texts));
   const auto trainer = make_evaluator(model, command.batch_size);
   if (!command.output.empty() || !command.file.empty()) {
     trainer->add_callback(std::make_shared<ProgressCallback>("", nullptr, "predict"));

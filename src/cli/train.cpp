@@ -77,7 +77,7 @@ TokenizedClassificationOptions tokenize_options(const TrainCommand& command,
 
 /// Warns, on rank 0, if token ids could not be cached, and, on the rank that made the file again,
 /// if the cache file was damaged.
-void tell_of_cache(const TokenCacheReport& report, const std::filesystem::path& cache_dir,
+void warn_of_cache(const TokenCacheReport& report, const std::filesystem::path& cache_dir,
                    bool is_main) {
   if (!report.rebuilt.empty()) {
     log_warning("tokenized again: " + report.path.string() + ": " + report.rebuilt);
@@ -113,7 +113,7 @@ TokenizedClassification read_train_data(const TrainCommand& command,
       command.eval_file.empty() ? TextFiles()
                                 : TextFiles::open(command.eval_file, kWhere, "--eval-file"),
       options);
-  tell_of_cache(data.cache, options.cache_dir, is_main);
+  warn_of_cache(data.cache, options.cache_dir, is_main);
   if (single_label && data.label_names.size() == 1) {
     // A single output means regression to every reader of config.json.
     data.label_names.push_back(data.label_names[0] == "other" ? "other_2" : "other");
@@ -264,7 +264,7 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
       shape ? AutoConfig::from_shape(command.model) : AutoConfig::from_pretrained(command.model);
   TrainInputs inputs;
   inputs.task = &find_task(command.task);
-  // The configuration has two labels even for an encoder without a head. Only its architecture tells
+  // The configuration has two labels even for an encoder without a head. Only its architecture says
   // whether there is a head.
   const bool trained = !shape && config.has_head(inputs.task->head);
   inputs.head =

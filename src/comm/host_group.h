@@ -20,7 +20,7 @@ class HostGroup : public Communicator {
   /// that back end, else the one that is possible. Throws InputError if "shm" is not.
   HostGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
             std::vector<int> members = {});
-  /// Closes without telling the peers.
+  /// Closes without a message to the peers.
   ~HostGroup() override;
 
   int rank() const override { return core_->rank; }

@@ -70,14 +70,14 @@ class Liveness {
   static constexpr const char* kFirstBeat = "a 0 {}";
 
   /// Starts the thread, which keeps the object until it ends. The end of the returned pointers
-  /// leaves without telling the peers.
+  /// leaves without a message to the peers.
   static std::shared_ptr<Liveness> start(LivenessConfig config);
   explicit Liveness(LivenessConfig config); // for start()
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
 
   std::shared_ptr<GroupProgress> add_group(const std::string& name);
-  /// Once all its ranks have closed it: heartbeats do not tell of it any more.
+  /// Once all its ranks have closed it: heartbeats do not name it any more.
   void remove_group(const std::shared_ptr<GroupProgress>& group);
 
   /// True from the first failure on. Cheap.
@@ -113,7 +113,7 @@ class Liveness {
   /// Writes to the store that this rank leaves, then stops. The end of a peer is not a failure
   /// any more. Blocks at most `limit`.
   void leave(std::chrono::milliseconds limit);
-  /// Stops without telling the peers. Blocks at most `limit`.
+  /// Stops without a message to the peers. Blocks at most `limit`.
   void stop(std::chrono::milliseconds limit);
 
  private:

@@ -48,7 +48,7 @@ class Transfer {
 
   const std::string& text() const { return plan_.text; }
   uint64_t text_hash() const { return text_hash_; }
-  /// Number of rounds that are known: those of values and places tell how many follow.
+  /// Number of rounds that are known: those of values and places say how many follow.
   uint32_t rounds() const { return rounds_; }
   /// Whether there is nothing after so many rounds.
   bool ends_at(uint32_t round) const { return way_ != Way::asked && round == rounds_; }

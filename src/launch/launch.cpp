@@ -132,7 +132,7 @@ class LaunchJudge {
     if (failed(rank)) {
       return;
     }
-    RankFailure failure{rank, std::chrono::system_clock::now(), told_, {}};
+    RankFailure failure{rank, std::chrono::system_clock::now(), terminating_, {}};
     if (const auto error = read_recorded_error(output_.error_file(rank))) {
       failure.time = std::min(failure.time, error->time);
       failure.follows = error->of_a_peer;
@@ -188,7 +188,7 @@ class LaunchJudge {
         continue;
       }
       since = slept || since == kLaunchNever ? now : since;
-      if (signal_ == 0 && !told_ && !failed(rank) &&
+      if (signal_ == 0 && !terminating_ && !failed(rank) &&
           now - since >= options_.heartbeat_timeout * 4 / 5) {
         on_frozen(rank, std::chrono::ceil<std::chrono::milliseconds>(now - since));
       }
@@ -254,7 +254,7 @@ class LaunchJudge {
     if (now >= terminate_at_) {
       terminate_at_ = kLaunchNever;
       kill_at_ = std::min(kill_at_, now + options_.grace);
-      told_ = true;
+      terminating_ = true;
       group_.send(SIGTERM);
       group_.send(SIGCONT);
     }
@@ -331,7 +331,7 @@ class LaunchJudge {
   RankOutput& output_;
   std::vector<RankFailure> failures_; // in the order in which ranks ended
   const int64_t memory_kills_ = memory_kills();
-  bool told_ = false; // this launcher has sent SIGTERM to the ranks
+  bool terminating_ = false; // this launcher has sent SIGTERM to the ranks
   int signal_ = 0; // the first signal that was forwarded
   bool killed_ = false;
   bool given_up_ = false;

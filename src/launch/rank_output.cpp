@@ -138,7 +138,7 @@ void copy_some(TeedStream& stream) {
     }
     stream.line += bytes;
     write_lines(stream, false);
-    // If there is nowhere left to write, closing the pipe tells the rank so.
+    // If there is nowhere left to write, the rank learns it from the closed pipe.
     if (stream.console >= 0 || stream.file) {
       return;
     }

@@ -93,7 +93,7 @@ class LocalSGD::Impl final : public detail::LocalScope {
   double learning_rate() const;
 
   // local_sgd_rounds.cpp
-  // What ranks tell those without batches about a round.
+  // What ranks send to those without batches about a round.
   enum class Part { whole, start, finish, inner };
   bool count_step();
   void begin_local();

@@ -3,7 +3,7 @@
 
 namespace hasten::detail::run_report {
 
-// Colours: Okabe and Ito's, which colour-blind people can tell apart; lighter ones on dark.
+// Colours: Okabe and Ito's, which colour-blind people can distinguish; lighter ones on dark.
 const std::string_view kPageStyle = R"css(
 :root{color-scheme:light dark;--bg:#fbfbfa;--card:#fff;--text:#1d2126;--dim:#66707a;--edge:#e3e5e8;--grid:#eceef0;
 --c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#b5578f;--c4:#b07d00;--c5:#3f8fc4;--c6:#7a5aa6;--c7:#5f6770}

@@ -41,8 +41,8 @@ static at::Tensor next_labels(const at::Tensor& labels) {
   return at::constant_pad_nd(labels.slice(1, 1), {0, 1}, -100);
 }
 
-/// Whether the labels are those of the next tokens. Empty: this batch cannot tell. Throws InputError if
-/// the loss is neither cross-entropy, because another one would replace it.
+/// Whether the labels are those of the next tokens. Empty: this batch does not show it. Throws
+/// InputError if the loss is neither cross-entropy, because another one would replace it.
 static std::optional<bool> shifts_labels(const LossOutput& own, const at::Tensor& labels) {
   const at::NoGradGuard no_grad;
   const double loss = own.loss_sum.item<double>();

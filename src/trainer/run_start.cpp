@@ -116,25 +116,25 @@ RunStart look_for_start(const TrainerParts& parts) {
 nlohmann::json agreed_with_main(TrainerParts& parts, const char* what,
                                 const std::function<nlohmann::json()>& look) {
   std::exception_ptr error;
-  nlohmann::json told;
+  nlohmann::json result;
   if (parts.is_main()) {
     try {
-      told = look();
+      result = look();
     } catch (const std::exception& e) { // the others must not be left waiting
       error = std::current_exception();
-      told = {{"refusal", e.what()}};
+      result = {{"refusal", e.what()}};
     }
   }
-  told = parts.communicator().broadcast_object(told, what);
+  result = parts.communicator().broadcast_object(result, what);
   if (error) {
     std::rethrow_exception(error);
   }
-  if (told.contains("refusal")) {
+  if (result.contains("refusal")) {
     say_once_per_host(parts.communicator(), 0);
     throw PeerInputError("trainer::train",
-                         "rank 0 failed: " + told.at("refusal").get<std::string>());
+                         "rank 0 failed: " + result.at("refusal").get<std::string>());
   }
-  return told;
+  return result;
 }
 
 void lock_output_dir(TrainerParts& parts) {

@@ -227,7 +227,7 @@ TEST(Accelerator, PeersLearnOfAnExceptionInsideAWindow) {
   EXPECT_EQ(turn, 2);
 }
 
-TEST(Accelerator, ABackwardThatThrowsTellsPeersWhatItWas) {
+TEST(Accelerator, ABackwardThatThrowsSendsPeersWhatItWas) {
   auto accelerator = make_accelerator();
   auto batches = make_batches(2 * accelerator.num_processes());
   Net net = different_net(accelerator);

@@ -118,7 +118,7 @@ TEST(FindBatchSize, WhereNotEvenOneRowFitsTheRankIsNamed) {
   accelerator.end_training();
 }
 
-TEST(FindBatchSize, OtherErrorsComeOutAndThePeersAreTold) {
+TEST(FindBatchSize, OtherErrorsComeOutAndReachThePeers) {
   auto accelerator = accelerator_of();
   const int culprit = accelerator.num_processes() - 1;
   try {

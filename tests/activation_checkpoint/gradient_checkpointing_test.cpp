@@ -128,7 +128,7 @@ struct CountingShard : BlockInterceptor {
   int open = 0;
 };
 
-TEST(GradientCheckpointing, TellsWhoShardsAboutEveryFurtherRun) {
+TEST(GradientCheckpointing, ReportsEveryFurtherRunToTheSharding) {
   torch::manual_seed(9);
   Straight chain(3);
   const Tensor x = on_device::randn({4, 8});

@@ -129,7 +129,7 @@ HASTEN_RANK_FUNCTION(CommReadsAStrangeFailure) {
   comm->barrier("work");
 }
 
-TEST(CommStore, FailureThatCannotBeReadIsToldAsItIs) {
+TEST(CommStore, FailureThatCannotBeReadIsShownAsItIs) {
   for (const RankReport& report : spawn_with_agent(2, "CommReadsAStrangeFailure")) {
     EXPECT_EQ(report.error_type, "hasten::CommunicationError");
     EXPECT_NE(report.error.find("a rank failed and wrote: {\"text\": 7?[31m"), std::string::npos)

@@ -46,7 +46,7 @@ static Ranks three_ranks() {
   return ranks;
 }
 
-TEST(Liveness, TellsWhoIsLostBehindAFailureToo) {
+TEST(Liveness, NamesWhoIsLostBehindAFailureToo) {
   const Ranks ranks = three_ranks();
   using Lost = std::vector<bool>;
   std::this_thread::sleep_for(milliseconds(300));

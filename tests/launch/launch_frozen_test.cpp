@@ -54,7 +54,7 @@ TEST(LaunchFrozen, WhereTheOthersMayGoOnOnlyTheFrozenOneEnds) {
   EXPECT_EQ(result.ends[1].signal, SIGKILL);
 }
 
-TEST(ProcessState, TellsRunningStoppedDebuggedAndEndedProcessesApart) {
+TEST(ProcessState, DistinguishesRunningStoppedDebuggedAndEndedProcesses) {
   const pid_t child = ::fork();
   if (child == 0) {
     const bool traced = ::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) == 0;

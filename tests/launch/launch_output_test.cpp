@@ -215,12 +215,12 @@ TEST(LaunchCause, APeersErrorIsNeverFirstWhereAnotherRankHasItsOwn) {
 
 // The first ranks end before the last are started. Until exec these have copies of the launcher's
 // descriptors.
-TEST(LaunchCause, EachEndIsToldOnce) {
+TEST(LaunchCause, EachEndIsNamedOnce) {
   const TemporaryFolder folder;
   for (int time = 0; time < 5; ++time) {
     const auto run = launch_and_read(12, folder, "exit 3");
-    std::set<std::string> told(run.result.consequences.begin(), run.result.consequences.end());
-    EXPECT_EQ(told.size(), 11u);
+    std::set<std::string> named(run.result.consequences.begin(), run.result.consequences.end());
+    EXPECT_EQ(named.size(), 11u);
     EXPECT_EQ(run.result.consequences.size(), 11u);
   }
 }

@@ -355,7 +355,7 @@ TEST(Averager, AHookCompressesTheChangesSinceTheLastAverage) {
   }
 }
 
-TEST(Averager, RanksInDifferentRoundsAreToldSoAndKeepTheirNumbers) {
+TEST(Averager, RanksInDifferentRoundsGetAnErrorAndKeepTheirNumbers) {
   CommunicatorOptions options; // otherwise the check of shapes throws first
   options.check_shapes = ShapeCheck::never;
   options.backend = "gloo"; // "shm" compares every operation

@@ -140,8 +140,8 @@ class WorldLife {
   void judge_end(int rank) {
     const auto index = static_cast<size_t>(rank);
     const ProcessEnd& end = ranks_[index].end;
-    const bool told = end.code == kWatchdogExit || end.code == kFailedCaseExit;
-    if (done_[index] >= 0 ? end.code != 0 : !told) {
+    const bool reported = end.code == kWatchdogExit || end.code == kFailedCaseExit;
+    if (done_[index] >= 0 ? end.code != 0 : !reported) {
       problem(rank, describe(end));
     }
   }

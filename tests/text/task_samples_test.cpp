@@ -72,7 +72,7 @@ TEST(TaskSamples, PairsAreEncodedAsPairsAndTheirTypesAreInTheBatch) {
   EXPECT_EQ(data.label_names, (std::vector<std::string>{"no", "yes"}));
 }
 
-TEST(TaskSamples, TheSecondTextTellsSamplesApart) {
+TEST(TaskSamples, TheSecondTextDistinguishesSamples) {
   auto options = pair_options();
   const auto eval = TextFile::of_text(
       "eval.csv",

@@ -364,10 +364,10 @@ TEST(TokenCache, WhereNothingCanBeKeptIdsAreInMemoryAndTheReasonIsSaid) {
   EXPECT_EQ(described_tokens(full), described_tokens(reviews.get()));
 }
 
-TEST(TokenCache, OneMakesTheFileWhileAnotherWaitsAndIsTold) {
+TEST(TokenCache, OneMakesTheFileWhileAnotherWaitsAndSeesProgress) {
   const CachedReviews reviews;
   std::atomic<int> waited{0};
-  std::atomic<bool> told{false};
+  std::atomic<bool> informed{false};
   auto maker = reviews.options();
   std::atomic<bool> making{false};
   maker.progress = [&](const TokenizeProgress& progress) {
@@ -379,7 +379,7 @@ TEST(TokenCache, OneMakesTheFileWhileAnotherWaitsAndIsTold) {
   };
   auto waiter = reviews.options();
   waiter.progress = [&](const TokenizeProgress& progress) {
-    told = told || (progress.waiting && progress.total > 0);
+    informed = informed || (progress.waiting && progress.total > 0);
     ++waited;
   };
   std::optional<TokenizedClassification> a, b;
@@ -391,7 +391,7 @@ TEST(TokenCache, OneMakesTheFileWhileAnotherWaitsAndIsTold) {
   first.join();
   EXPECT_EQ(a->cache.source, Source::made);
   EXPECT_EQ(b->cache.source, Source::read);
-  EXPECT_TRUE(told);
+  EXPECT_TRUE(informed);
   EXPECT_EQ(reviews.files().size(), 1U);
 }
 

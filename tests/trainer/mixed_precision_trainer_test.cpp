@@ -27,8 +27,8 @@ struct PrecisionRun {
   int64_t overflow_at = 0; // index of a training call of the loss function
   std::unique_ptr<Trainer> trainer{};
 
-  struct Told : TrainerCallback {
-    explicit Told(PrecisionRun& of) : run(of) {}
+  struct PrecisionRecorder : TrainerCallback {
+    explicit PrecisionRecorder(PrecisionRun& of) : run(of) {}
     void on_precision(Precision precision) override {
       EXPECT_TRUE(run.types.empty()) << "before the first forward pass";
       precisions.push_back(precision);
@@ -36,7 +36,7 @@ struct PrecisionRun {
     PrecisionRun& run;
     std::vector<Precision> precisions{};
   };
-  std::shared_ptr<Told> told = std::make_shared<Told>(*this);
+  std::shared_ptr<PrecisionRecorder> recorder = std::make_shared<PrecisionRecorder>(*this);
 
   LossFunction loss() {
     return [this](const Batch& batch) {
@@ -56,7 +56,7 @@ struct PrecisionRun {
     trainer =
         std::make_unique<Trainer>(model, loss(), arguments, std::make_shared<toy::Texts>(24),
                                   std::make_shared<toy::Texts>(6), ComputeMetrics{}, accelerator);
-    trainer->add_callback(told);
+    trainer->add_callback(recorder);
     return trainer->train();
   }
 };
@@ -77,7 +77,7 @@ TEST(TrainerPrecision, TrainsAndEvaluatesInWhatTheArgumentsSay) {
     EXPECT_EQ(run.trainer->arguments().precision, precision);
     const auto predicted = run.trainer->predict(toy::Texts(6));
     EXPECT_EQ(predicted.outputs.scalar_type(), at::kFloat);
-    EXPECT_EQ(run.told->precisions, std::vector{precision});
+    EXPECT_EQ(run.recorder->precisions, std::vector{precision});
   }
 }
 
@@ -160,7 +160,7 @@ TEST(TrainerPrecision, ARunThatGoesOnKeepsWhatWasChosen) {
   run.train(a);
   EXPECT_EQ(run.trainer->arguments().precision, Precision::bf16);
   EXPECT_EQ(run.accelerator->mixed_precision(), Precision::bf16);
-  EXPECT_EQ(run.told->precisions, std::vector{Precision::bf16});
+  EXPECT_EQ(run.recorder->precisions, std::vector{Precision::bf16});
 }
 
 TEST(TrainerPrecision, RefusesContradictions) {

@@ -218,7 +218,7 @@ def meant(case, file, document, base, path, value, use):
 
 
 def key_changes(case, file, document, draw, seen):
-    """Each key of one file, and pairs. `seen`: counts by key, so that what no case can tell is tried once."""
+    """Each key of one file, and pairs. `seen`: counts by key, so that what no case shows is tried once."""
     singles = []
 
     def add(path, value):

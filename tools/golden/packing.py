@@ -1,5 +1,5 @@
 """Writes tests/golden/packing.json: by transformers, the loss of each token of rows in which several
-texts share a row, told apart by position_ids, with the small decoders of families.py.
+texts share a row, distinguished by position_ids, with the small decoders of families.py.
 
 Run: python tools/golden/packing.py   (needs torch, transformers)
 """
