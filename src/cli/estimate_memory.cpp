@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "classifier.h"
-#include "comm/rounds.h"
+#include "comm/stages.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"
@@ -175,7 +175,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
     block = block_shapes(config);
     add_shards(estimate, command, config, block, shapes, trained, settings);
   }
-  estimate.communication = groups * static_cast<int64_t>(Rounds::kBytes);
+  estimate.communication = groups * static_cast<int64_t>(Stages::kBytes);
   estimate.sent = sent_bytes(command, config, block, estimate.parameter_count, 4 * padded);
   const int64_t kept =
       estimate.parameters + estimate.optimizer_state + estimate.averaging + estimate.communication;

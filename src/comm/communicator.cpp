@@ -19,7 +19,7 @@
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/recompute.h"
-#include "rounds.h"
+#include "stages.h"
 #include "tensor_checks.h"
 
 namespace hasten {
@@ -219,7 +219,7 @@ void Work::wait() {
   }
 }
 
-int64_t bytes_sent() { return tcp_bytes_sent() + detail::Rounds::bytes_published; }
+int64_t bytes_sent() { return tcp_bytes_sent() + detail::Stages::bytes_published; }
 
 double seconds_waited() { return waited_seconds(); }
 

@@ -45,7 +45,7 @@ std::shared_ptr<SharedRanks> share_memory(int rank, const std::vector<int>& name
                                           const ExchangeJson& exchange) {
   std::unique_ptr<SharedMemory> own;
   const std::vector<nlohmann::json> addresses = exchange(or_reason([&]() -> nlohmann::json {
-    own = std::make_unique<SharedMemory>(Rounds::kBytes);
+    own = std::make_unique<SharedMemory>(Stages::kBytes);
     return own->address();
   }));
   throw_reason(addresses, names);
@@ -341,10 +341,10 @@ c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
     std::chrono::milliseconds timeout) {
   std::vector<int> names(static_cast<size_t>(size));
   std::iota(names.begin(), names.end(), 0);
-  int round = 0;
+  int exchange = 0;
   auto ranks = detail::share_memory(rank, names, [&](const nlohmann::json& own) {
     const auto key = [&](int of) {
-      return "shm/" + std::to_string(round) + "/" + std::to_string(of);
+      return "shm/" + std::to_string(exchange) + "/" + std::to_string(of);
     };
     const std::string text = own.dump();
     store->set(key(rank), std::vector<uint8_t>(text.begin(), text.end()));
@@ -354,7 +354,7 @@ c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
       const std::vector<uint8_t> found = store->get(key(name));
       all.push_back(nlohmann::json::parse(found.begin(), found.end()));
     }
-    ++round;
+    ++exchange;
     return all;
   });
   return c10::make_intrusive<detail::SharedBackend>(rank, size, std::move(ranks));

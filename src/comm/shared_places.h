@@ -5,8 +5,8 @@
 // A tensor of shared_zeros() is memory of its own with a number. A transfer of much data begins with
 // an Opening of each rank: where its tensor is, or that it is elsewhere. If it is elsewhere on one
 // rank, the data is copied through the rings. If a rank has not mapped a peer's memory yet, it does so
-// now, and a second round says whether all ranks could. All ranks read the same, so they choose the
-// same way. Each round of any operation can name memory that its rank has freed: the others unmap it.
+// now, and a second stage says whether all ranks could. All ranks read the same, so they choose the
+// same way. Each stage of any operation can name memory that its rank has freed: the others unmap it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

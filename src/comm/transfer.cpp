@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "reduce_rows.h"
-#include "rounds.h"
+#include "stages.h"
 
 namespace hasten::detail {
 
@@ -35,23 +35,23 @@ Transfer::Transfer(TransferPlan plan, int rank, int world_size)
     way_ = Way::asked;
     openings_ = 1;
   } else {
-    count_rounds();
+    count_stages();
   }
 }
 
-void Transfer::count_rounds() {
+void Transfer::count_stages() {
   const auto ranks = static_cast<size_t>(world_size_);
   const bool sums = plan_.kind == Kind::all_reduce;
   if (is_direct()) {
     chunk_ = sums ? kDirectChunk / from_size_ : plan_.count;
   } else {
     const size_t widest = std::max(from_size_, to_size_);
-    chunk_ = std::max<size_t>(Rounds::kMaximum / widest / (to_each() ? ranks : 1), 1);
+    chunk_ = std::max<size_t>(Stages::kMaximum / widest / (to_each() ? ranks : 1), 1);
     two_phases_ = sums && world_size_ > 2 && plan_.count * from_size_ > kTwoPhases;
   }
   const auto chunks =
       static_cast<uint32_t>(std::max<size_t>((plan_.count + chunk_ - 1) / chunk_, 1));
-  rounds_ = openings_ + chunks * (two_phases_ ? 2 : 1) + (is_direct() && sums ? 1 : 0);
+  stages_ = openings_ + chunks * (two_phases_ ? 2 : 1) + (is_direct() && sums ? 1 : 0);
 }
 
 bool Transfer::to_each() const {
@@ -75,18 +75,18 @@ Transfer::Part Transfer::slice(const Part& chunk, int rank) const {
   return {chunk.first + begin, end - begin};
 }
 
-size_t Transfer::bytes(uint32_t round) const {
+size_t Transfer::bytes(uint32_t stage) const {
   if (plan_.values != nullptr) {
-    return std::min(value_.size() - value_begin(round), Rounds::kMaximum);
+    return std::min(value_.size() - value_begin(stage), Stages::kMaximum);
   }
-  if (round < openings_) {
-    return round == 0 ? sizeof(SharedPlaces::Opening) : 1;
+  if (stage < openings_) {
+    return stage == 0 ? sizeof(SharedPlaces::Opening) : 1;
   }
   if (is_direct()) {
     return 0;
   }
-  const Part part = chunk(round - openings_);
-  if (follows(round)) {
+  const Part part = chunk(stage - openings_);
+  if (follows(stage)) {
     return slice(part, rank_).count * to_size_;
   }
   const size_t ranks = to_each() ? static_cast<size_t>(world_size_) : 1;
@@ -95,7 +95,7 @@ size_t Transfer::bytes(uint32_t round) const {
 
 size_t Transfer::most_bytes() const {
   const size_t rows = to_each() ? static_cast<size_t>(world_size_) : 1;
-  return plan_.values != nullptr ? Rounds::kMaximum
+  return plan_.values != nullptr ? Stages::kMaximum
                                  : (plan_.count * from_size_ * rows + 63) / 64 * 64;
 }
 
@@ -112,23 +112,23 @@ void Transfer::reduce(const Payloads& payloads, size_t skip, const Part& part, c
 
 // If each rank reduces a slice of a chunk, the others read it when all have reduced theirs. So nobody
 // reads and writes the same bytes of a tensor at once.
-void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
+void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
   if (plan_.values != nullptr) {
-    value_.copy(to, Rounds::kMaximum, value_begin(round));
+    value_.copy(to, Stages::kMaximum, value_begin(stage));
     return;
   }
-  if (round < openings_) {
-    if (round == 0) {
+  if (stage < openings_) {
+    if (stage == 0) {
       plan_.places->write(plan_.place, to);
     } else {
       *to = plan_.places->map() ? 1 : 0;
     }
     return;
   }
-  if (closes(round)) {
+  if (closes(stage)) {
     return;
   }
-  const Part part = chunk(round - openings_);
+  const Part part = chunk(stage - openings_);
   const Part own = slice(part, rank_);
   const size_t size = part.count * from_size_;
   if (is_direct()) {
@@ -138,10 +138,10 @@ void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
       take(part, data_);
     }
     const size_t readers = plan_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1;
-    Rounds::bytes_published += static_cast<int64_t>(size * readers);
+    Stages::bytes_published += static_cast<int64_t>(size * readers);
     return;
   }
-  if (follows(round)) {
+  if (follows(stage)) {
     reduce(before, (own.first - part.first) * from_size_, own, to);
     return;
   }
@@ -155,17 +155,17 @@ void Transfer::publish(uint32_t round, char* to, const Payloads& before) {
   }
 }
 
-void Transfer::consume(uint32_t round, const Payloads& payloads) {
+void Transfer::consume(uint32_t stage, const Payloads& payloads) {
   if (plan_.values != nullptr) {
-    consume_values(round, payloads);
-  } else if (round < openings_) {
-    read_openings(round, payloads);
+    consume_values(stage, payloads);
+  } else if (stage < openings_) {
+    read_openings(stage, payloads);
   } else if (!is_direct()) {
-    if (!precedes(round)) {
-      take(chunk(round - openings_), payloads);
+    if (!precedes(stage)) {
+      take(chunk(stage - openings_), payloads);
     }
-  } else if (plan_.kind == Kind::all_reduce && !closes(round)) {
-    take(chunk(round - openings_), data_);
+  } else if (plan_.kind == Kind::all_reduce && !closes(stage)) {
+    take(chunk(stage - openings_), data_);
   }
 }
 
@@ -220,26 +220,26 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
   }
 }
 
-void Transfer::read_openings(uint32_t round, const Payloads& payloads) {
-  way_ = round == 0 ? plan_.places->read(payloads) : plan_.places->settle(payloads);
+void Transfer::read_openings(uint32_t stage, const Payloads& payloads) {
+  way_ = stage == 0 ? plan_.places->read(payloads) : plan_.places->settle(payloads);
   if (way_ == Way::asked) {
-    rounds_ = ++openings_;
+    stages_ = ++openings_;
     return;
   }
   if (is_direct()) {
     data_ = plan_.places->data();
     data_[static_cast<size_t>(rank_)] = plan_.inputs[0];
   }
-  count_rounds();
+  count_stages();
 }
 
-size_t Transfer::value_begin(uint32_t round) const {
-  return std::min(value_.size(), round * Rounds::kMaximum);
+size_t Transfer::value_begin(uint32_t stage) const {
+  return std::min(value_.size(), stage * Stages::kMaximum);
 }
 
-void Transfer::consume_values(uint32_t round, const Payloads& payloads) {
-  const size_t head = round == 0 ? kValueHead : 0;
-  if (round == 0) {
+void Transfer::consume_values(uint32_t stage, const Payloads& payloads) {
+  const size_t head = stage == 0 ? kValueHead : 0;
+  if (stage == 0) {
     size_t longest = 0;
     for (const char* payload : payloads) {
       uint64_t size = 0;
@@ -248,13 +248,13 @@ void Transfer::consume_values(uint32_t round, const Payloads& payloads) {
       longest = std::max<size_t>(longest, size);
     }
     way_ = Way::copied;
-    rounds_ =
-        static_cast<uint32_t>((longest + kValueHead + Rounds::kMaximum - 1) / Rounds::kMaximum);
+    stages_ =
+        static_cast<uint32_t>((longest + kValueHead + Stages::kMaximum - 1) / Stages::kMaximum);
   }
   for (size_t i = 0; i < payloads.size(); ++i) {
     if (std::cmp_not_equal(i, rank_)) { // it has its own
       std::string& value = (*plan_.values)[i];
-      value.append(payloads[i] + head, std::min(Rounds::kMaximum - head, sizes_[i] - value.size()));
+      value.append(payloads[i] + head, std::min(Stages::kMaximum - head, sizes_[i] - value.size()));
     }
   }
 }

@@ -1,4 +1,4 @@
-// One collective as a sequence of rounds (rounds.h): what this rank publishes in each, and what it
+// One collective as a sequence of stages (stages.h): what this rank publishes in each, and what it
 // does with the others' bytes.
 #pragma once
 
@@ -48,64 +48,64 @@ class Transfer {
 
   const std::string& text() const { return plan_.text; }
   uint64_t text_hash() const { return text_hash_; }
-  /// Number of rounds that are known: those of values and places say how many follow.
-  uint32_t rounds() const { return rounds_; }
-  /// Whether there is nothing after so many rounds.
-  bool ends_at(uint32_t round) const { return way_ != Way::asked && round == rounds_; }
-  /// Whether this rank publishes it in one round, which waits for nobody.
+  /// Number of stages that are known: those of values and places say how many follow.
+  uint32_t stages() const { return stages_; }
+  /// Whether there is nothing after so many stages.
+  bool ends_at(uint32_t stage) const { return way_ != Way::asked && stage == stages_; }
+  /// Whether this rank publishes it in one stage, which waits for nobody.
   bool is_small() const {
     return plan_.values != nullptr ? value_.size() == value_begin(1)
-                                   : rounds_ == 1 && way_ == Way::copied;
+                                   : stages_ == 1 && way_ == Way::copied;
   }
   /// Whether it reads the data where it is. Known at its end.
   bool is_direct() const { return way_ == Way::direct; }
-  size_t bytes(uint32_t round) const;
+  size_t bytes(uint32_t stage) const;
   /// Of a small one: what any rank publishes, at most.
   size_t most_bytes() const;
-  /// Whether the round says that this rank has read everything: it publishes it after it has
-  /// consumed all before it. Other direct transfers end with the round of their reads.
-  bool closes(uint32_t round) const {
-    return is_direct() && plan_.kind == TransferPlan::Kind::all_reduce && round + 1 == rounds_;
+  /// Whether the stage says that this rank has read everything: it publishes it after it has
+  /// consumed all before it. Other direct transfers end with the stage of their reads.
+  bool closes(uint32_t stage) const {
+    return is_direct() && plan_.kind == TransferPlan::Kind::all_reduce && stage + 1 == stages_;
   }
-  /// Whether the round's bytes are made from what the ranks have published in the one before.
-  bool follows(uint32_t round) const { return two_phases_ && (round - openings_) % 2 == 1; }
-  /// Whether consume() of the round does nothing, because the next round reads its bytes.
-  bool precedes(uint32_t round) const {
-    return two_phases_ && round >= openings_ && (round - openings_) % 2 == 0;
+  /// Whether the stage's bytes are made from what the ranks have published in the one before.
+  bool follows(uint32_t stage) const { return two_phases_ && (stage - openings_) % 2 == 1; }
+  /// Whether consume() of the stage does nothing, because the next stage reads its bytes.
+  bool precedes(uint32_t stage) const {
+    return two_phases_ && stage >= openings_ && (stage - openings_) % 2 == 0;
   }
-  /// `before`: payloads of the round before, if follows().
-  void publish(uint32_t round, char* to, const Payloads& before);
-  void consume(uint32_t round, const Payloads& payloads);
+  /// `before`: payloads of the stage before, if follows().
+  void publish(uint32_t stage, char* to, const Payloads& before);
+  void consume(uint32_t stage, const Payloads& payloads);
 
  private:
   using Way = SharedPlaces::Way;
-  struct Part { // of the elements: what a round moves
+  struct Part { // of the elements: what a stage moves
     size_t first;
     size_t count;
   };
-  void count_rounds();
+  void count_stages();
   Part chunk(uint32_t step) const;
   /// The elements of a chunk that `rank` reduces if each reduces a slice.
   Part slice(const Part& chunk, int rank) const;
-  bool gives(int rank) const; // bytes in a round that does not follow another
+  bool gives(int rank) const; // bytes in a stage that does not follow another
   bool to_each() const; // other bytes for each rank
   void reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const;
-  void read_openings(uint32_t round, const Payloads& payloads);
+  void read_openings(uint32_t stage, const Payloads& payloads);
   /// Fills the outputs' part with what `payloads` have.
   void take(const Part& part, const Payloads& payloads);
-  void consume_values(uint32_t round, const Payloads& payloads);
-  size_t value_begin(uint32_t round) const;
+  void consume_values(uint32_t stage, const Payloads& payloads);
+  size_t value_begin(uint32_t stage) const;
 
   TransferPlan plan_;
   const int rank_;
   const int world_size_;
   const size_t from_size_; // of an element, bytes
   const size_t to_size_;
-  size_t chunk_ = 1; // elements of a round
+  size_t chunk_ = 1; // elements of a stage
   bool two_phases_ = false;
-  uint32_t rounds_ = 1;
-  Way way_ = Way::copied; // asked: more rounds may follow
-  uint32_t openings_ = 0; // rounds that settle where the data is
+  uint32_t stages_ = 1;
+  Way way_ = Way::copied; // asked: more stages may follow
+  uint32_t openings_ = 0; // stages that settle where the data is
   Payloads data_{}; // [rank] there, if direct
   uint64_t text_hash_ = 0;
   std::string value_{}; // the number of bytes of this rank's value, and the value

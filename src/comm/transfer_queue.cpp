@@ -35,9 +35,9 @@ TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::ve
                              SharedPlaces& places)
     : names_(std::move(names)),
       places_(places),
-      rounds_(rank, memory),
+      stages_(rank, memory),
       // Who spins takes a core, so there is one for each rank.
-      spins_(allowed_cores() >= rounds_.world_size() ? kSpins : 0),
+      spins_(allowed_cores() >= stages_.world_size() ? kSpins : 0),
       thread_([this] { run(); }) {}
 
 TransferQueue::~TransferQueue() { stop(); }
@@ -95,13 +95,13 @@ void TransferQueue::drive(const Item& item, milliseconds limit) {
     driven_ = true;
     lock.unlock();
     progress(limit.count() > 0);
-    const Rounds::Blocked blocked = blocked_;
+    const Stages::Blocked blocked = blocked_;
     stop_driving();
     if (item.has_ended() || time_left().count() <= 0) {
       lock.lock();
       break;
     }
-    rounds_.sleep(blocked, spins_, std::min(kSleep, time_left()));
+    stages_.sleep(blocked, spins_, std::min(kSleep, time_left()));
     lock.lock();
   }
   if (--waiters_ == 0 && needs_thread()) {
@@ -119,12 +119,12 @@ void TransferQueue::progress_in_thread() {
 bool TransferQueue::peers_wait() const {
   size_t unread = 0; // bytes, at most, of any rank
   for (const auto& item : queue_) {
-    if (!item->transfer.is_small() || item->published < item->transfer.rounds()) {
+    if (!item->transfer.is_small() || item->published < item->transfer.stages()) {
       return true;
     }
     unread += item->transfer.most_bytes();
   }
-  return unread > Rounds::kRing - Rounds::kMaximum; // a gap before the ring's end
+  return unread > Stages::kRing - Stages::kMaximum; // a gap before the ring's end
 }
 
 bool TransferQueue::needs_thread() const {
@@ -141,11 +141,11 @@ void TransferQueue::run() {
     driven_ = true;
     lock.unlock();
     progress(true);
-    const Rounds::Blocked blocked = blocked_;
+    const Stages::Blocked blocked = blocked_;
     const bool empty = queue_.empty();
     stop_driving();
     if (!empty) {
-      rounds_.sleep(blocked, 0, kSleep);
+      stages_.sleep(blocked, 0, kSleep);
     }
     lock.lock();
   }
@@ -194,7 +194,7 @@ void TransferQueue::progress(bool all) {
 
 bool TransferQueue::advance_all(bool all) {
   bool moved = false;
-  Rounds::Blocked first_blocked;
+  Stages::Blocked first_blocked;
   for (size_t i = 0; i < queue_.size(); ++i) {
     Item& item = *queue_[i];
     if (!all && !item.transfer.is_small()) {
@@ -207,7 +207,7 @@ bool TransferQueue::advance_all(bool all) {
       first_blocked = blocked_;
     }
     if (!item.transfer.ends_at(item.published)) {
-      break; // the next transfer's rounds come after all of its rounds
+      break; // the next transfer's stages come after all of its stages
     }
   }
   blocked_ = first_blocked;
@@ -215,65 +215,65 @@ bool TransferQueue::advance_all(bool all) {
 }
 
 bool TransferQueue::advance(Item& item, bool first) {
-  const bool published = publish_round(item);
-  return (first && consume_round(item)) || published;
+  const bool published = publish_stage(item);
+  return (first && consume_stage(item)) || published;
 }
 
-bool TransferQueue::publish_round(Item& item) {
+bool TransferQueue::publish_stage(Item& item) {
   const Transfer& transfer = item.transfer;
-  const uint32_t round = item.published;
-  if (round >= transfer.rounds() || (transfer.closes(round) && item.consumed != round)) {
+  const uint32_t stage = item.published;
+  if (stage >= transfer.stages() || (transfer.closes(stage) && item.consumed != stage)) {
     return false;
   }
-  if (round == 0) {
-    item.first = rounds_.published();
+  if (stage == 0) {
+    item.first = stages_.published();
   }
-  const bool follows = transfer.follows(round);
-  if (follows && !rounds_.arrived(item.first + round - 1)) {
-    blocked_ = rounds_.blocked();
+  const bool follows = transfer.follows(stage);
+  if (follows && !stages_.arrived(item.first + stage - 1)) {
+    blocked_ = stages_.blocked();
     return false;
   }
-  if (follows && round == 1) { // its first round's bytes are read here
+  if (follows && stage == 1) { // its first stage's bytes are read here
     require_equal(item);
   }
-  char* const to = rounds_.reserve(transfer.bytes(round));
+  char* const to = stages_.reserve(transfer.bytes(stage));
   if (to == nullptr) {
-    blocked_ = rounds_.blocked();
+    blocked_ = stages_.blocked();
     return false;
   }
-  item.transfer.publish(round, to,
-                        follows ? payloads(item.first + round - 1) : Transfer::Payloads());
-  rounds_.publish(transfer.text(), transfer.text_hash(), places_.take_freed());
+  item.transfer.publish(stage, to,
+                        follows ? payloads(item.first + stage - 1) : Transfer::Payloads());
+  stages_.publish(transfer.text(), transfer.text_hash(), places_.take_freed());
   ++item.published;
   return true;
 }
 
-bool TransferQueue::consume_round(Item& item) {
-  const uint32_t round = item.consumed;
-  const bool precedes = item.transfer.precedes(round);
-  if (round + (precedes ? 1 : 0) >= item.published) {
+bool TransferQueue::consume_stage(Item& item) {
+  const uint32_t stage = item.consumed;
+  const bool precedes = item.transfer.precedes(stage);
+  if (stage + (precedes ? 1 : 0) >= item.published) {
     return false;
   }
-  if (!rounds_.arrived(item.first + round)) {
-    blocked_ = rounds_.blocked();
+  if (!stages_.arrived(item.first + stage)) {
+    blocked_ = stages_.blocked();
     return false;
   }
-  if (round == 0) {
+  if (stage == 0) {
     require_equal(item);
   }
-  item.transfer.consume(round, payloads(item.first + round));
-  for (int i = 0; i < rounds_.world_size(); ++i) {
-    places_.forget(i, rounds_.entry(i, item.first + round).freed);
+  item.transfer.consume(stage, payloads(item.first + stage));
+  for (int i = 0; i < stages_.world_size(); ++i) {
+    places_.forget(i, stages_.entry(i, item.first + stage).freed);
   }
-  rounds_.consume();
+  stages_.consume();
   ++item.consumed;
   return true;
 }
 
-Transfer::Payloads TransferQueue::payloads(uint32_t round) const {
+Transfer::Payloads TransferQueue::payloads(uint32_t stage) const {
   Transfer::Payloads all;
-  for (int i = 0; i < rounds_.world_size(); ++i) {
-    all.push_back(rounds_.bytes(i, round));
+  for (int i = 0; i < stages_.world_size(); ++i) {
+    all.push_back(stages_.bytes(i, stage));
   }
   return all;
 }
@@ -294,11 +294,11 @@ static std::string difference(std::string_view text, std::string_view other) {
 
 void TransferQueue::require_equal(const Item& item) const {
   const auto text = [&](int rank) {
-    const RoundMemory::Entry& entry = rounds_.entry(rank, item.first);
+    const StageMemory::Entry& entry = stages_.entry(rank, item.first);
     return std::string_view(entry.text, std::min<size_t>(entry.text_bytes, sizeof(entry.text)));
   };
-  for (int i = 1; i < rounds_.world_size(); ++i) {
-    if (rounds_.entry(i, item.first).text_hash != rounds_.entry(0, item.first).text_hash) {
+  for (int i = 1; i < stages_.world_size(); ++i) {
+    if (stages_.entry(i, item.first).text_hash != stages_.entry(0, item.first).text_hash) {
       const auto has = [&](int rank, int other) {
         return "rank " + std::to_string(names_[static_cast<size_t>(rank)]) + " has " +
                difference(text(rank), text(other));

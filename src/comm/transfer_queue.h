@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-#include "rounds.h"
+#include "stages.h"
 #include "transfer.h"
 
 namespace hasten::detail {
@@ -52,7 +52,7 @@ class TransferQueue {
     bool has_ended() const { return ended.load(std::memory_order_acquire); }
 
     // Used by the queue.
-    uint32_t first = 0; // its first round
+    uint32_t first = 0; // its first stage
     uint32_t published = 0;
     uint32_t consumed = 0;
     std::atomic<bool> ended{false};
@@ -61,7 +61,7 @@ class TransferQueue {
     std::vector<std::function<void(std::exception_ptr)>> then{};
   };
 
-  /// `names`: the ranks in messages. `memory`: see Rounds. `places`: of the same group.
+  /// `names`: the ranks in messages. `memory`: see Stages. `places`: of the same group.
   TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names,
                 SharedPlaces& places);
   /// stop().
@@ -85,9 +85,9 @@ class TransferQueue {
   void progress(bool all);
   bool advance_all(bool all);
   bool advance(Item& item, bool first);
-  bool publish_round(Item& item);
-  bool consume_round(Item& item);
-  Transfer::Payloads payloads(uint32_t round) const;
+  bool publish_stage(Item& item);
+  bool consume_stage(Item& item);
+  Transfer::Payloads payloads(uint32_t stage) const;
   void require_equal(const Item& item) const;
   void end_first();
   void stop_driving();
@@ -98,7 +98,7 @@ class TransferQueue {
 
   const std::vector<int> names_;
   SharedPlaces& places_; // of the thread that drives
-  Rounds rounds_;
+  Stages stages_;
   const int spins_;
 
   std::mutex mutex_; // guards the members up to the next empty line
@@ -113,7 +113,7 @@ class TransferQueue {
 
   // Of the thread that drives.
   std::deque<std::shared_ptr<Item>> queue_;
-  Rounds::Blocked blocked_{};
+  Stages::Blocked blocked_{};
   std::exception_ptr error_; // for all transfers from now on
 
   std::thread thread_;

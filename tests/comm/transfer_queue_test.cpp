@@ -26,8 +26,8 @@ class Memory {
   explicit Memory(int world) {
     for (int i = 0; i < world; ++i) {
       blocks_.emplace_back(
-          static_cast<char*>(std::aligned_alloc(64, (Rounds::kBytes + 63) / 64 * 64)));
-      std::memset(blocks_.back().get(), 0, Rounds::kBytes);
+          static_cast<char*>(std::aligned_alloc(64, (Stages::kBytes + 63) / 64 * 64)));
+      std::memset(blocks_.back().get(), 0, Stages::kBytes);
     }
   }
   std::vector<char*> all() const {
@@ -445,7 +445,7 @@ TEST(TransferQueue, ValuesOfAnyLengthReachAllRanks) {
       plan.text = "values";
       const auto item = std::make_shared<Item>(std::move(plan), rank, 3);
       queue.start(item);
-      Operation after(Kind::broadcast, 3, 1, rank, 3); // its rounds come after all of the values'
+      Operation after(Kind::broadcast, 3, 1, rank, 3); // its stages come after all of the values'
       queue.start(after.item);
       drive_to_end(queue, *after.item);
       EXPECT_TRUE(item->has_ended());

@@ -1,14 +1,14 @@
-/* A model of Note [Rounds] (src/comm/rounds.h) for spin: RANKS ranks go through ROUNDS rounds with a
+/* A model of Note [Stages] (src/comm/stages.h) for spin: RANKS ranks go through STAGES stages with a
    table of ENTRIES. A sleeping thread wakes only if it is woken, so a wake-up that is lost is a
    deadlock, which spin reports. With -DDEATH one rank may die before any step: then those that are left may
    wait for ever, which is for others to notice, but nobody reads wrong bytes.
 
-     spin -run -safety tools/rounds.pml; spin -run -safety -DDEATH tools/rounds.pml */
+     spin -run -safety tools/stages.pml; spin -run -safety -DDEATH tools/stages.pml */
 #ifndef RANKS
 #define RANKS 3
 #endif
-#ifndef ROUNDS
-#define ROUNDS 3
+#ifndef STAGES
+#define STAGES 3
 #endif
 #ifndef ENTRIES
 #define ENTRIES 2
@@ -17,7 +17,7 @@
 byte published[RANKS];
 byte consumed[RANKS];
 byte sleepers[RANKS];
-byte entry[RANKS * ENTRIES]; /* 1 + the round whose bytes it has; 0 while it is written */
+byte entry[RANKS * ENTRIES]; /* 1 + the stage whose bytes it has; 0 while it is written */
 bool asleep[RANKS];
 byte counter_of[RANKS]; /* on which counter a rank sleeps: published of r is r, consumed is RANKS + r */
 bool died = false;
@@ -28,7 +28,7 @@ bool died = false;
 #define MAY_DIE skip
 #endif
 
-/* Rounds::advance() after its store */
+/* Stages::advance() after its store */
 inline wake(counter) {
   q = 0;
   do
@@ -47,7 +47,7 @@ inline wake(counter) {
   od
 }
 
-/* Rounds::sleep() */
+/* Stages::sleep() */
 inline sleep_on(counter, value) {
   sleepers[me]++;
   MAY_DIE;
@@ -66,12 +66,12 @@ proctype Rank(byte me) {
   byte read = 0; /* to consume */
   byte q, r, seen;
   do
-  :: read == ROUNDS -> break
-  :: read < ROUNDS ->
+  :: read == STAGES -> break
+  :: read < STAGES ->
      MAY_DIE;
      r = RANKS; /* reserve(): who still reads the entry's old bytes */
      if
-     :: next < ROUNDS && next >= ENTRIES ->
+     :: next < STAGES && next >= ENTRIES ->
         r = 0;
         do
         :: r < RANKS ->
@@ -82,7 +82,7 @@ proctype Rank(byte me) {
      :: else
      fi;
      if
-     :: next < ROUNDS && r == RANKS -> /* publish() */
+     :: next < STAGES && r == RANKS -> /* publish() */
         entry[me * ENTRIES + next % ENTRIES] = 0;
         MAY_DIE;
         entry[me * ENTRIES + next % ENTRIES] = next + 1;
@@ -93,7 +93,7 @@ proctype Rank(byte me) {
         wake(me)
      :: next == read && r < RANKS -> /* nothing to read before that */
         sleep_on(RANKS + r, consumed[r])
-     :: next > read && !(next < ROUNDS && r == RANKS) ->
+     :: next > read && !(next < STAGES && r == RANKS) ->
         r = 0; /* arrived() */
         do
         :: r < RANKS ->

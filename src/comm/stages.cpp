@@ -1,4 +1,4 @@
-#include "rounds.h"
+#include "stages.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -13,20 +13,20 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<u
               "processes and the kernel share the counters");
 
 /// Counters may wrap around.
-static bool is_above(uint32_t counter, uint32_t round) {
-  return static_cast<int32_t>(counter - round) > 0;
+static bool is_above(uint32_t counter, uint32_t stage) {
+  return static_cast<int32_t>(counter - stage) > 0;
 }
 
-Rounds::Rounds(int rank, const std::vector<char*>& memory) : rank_(static_cast<size_t>(rank)) {
+Stages::Stages(int rank, const std::vector<char*>& memory) : rank_(static_cast<size_t>(rank)) {
   for (char* const begin : memory) {
-    all_.push_back(reinterpret_cast<RoundMemory*>(begin));
+    all_.push_back(reinterpret_cast<StageMemory*>(begin));
   }
 }
 
-bool Rounds::all_above(std::atomic<uint32_t> RoundMemory::*counter, uint32_t round) {
-  for (const RoundMemory* peer : all_) {
+bool Stages::all_above(std::atomic<uint32_t> StageMemory::*counter, uint32_t stage) {
+  for (const StageMemory* peer : all_) {
     const uint32_t seen = (peer->*counter).load(std::memory_order_acquire);
-    if (!is_above(seen, round)) {
+    if (!is_above(seen, stage)) {
       blocked_ = {&(peer->*counter), seen};
       return false;
     }
@@ -34,15 +34,15 @@ bool Rounds::all_above(std::atomic<uint32_t> RoundMemory::*counter, uint32_t rou
   return true;
 }
 
-char* Rounds::reserve(size_t bytes) {
+char* Stages::reserve(size_t bytes) {
   const uint64_t size = (bytes + 63) / 64 * 64;
   uint64_t begin = head_;
-  if (begin % kRing + size > kRing) { // the bytes of a round lie together
+  if (begin % kRing + size > kRing) { // the bytes of a stage lie together
     begin = (begin / kRing + 1) * kRing;
   }
-  while (!kept_.empty() && (published_ - kept_.front().round >= RoundMemory::kEntries ||
+  while (!kept_.empty() && (published_ - kept_.front().stage >= StageMemory::kEntries ||
                             begin + size - kept_.front().begin > kRing)) {
-    if (!all_above(&RoundMemory::consumed, kept_.front().round)) {
+    if (!all_above(&StageMemory::consumed, kept_.front().stage)) {
       return nullptr;
     }
     kept_.pop_front();
@@ -52,8 +52,8 @@ char* Rounds::reserve(size_t bytes) {
   return reinterpret_cast<char*>(all_[rank_] + 1) + begin % kRing;
 }
 
-void Rounds::publish(std::string_view text, uint64_t text_hash, uint64_t freed) {
-  RoundMemory::Entry& entry = own().entries[published_ % RoundMemory::kEntries];
+void Stages::publish(std::string_view text, uint64_t text_hash, uint64_t freed) {
+  StageMemory::Entry& entry = own().entries[published_ % StageMemory::kEntries];
   entry.offset = reserved_ % kRing;
   entry.bytes = reserved_bytes_;
   entry.text_hash = text_hash;
@@ -66,22 +66,22 @@ void Rounds::publish(std::string_view text, uint64_t text_hash, uint64_t freed) 
   advance(own().published, ++published_);
 }
 
-bool Rounds::arrived(uint32_t round) { return all_above(&RoundMemory::published, round); }
+bool Stages::arrived(uint32_t stage) { return all_above(&StageMemory::published, stage); }
 
-const RoundMemory::Entry& Rounds::entry(int rank, uint32_t round) const {
-  return all_[static_cast<size_t>(rank)]->entries[round % RoundMemory::kEntries];
+const StageMemory::Entry& Stages::entry(int rank, uint32_t stage) const {
+  return all_[static_cast<size_t>(rank)]->entries[stage % StageMemory::kEntries];
 }
 
-const char* Rounds::bytes(int rank, uint32_t round) const {
+const char* Stages::bytes(int rank, uint32_t stage) const {
   return reinterpret_cast<const char*>(all_[static_cast<size_t>(rank)] + 1) +
-         entry(rank, round).offset;
+         entry(rank, stage).offset;
 }
 
-void Rounds::consume() { advance(own().consumed, ++consumed_); }
+void Stages::consume() { advance(own().consumed, ++consumed_); }
 
-void Rounds::advance(std::atomic<uint32_t>& counter, uint32_t value) {
+void Stages::advance(std::atomic<uint32_t>& counter, uint32_t value) {
   counter.store(value, std::memory_order_seq_cst);
-  for (const RoundMemory* peer : all_) {
+  for (const StageMemory* peer : all_) {
     if (peer->sleepers.load(std::memory_order_seq_cst) > 0) {
       ::syscall(SYS_futex, &counter, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
       return;
@@ -89,7 +89,7 @@ void Rounds::advance(std::atomic<uint32_t>& counter, uint32_t value) {
   }
 }
 
-void Rounds::sleep(const Blocked& until, int spins, std::chrono::milliseconds limit) {
+void Stages::sleep(const Blocked& until, int spins, std::chrono::milliseconds limit) {
   for (int i = 0; i <= spins; ++i) {
     if (until.over()) {
       return;
