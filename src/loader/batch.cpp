@@ -130,7 +130,7 @@ PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& fir
       }
     }
     if (filled == before) {
-      break; // the first round has no samples
+      break; // the first global batch has no samples
     }
   }
   return packed_concat(parts);

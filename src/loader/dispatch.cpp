@@ -23,10 +23,10 @@ void throw_not_sendable() {
                    "set dispatch_batches=false, or use a struct of Tensors");
 }
 
-void describe_failure(DispatchedRound& round, const std::exception_ptr& error) {
-  round = {};
-  round.last = true;
-  round.failure = std::make_shared<const nlohmann::json>(failure_of(error));
+void describe_failure(DispatchedBatch& sent, const std::exception_ptr& error) {
+  sent = {};
+  sent.last = true;
+  sent.failure = std::make_shared<const nlohmann::json>(failure_of(error));
 }
 
 int64_t aligned_bytes(int64_t bytes) {
@@ -35,15 +35,15 @@ int64_t aligned_bytes(int64_t bytes) {
 
 // One buffer: the header's length (int64), the header, aligned, then the tensors at the offsets
 // that the header names.
-at::Tensor encode_round(const DispatchedRound& round) {
-  nlohmann::json header = {{"last", round.last},
-                           {"position", round.position},
-                           {"failure", round.failure ? *round.failure : nlohmann::json()}};
+at::Tensor encode_batch(const DispatchedBatch& sent) {
+  nlohmann::json header = {{"last", sent.last},
+                           {"position", sent.position},
+                           {"failure", sent.failure ? *sent.failure : nlohmann::json()}};
   header["parts"] = nlohmann::json::array();
   std::vector<at::Tensor> data;
   int64_t offset = 0;
-  for (size_t rank = 0; rank < round.parts.size(); ++rank) {
-    const PackedBatch& part = round.parts[rank];
+  for (size_t rank = 0; rank < sent.parts.size(); ++rank) {
+    const PackedBatch& part = sent.parts[rank];
     auto tensors = nlohmann::json::array();
     for (const at::Tensor& tensor : part.tensors) {
       if (rank == 0 || !tensor.defined()) {
@@ -59,7 +59,7 @@ at::Tensor encode_round(const DispatchedRound& round) {
                                {"indices", part.indices},
                                {"rows", part.rows},
                                {"lists", part.lists_rows},
-                               {"repeated", round.repeated[rank]}});
+                               {"repeated", sent.repeated[rank]}});
   }
   const std::vector<uint8_t> text = nlohmann::json::to_cbor(header);
   const auto header_bytes = static_cast<int64_t>(text.size());
@@ -78,21 +78,21 @@ at::Tensor encode_round(const DispatchedRound& round) {
   return buffer;
 }
 
-DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world) {
+DispatchedBatch decode_batch(const at::Tensor& buffer, size_t rank, size_t world) {
   const auto* bytes = buffer.const_data_ptr<uint8_t>();
   int64_t header_bytes = 0;
   std::memcpy(&header_bytes, bytes, sizeof header_bytes);
   const auto* text = bytes + kHeaderStart;
   const auto* data = bytes + aligned_bytes(kHeaderStart + header_bytes);
   const auto header = nlohmann::json::from_cbor(text, text + header_bytes);
-  DispatchedRound round;
-  round.last = header["last"].get<bool>();
-  round.position = header["position"].get<int64_t>();
+  DispatchedBatch sent;
+  sent.last = header["last"].get<bool>();
+  sent.position = header["position"].get<int64_t>();
   if (const auto& failure = header["failure"]; !failure.is_null()) {
-    round.failure = std::make_shared<const nlohmann::json>(failure);
+    sent.failure = std::make_shared<const nlohmann::json>(failure);
   }
   if (header["parts"].empty()) {
-    return round;
+    return sent;
   }
   const auto add = [&](const nlohmann::json& part) {
     PackedBatch batch;
@@ -112,37 +112,37 @@ DispatchedRound decode_round(const at::Tensor& buffer, size_t rank, size_t world
       }
       batch.tensors.push_back(std::move(tensor));
     }
-    round.parts.push_back(std::move(batch));
-    round.repeated.push_back(part["repeated"].get<int64_t>());
+    sent.parts.push_back(std::move(batch));
+    sent.repeated.push_back(part["repeated"].get<int64_t>());
   };
   add(header["parts"].at(rank));
   if (header["parts"].size() > world) {
     add(header["parts"].at(world));
   }
-  return round;
+  return sent;
 }
 
-DispatchedRound LoaderLink::dispatch(DispatchedRound* round) const {
+DispatchedBatch LoaderLink::dispatch(DispatchedBatch* sent) const {
   at::Tensor buffer;
   std::exception_ptr error;
-  if (round != nullptr) {
+  if (sent != nullptr) {
     try {
-      buffer = encode_round(*round);
+      buffer = encode_batch(*sent);
     } catch (...) { // the others wait for a message
       error = std::current_exception();
-      describe_failure(*round, error);
-      buffer = encode_round(*round);
+      describe_failure(*sent, error);
+      buffer = encode_batch(*sent);
     }
   }
   buffer = broadcast_bytes(communicator(), std::move(buffer), 0, kDispatch);
   if (error) {
     std::rethrow_exception(error);
   }
-  if (round != nullptr) {
+  if (sent != nullptr) {
     return {};
   }
-  DispatchedRound received =
-      decode_round(buffer, static_cast<size_t>(rank()), static_cast<size_t>(world_size()));
+  DispatchedBatch received =
+      decode_batch(buffer, static_cast<size_t>(rank()), static_cast<size_t>(world_size()));
   if (received.failure) {
     say_once_per_host(communicator(), 0);
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",

@@ -149,7 +149,7 @@ TEST(FindBatchSize, AccumulationMayBeSetBetweenWindows) {
   auto [model, optimizer, loader] = accelerator.prepare(net, own, batches);
   std::vector<std::vector<Pair>> steps(4);
   for (const int64_t turn : {0, 1, 2, 3, 4, 5}) {
-    for (const Pair& batch : round_of(batches, world, turn)) {
+    for (const Pair& batch : global_batch_of(batches, world, turn)) {
       steps[static_cast<size_t>(turn < 2 ? turn : turn / 2 + 1)].push_back(batch);
     }
   }

@@ -76,7 +76,7 @@ TEST(Outside, AddsTheMeanOverAllRanksRowsToWhatIsThere) {
     const auto wanted = plain_gradients([&](Net& plain) {
       Tensor sum = on_device::zeros({}, torch::kDouble);
       for (int64_t t = 0; t <= turn; ++t) {
-        sum = sum + mean_loss(plain, joined(round_of(batches, world, t)));
+        sum = sum + mean_loss(plain, joined(global_batch_of(batches, world, t)));
       }
       return sum;
     });
@@ -134,7 +134,7 @@ TEST(Outside, ASumIsDividedByTheWeightsOfAllRanks) {
   }));
 }
 
-// In one case only one rank has a batch in the last round. In the other a rank has no batch at all.
+// In one case only one rank has a batch in the last global batch. In the other a rank has no batch at all.
 TEST(Outside, RanksThatRanOutTakePartInStepsByHand) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
@@ -177,12 +177,12 @@ TEST(Outside, OnlyModelsThatTheLossDependsOnTakePart) {
   accelerator.backward(mean_loss(a, batches[mine]));
   EXPECT_FALSE(b->weight.grad().defined());
   accelerator.backward(chain(a, b, batches[mine]));
-  const auto round = joined(round_of(batches, world, 0));
+  const auto global_batch = joined(global_batch_of(batches, world, 0));
   torch::manual_seed(7);
   torch::nn::Linear other(torch::nn::LinearOptions(3, 40));
   other->to(testing_support::run_device(), torch::kDouble);
   expect_gradients(*a, plain_gradients([&](Net& plain) {
-    return mean_loss(plain, round) + chain(plain, other, round);
+    return mean_loss(plain, global_batch) + chain(plain, other, global_batch);
   }));
   expect_gradients(*b, {other->weight.grad(), other->bias.grad()});
 }
@@ -196,11 +196,11 @@ TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
   Net net = net_of_rank(accelerator);
   accelerator.prepare(net);
   const auto own = [&](int64_t turn) { return batches[static_cast<size_t>(turn * world + rank)]; };
-  const auto sum_of_rounds = [&](int64_t rounds) {
+  const auto sum_of_global_batches = [&](int64_t count) {
     return plain_gradients([&](Net& plain) {
       Tensor sum = on_device::zeros({}, torch::kDouble);
-      for (int64_t t = 0; t < rounds; ++t) {
-        sum = sum + mean_loss(plain, joined(round_of(batches, world, t)));
+      for (int64_t t = 0; t < count; ++t) {
+        sum = sum + mean_loss(plain, joined(global_batch_of(batches, world, t)));
       }
       return sum;
     });
@@ -219,7 +219,7 @@ TEST(NoSync, TheNextBackwardReducesWhatHasGathered) {
     accelerator.backward(loss);
     EXPECT_TRUE(accelerator.sync_gradients());
   }
-  expect_gradients(*net, sum_of_rounds(3));
+  expect_gradients(*net, sum_of_global_batches(3));
   EXPECT_EQ(accelerator.last_window().number, 2u);
 }
 

@@ -8,7 +8,7 @@
 
 namespace hasten::accelerator_test {
 
-// The batches of steps [first, last) of an epoch, k rounds each.
+// The batches of steps [first, last) of an epoch, k global batches each.
 std::vector<std::vector<Pair>> steps_of(const std::vector<Pair>& batches, int world, int64_t k,
                                         int64_t first, int64_t last) {
   std::vector<std::vector<Pair>> steps;
@@ -60,11 +60,12 @@ TEST(Phase, AWindowMayGoOnOverTheEndOfAPass) {
   const int world = accelerator.num_processes();
   auto batches = make_batches(3 * world);
   Net net = net_of_rank(accelerator);
-  EXPECT_EQ(train(accelerator, net, batches, /*saves=*/1, 0), 2) << "of 9 rounds one is left";
+  EXPECT_EQ(train(accelerator, net, batches, /*saves=*/1, 0), 2)
+      << "of 9 global batches one is left";
   std::vector<std::vector<Pair>> steps(2);
-  for (int64_t round = 0; round < 8; ++round) {
-    const auto of_round = round_of(batches, world, round % 3);
-    append(steps[static_cast<size_t>(round / 4)], of_round);
+  for (int64_t i = 0; i < 8; ++i) {
+    const auto global_batch = global_batch_of(batches, world, i % 3);
+    append(steps[static_cast<size_t>(i / 4)], global_batch);
   }
   const Net plain = plain_steps(steps, 0.3);
   EXPECT_LE(largest_difference(*net, *plain), 1e-10);
@@ -213,7 +214,7 @@ TEST(Phase, AnOptimizerThatStepsEverySecondIterationGathersTwo) {
   torch::optim::Adam other_b(plain_b->parameters(), 0.01);
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (int64_t turn = 0; turn < 4; ++turn) {
-      both(plain_a, plain_b, joined(round_of(batches, world, turn))).backward();
+      both(plain_a, plain_b, joined(global_batch_of(batches, world, turn))).backward();
       other_a.step();
       other_a.zero_grad();
       if (turn % 2 == 1) {
@@ -335,7 +336,7 @@ TEST(Weights, MeanOfMeansCountsEveryBatchTheSame) {
       expect_gradients(*net, plain_gradients([&](Net& plain) {
         Tensor sum = on_device::zeros({}, torch::kDouble);
         for (int64_t t = turn / 2 * 2; t <= turn; ++t) {
-          for (const Pair& other : round_of(batches, world, t)) {
+          for (const Pair& other : global_batch_of(batches, world, t)) {
             sum = sum + mean_loss(plain, other);
           }
         }

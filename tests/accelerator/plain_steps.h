@@ -52,8 +52,9 @@ inline Pair joined(const std::vector<Pair>& batches) {
   return {torch::cat(x), torch::cat(y)};
 }
 
-// The batches that all ranks get in round `turn`.
-inline std::vector<Pair> round_of(const std::vector<Pair>& batches, int world, int64_t turn) {
+// The batches of global batch `turn`, one for each rank.
+inline std::vector<Pair> global_batch_of(const std::vector<Pair>& batches, int world,
+                                         int64_t turn) {
   return joined_window(batches, world, 1, turn);
 }
 

@@ -272,7 +272,7 @@ TEST(PreparedLoader, EvenBatchesWrapRoundToTheFirstRows) {
   if (world == 1) {
     return;
   }
-  const int64_t last = 3 * world + 1; // one row more than a full round
+  const int64_t last = 3 * world + 1; // one row more than a full global batch
   Rows tail{last - 1};
   append(tail, range_of(0, 3 * world - 1));
   const auto expect_tail = [&](auto& range, int64_t stride) {

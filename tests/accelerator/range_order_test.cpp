@@ -78,7 +78,7 @@ Rows values(const Tensor& tensor) {
   return Rows(host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel());
 }
 
-// Rows of all ranks, round by round.
+// Rows of all ranks, one global batch after the other.
 template <typename Loader>
 Rows one_pass(Accelerator& accelerator, Loader& loader) {
   Rows rows;

@@ -233,7 +233,7 @@ void expect_halves_are_plain(bool stand_ins) {
   torch::optim::SGD plain_b(plain->second->parameters(), momentum);
   for (int epoch = 0; epoch < 2; ++epoch) {
     for (int64_t t = 0; t < 3; ++t) {
-      mean_loss(plain, joined(round_of(batches, world, t))).backward();
+      mean_loss(plain, joined(global_batch_of(batches, world, t))).backward();
       plain_a.step();
       plain_b.step();
       plain_a.zero_grad();

@@ -54,7 +54,7 @@ NormedNet plain_normed(const std::vector<Pair>& batches, int world, int64_t k, i
       sgd.zero_grad();
       double rows = 0;
       for (int64_t t = begin; t < std::min(begin + k, turns); ++t) {
-        const Pair turn = joined(round_of(batches, world, t));
+        const Pair turn = joined(global_batch_of(batches, world, t));
         normed_loss(net, turn).backward();
         rows += static_cast<double>(turn.second.numel());
       }

@@ -52,7 +52,7 @@ struct WindowTotals {
   /// WindowShared::steps. Ranks with batches must agree.
   uint64_t steps = 0;
   /// Checksum of the batches that this rank read from a range that all ranks read: of the first
-  /// round or, for a finished rank, of all. 0 agrees with all. `range` is the range's name.
+  /// global batch or, for a finished rank, of all. 0 agrees with all. `range` is the range's name.
   uint64_t read = 0;
   std::string range{};
   /// The factor of losses in addition to their weights. Ranks must agree.

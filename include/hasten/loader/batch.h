@@ -241,8 +241,8 @@ PackedBatch packed_rows(const PackedBatch& batch, int64_t begin, int64_t count);
 PackedBatch packed_concat(const std::vector<PackedBatch>& batches);
 // `batch` followed by samples of `first`, repeated until it has `rows` samples.
 PackedBatch packed_filled(PackedBatch batch, const std::vector<PackedBatch>& first, int64_t rows);
-// Number of samples of a full round over all ranks, from the first round. `only`: the first round
-// is also the last, so it may not be full. Throws InputError if a full one is not divisible.
+// Number of samples of a full global batch, from the first one. `only`: the first one is also the
+// last, so it may not be full. Throws InputError if a full one is not divisible.
 int64_t even_rows(const std::vector<PackedBatch>& first, bool split, int64_t world_size, bool only);
 
 template <typename Value>

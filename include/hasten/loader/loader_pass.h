@@ -29,15 +29,15 @@ struct DistributorOptions {
   int world_size = 1;
   bool split = false;
   bool even = false;
-  bool all_ranks = false; // also makes the others' parts, and knows the last round
+  bool all_ranks = false; // also makes the others' parts, and knows the last global batch
 };
 
-// Makes rounds of batches, one for each rank, from the batches that it reads.
+// Makes global batches, a part for each rank, from the batches that it reads.
 template <typename Value>
 class BatchDistributor {
  public:
   using Item = LoaderItem<Value>;
-  struct Round {
+  struct GlobalBatch {
     std::vector<Item> parts{}; // this rank's only, or [rank] with all_ranks
     bool last = false; // known only with all_ranks or even
   };
@@ -53,33 +53,33 @@ class BatchDistributor {
     return packed;
   }
 
-  std::optional<Round> next() {
-    std::vector<Item> taken = take_round();
+  std::optional<GlobalBatch> next() {
+    std::vector<Item> taken = take_items();
     if (taken.empty()) {
       return std::nullopt;
     }
-    ++rounds_;
-    Round round;
+    ++global_batches_;
+    GlobalBatch global_batch;
     if (options_.all_ranks || options_.even) {
       ahead_ = read_();
-      round.last = !ahead_;
+      global_batch.last = !ahead_;
     }
-    if (options_.split || (round.last && is_short(taken))) {
-      cut(taken, round);
-      return round;
+    if (options_.split || (global_batch.last && is_short(taken))) {
+      cut(taken, global_batch);
+      return global_batch;
     }
-    add_parts(round, taken, [&](int64_t rank) {
+    add_parts(global_batch, taken, [&](int64_t rank) {
       return rank < std::ssize(taken) ? std::move(taken[static_cast<size_t>(rank)])
                                       : Item{.batch = form_};
     });
-    return round;
+    return global_batch;
   }
 
  private:
   static bool has_rows(const std::optional<Value>& batch) {
     return batch && batch_rows(*batch) != 0;
   }
-  // Once: the first batch with samples, for ranks that have none in its round.
+  // Once: the first batch with samples, for ranks that have none in its global batch.
   std::optional<Value> take_peer_batch(const std::vector<Item>& taken) {
     for (size_t i = 0; !peer_batch_taken_ && i < taken.size(); ++i) {
       if (has_rows(taken[i].batch)) {
@@ -91,18 +91,18 @@ class BatchDistributor {
   }
   // Adds what `make` returns for each rank, or for this one.
   template <typename Make>
-  void add_parts(Round& round, const std::vector<Item>& taken, const Make& make) {
+  void add_parts(GlobalBatch& global_batch, const std::vector<Item>& taken, const Make& make) {
     const std::optional<Value> peer_batch = take_peer_batch(taken);
     for (int64_t rank = 0; rank < options_.world_size; ++rank) {
       if (options_.all_ranks || rank == options_.rank) {
-        Item& part = round.parts.emplace_back(make(rank));
+        Item& part = global_batch.parts.emplace_back(make(rank));
         part.position = taken.back().position;
         part.checksum = taken.back().checksum;
         part.peer_batch = has_rows(part.batch) ? std::nullopt : peer_batch;
       }
     }
   }
-  std::vector<Item> take_round() {
+  std::vector<Item> take_items() {
     std::vector<Item> taken;
     const int wanted = options_.split ? 1 : options_.world_size;
     const bool keep_all = options_.all_ranks || options_.even || options_.split;
@@ -127,7 +127,7 @@ class BatchDistributor {
     return taken;
   }
 
-  // True if the round has less for some rank than the first round had.
+  // True if the global batch has less for some rank than the first one had.
   bool is_short(const std::vector<Item>& taken) const {
     if (!options_.even) {
       return false;
@@ -141,7 +141,7 @@ class BatchDistributor {
   }
 
   // Splits the batches into blocks, one for each rank; fills them up if the tail is to be even.
-  void cut(const std::vector<Item>& taken, Round& round) {
+  void cut(const std::vector<Item>& taken, GlobalBatch& global_batch) {
     std::vector<PackedBatch> batches;
     for (const Item& item : taken) {
       batches.push_back(packed(*item.batch));
@@ -150,12 +150,13 @@ class BatchDistributor {
     const int64_t real = joined.rows;
     const int64_t world = options_.world_size;
     if (options_.even) {
-      const int64_t full = even_rows(first_, options_.split, world, round.last && rounds_ == 1);
-      if (round.last) {
+      const int64_t full =
+          even_rows(first_, options_.split, world, global_batch.last && global_batches_ == 1);
+      if (global_batch.last) {
         joined = packed_filled(std::move(joined), first_, full);
       }
     }
-    add_parts(round, taken, [&](int64_t rank) {
+    add_parts(global_batch, taken, [&](int64_t rank) {
       const int64_t each = joined.rows / world, more = joined.rows % world;
       const int64_t begin = rank * each + std::min(rank, more);
       const int64_t count = each + (rank < more ? 1 : 0);
@@ -171,12 +172,12 @@ class BatchDistributor {
   std::optional<Item> ahead_{};
   std::optional<Value> form_{}; // a batch without samples
   bool peer_batch_taken_ = false;
-  int64_t rounds_ = 0;
-  std::vector<PackedBatch> first_{}; // the first round, if tails are filled
+  int64_t global_batches_ = 0;
+  std::vector<PackedBatch> first_{}; // the first global batch, if tails are filled
 };
 
-// What rank 0 sends for one round.
-struct DispatchedRound {
+// What rank 0 sends for one global batch.
+struct DispatchedBatch {
   std::vector<PackedBatch> parts{}; // [rank], then that of ranks without one; empty: the end
   std::vector<int64_t> repeated{}; // [rank]
   int64_t position = 0;
@@ -184,7 +185,7 @@ struct DispatchedRound {
   std::shared_ptr<const nlohmann::json> failure{}; // failure_of() an exception in reading, or null
 };
 [[noreturn]] void throw_not_sendable();
-void describe_failure(DispatchedRound& round, const std::exception_ptr& error);
+void describe_failure(DispatchedBatch& sent, const std::exception_ptr& error);
 
 struct PassOptions {
   DistributorOptions distributor{};
@@ -202,7 +203,7 @@ class LoaderPass {
  public:
   using Value = RangeValue<Range>;
   using Item = LoaderItem<Value>;
-  using Round = typename BatchDistributor<Value>::Round;
+  using GlobalBatch = typename BatchDistributor<Value>::GlobalBatch;
 
   LoaderPass(Range& range, std::shared_ptr<const LoaderLink> link, const PassOptions& options)
       : link_(std::move(link)),
@@ -233,26 +234,27 @@ class LoaderPass {
     if (options_.dispatch) {
       return dispatched();
     }
-    std::optional<Round> round = read();
-    return round ? std::optional<Item>(std::move(round->parts.front())) : std::nullopt;
+    std::optional<GlobalBatch> global_batch = read();
+    return global_batch ? std::optional<Item>(std::move(global_batch->parts.front()))
+                        : std::nullopt;
   }
 
  private:
-  std::optional<Round> read() {
+  std::optional<GlobalBatch> read() {
     if (options_.prefetch > 0 && !ahead_) {
       ahead_.emplace([this] { return make(); }, options_.prefetch);
     }
     return ahead_ ? ahead_->next() : make();
   }
 
-  std::optional<Round> make() {
-    std::optional<Round> round = distributor_.next();
-    if (round && options_.pin) {
-      for (Item& part : round->parts) {
+  std::optional<GlobalBatch> make() {
+    std::optional<GlobalBatch> global_batch = distributor_.next();
+    if (global_batch && options_.pin) {
+      for (Item& part : global_batch->parts) {
         pin(part);
       }
     }
-    return round;
+    return global_batch;
   }
   static void pin(Item& part) {
     if (part.batch) {
@@ -265,11 +267,11 @@ class LoaderPass {
       return std::nullopt;
     }
     std::optional<Item> mine;
-    DispatchedRound sent;
+    DispatchedBatch sent;
     if (options_.distributor.rank == 0) {
       std::exception_ptr error;
       try {
-        mine = pack_round(sent);
+        mine = pack_global_batch(sent);
       } catch (...) {
         error = std::current_exception();
         describe_failure(sent, error);
@@ -299,16 +301,16 @@ class LoaderPass {
     return mine;
   }
 
-  std::optional<Item> pack_round(DispatchedRound& sent) {
+  std::optional<Item> pack_global_batch(DispatchedBatch& sent) {
     if constexpr (!std::default_initializable<Value>) {
       throw_not_sendable();
     }
-    std::optional<Round> round = read();
-    sent.last = !round || round->last;
-    if (!round) {
+    std::optional<GlobalBatch> global_batch = read();
+    sent.last = !global_batch || global_batch->last;
+    if (!global_batch) {
       return std::nullopt;
     }
-    for (const Item& part : round->parts) {
+    for (const Item& part : global_batch->parts) {
       if (!part.batch) {
         throw_no_tensor_inside();
       }
@@ -316,13 +318,13 @@ class LoaderPass {
       sent.repeated.push_back(part.repeated);
     }
     const auto has_peer_batch = [](const Item& part) { return part.peer_batch.has_value(); };
-    if (const auto part = std::ranges::find_if(round->parts, has_peer_batch);
-        part != round->parts.end()) {
+    if (const auto part = std::ranges::find_if(global_batch->parts, has_peer_batch);
+        part != global_batch->parts.end()) {
       sent.parts.push_back(BatchDistributor<Value>::packed(*part->peer_batch));
       sent.repeated.push_back(0);
     }
-    sent.position = round->parts.front().position;
-    return std::move(round->parts.front());
+    sent.position = global_batch->parts.front().position;
+    return std::move(global_batch->parts.front());
   }
 
   std::shared_ptr<const LoaderLink> link_;
@@ -331,7 +333,7 @@ class LoaderPass {
   BatchDistributor<Value> distributor_;
   std::optional<Value> left_out_{};
   bool ended_ = false; // nothing more is sent
-  std::optional<Prefetcher<Round>> ahead_{}; // last: its thread uses the others
+  std::optional<Prefetcher<GlobalBatch>> ahead_{}; // last: its thread uses the others
 };
 
 } // namespace hasten::detail

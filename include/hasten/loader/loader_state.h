@@ -40,7 +40,7 @@ struct DataLoaderConfiguration {
   /// the one that is always read ahead. 0: no thread.
   int64_t prefetch = 0;
   /// If every rank reads the whole range, the ranks compare a checksum of some of its elements.
-  /// They do so in windows and in gather_for_metrics, after the first round of batches and at the
+  /// They do so in windows and in gather_for_metrics, after the first global batch and at the
   /// end of the pass. A difference is an error that names the range. Set it to false for data sets
   /// that draw random values in threads or from their own generators.
   bool compare_batches = true;
@@ -61,7 +61,7 @@ struct LoaderState {
   GeneratorStates random{}; // torch's generators before a stand-in
   bool handed_out = false; // there is a current batch
   std::string range{}; // its name in messages
-  // Checksums of this pass: of its first round, of all rounds so far, and the one that was compared
+  // Checksums of this pass: of its first global batch, of all so far, and the one that was compared
   // last. 0: none.
   uint64_t first_read = 0;
   uint64_t read = 0;
@@ -105,7 +105,7 @@ class RangeRandom {
   GeneratorScope scope_;
 };
 
-struct DispatchedRound;
+struct DispatchedBatch;
 
 // What a prepared loader needs of the accelerator that prepared it.
 class LoaderLink {
@@ -125,7 +125,7 @@ class LoaderLink {
   int rank() const;
   int world_size() const;
   // Rank 0 sends each rank its batches; the others give null. Collective.
-  DispatchedRound dispatch(DispatchedRound* round) const;
+  DispatchedBatch dispatch(DispatchedBatch* sent) const;
   // Called if this rank has no sample of `range` to train on. Ends the other ranks, too.
   [[noreturn]] void refuse_no_row(const std::string& range) const;
 };

@@ -339,7 +339,7 @@ class PreparedLoader {
             link->refuse_no_row(state->range);
           }
           if (!before) {
-            continue; // no rank has a sample in this round
+            continue; // no rank has a sample in this global batch
           }
           item->batch = before;
           item->stand_in = true;

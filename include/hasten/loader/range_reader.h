@@ -21,13 +21,13 @@ using RangeValue = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
 // A batch for one rank.
 template <typename Value>
 struct LoaderItem {
-  // Empty: the round has none for this rank, and the type allows no batch without samples.
+  // Empty: the global batch has none for this rank, and the type allows no batch without samples.
   std::optional<Value> batch{};
   int64_t repeated = 0; // samples at its end that occurred before in the epoch
-  int64_t position = 0; // position in the range after all batches of the round
+  int64_t position = 0; // position in the range after the global batch
   uint64_t checksum = 0; // of everything read up to there; 0: not computed
-  std::optional<Value>
-      peer_batch{}; // another rank's, if this rank had no sample in the first round
+  // Another rank's, if this rank had no sample in the first global batch.
+  std::optional<Value> peer_batch{};
   bool stand_in = false; // an earlier batch, if this rank has no sample
 };
 
