@@ -11,7 +11,7 @@ import tree
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]')
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
-PRIVATE = re.compile(r"(\w+)/\w+\.h$")  # "state/state_parts.h": a header in src/
+PRIVATE = re.compile(r"(\w+)/\w+\.h$")  # "state/state_contents.h": a header in src/
 WITHOUT_TORCH = ("base", "config", "launch", "report", "tracking")
 
 

@@ -13,13 +13,13 @@
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 #include "training_state.h"
 
 namespace hasten::detail {
 
-void plan_model(StateLoad& load, size_t index, const NamedTensors& targets,
-                const HeldRowsByName& held) {
+void add_model(StateToLoad& load, size_t index, const NamedTensors& targets,
+               const HeldRowsByName& held) {
   const auto file = load.folder / model_file_name(index);
   const SafetensorsReader reader(file);
   const auto listed = load.shared.at("models").at(index).at("tensors").get<std::set<std::string>>();
@@ -54,17 +54,17 @@ void plan_model(StateLoad& load, size_t index, const NamedTensors& targets,
   load.copy(std::move(copies));
 }
 
-void TrainingState::plan_models(StateLoad& load) {
+void TrainingState::add_models(StateToLoad& load) {
   const auto& models = load.shared.at("models");
   check_count(load, "models", models.size(), models_.size());
   const HeldRowsByName held = models_.held_rows();
   std::vector<bool> non_finite;
   for (size_t i = 0; i < models_.size(); ++i) {
-    plan_model(load, i, models_.saved_tensors(i), held);
+    add_model(load, i, models_.saved_tensors(i), held);
     non_finite.push_back(models[i].at("non_finite").get<bool>());
   }
-  windows_.plan(load);
-  plan_gradients(load);
+  windows_.add_to(load);
+  add_gradients(load);
   const bool open_window = load.shared.at("open_window").get<bool>();
   load.apply.push_back([this, non_finite, open_window] {
     for (size_t i = 0; i < models_.size(); ++i) {
@@ -79,7 +79,7 @@ void TrainingState::plan_models(StateLoad& load) {
 
 // False if there are none to load: other ranks hold these shards now. An open window would have
 // some.
-bool TrainingState::has_gradients(const StateLoad& load) const {
+bool TrainingState::has_gradients(const StateToLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
   if (then == strategy_name(run_.strategy()) &&
       (then == "ddp" ||
@@ -103,7 +103,7 @@ bool TrainingState::has_gradients(const StateLoad& load) const {
 }
 
 // Gradients that are not complete yet.
-void TrainingState::plan_gradients(StateLoad& load) {
+void TrainingState::add_gradients(StateToLoad& load) {
   if (!has_gradients(load)) {
     return;
   }
@@ -119,7 +119,7 @@ void TrainingState::plan_gradients(StateLoad& load) {
   }
 }
 
-void TrainingState::plan_objects(StateLoad& load) {
+void TrainingState::add_objects(StateToLoad& load) {
   const auto& saved = load.shared.at("objects");
   for (const auto& [name, object] : saved.items()) {
     if (std::ranges::none_of(objects_, [&](const auto& mine) { return mine.name == name; })) {
@@ -144,7 +144,7 @@ void TrainingState::plan_objects(StateLoad& load) {
   }
 }
 
-void TrainingState::plan_random(StateLoad& load) {
+void TrainingState::add_random(StateToLoad& load) {
   const nlohmann::json& seed = load.shared.at("seed");
   const uint64_t fresh =
       stream_seed("dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
@@ -177,20 +177,20 @@ void TrainingState::plan_random(StateLoad& load) {
   }
 }
 
-void TrainingState::plan(StateLoad& load) {
-  local_.plan_scope(load);
-  plan_models(load);
-  optimizers_.plan(load);
-  precision_.plan(load, [this] { checks_.set_scaled(windows_.serial()); });
-  loaders_.plan(load);
-  plan_objects(load);
-  plan_random(load);
-  local_.plan(load);
+void TrainingState::add_to(StateToLoad& load) {
+  local_.add_scope_to(load);
+  add_models(load);
+  optimizers_.add_to(load);
+  precision_.add_to(load, [this] { checks_.set_scaled(windows_.serial()); });
+  loaders_.add_to(load);
+  add_objects(load);
+  add_random(load);
+  local_.add_to(load);
 }
 
 LoadedState TrainingState::load(const std::filesystem::path& folder,
                                 const LoadStateOptions& options) {
-  StateLoad load;
+  StateToLoad load;
   load.folder = folder;
   on_every_rank(*run_.communicator(), kLoadWhere, [&] {
     models_.reshard(kLoadWhere);
@@ -201,7 +201,7 @@ LoadedState TrainingState::load(const std::filesystem::path& folder,
       read_state_files(load, run_.world().rank, run_.world().world_size, options.verify_checksums);
       check_other_world(load, run_.world().world_size);
       join_shards(load, models_.held_rows());
-      plan(load);
+      add_to(load);
     } catch (const nlohmann::json::exception& error) {
       refuse_state(load.state_file(), error.what(), "a file of a state");
     }

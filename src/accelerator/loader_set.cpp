@@ -4,7 +4,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/core/device.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 
@@ -87,7 +87,7 @@ bool LoaderSet::close_passes() {
   return open;
 }
 
-void LoaderSet::collect(StateParts& parts, const at::Device& device) const {
+void LoaderSet::collect(StateToSave& parts, const at::Device& device) const {
   auto& saved = parts.own_values["loaders"] = nlohmann::json::array();
   GeneratorStates random = generator_states({device});
   for (size_t i = 0; i < loaders_.size(); ++i) {
@@ -107,7 +107,7 @@ void LoaderSet::collect(StateParts& parts, const at::Device& device) const {
   }
 }
 
-void LoaderSet::plan(StateLoad& load) {
+void LoaderSet::add_to(StateToLoad& load) {
   const auto& loaders = load.own.at("loaders");
   check_count(load, "loaders", loaders.size(), loaders_.size());
   for (size_t i = 0; i < loaders_.size(); ++i) {

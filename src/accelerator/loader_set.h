@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "hasten/loader/loader_state.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 
@@ -31,8 +31,8 @@ class LoaderSet {
   /// Returns whether a pass was open.
   bool close_passes();
 
-  void collect(StateParts& parts, const at::Device& device) const;
-  void plan(StateLoad& load);
+  void collect(StateToSave& parts, const at::Device& device) const;
+  void add_to(StateToLoad& load);
 
  private:
   std::vector<std::shared_ptr<LoaderState>> loaders_; // all, as prepared

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "hasten/base/error.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 
@@ -67,7 +67,7 @@ void LocalWindows::agree_at_end() {
 }
 
 // Inside a scope every rank has its own parameters, buffers and moments.
-void LocalWindows::collect(StateParts& parts) const {
+void LocalWindows::collect(StateToSave& parts) const {
   parts.shared_values["local"] = scope_ != nullptr;
   if (scope_ == nullptr) {
     return;
@@ -84,7 +84,7 @@ void LocalWindows::collect(StateParts& parts) const {
 }
 
 // Before the windows: it says which of them reduce.
-void LocalWindows::plan_scope(StateLoad& load) {
+void LocalWindows::add_scope_to(StateToLoad& load) {
   const bool saved = load.shared.value("local", false);
   if (saved != (scope_ != nullptr)) {
     refuse_state(
@@ -100,7 +100,7 @@ void LocalWindows::plan_scope(StateLoad& load) {
   }
 }
 
-void LocalWindows::plan(StateLoad& load) {
+void LocalWindows::add_to(StateToLoad& load) {
   if (scope_ == nullptr) {
     return;
   }
@@ -114,7 +114,7 @@ void LocalWindows::plan(StateLoad& load) {
     copies.emplace_back(target, found->second);
   }
   load.copy(std::move(copies));
-  optimizers_.plan_local(model, load);
+  optimizers_.add_local_to(model, load);
   const bool attempted = load.own.at("local").at("attempted").get<bool>();
   load.apply.push_back([this, model, attempted] {
     windows_.note_attempt(model, attempted);

@@ -50,11 +50,11 @@ class LocalWindows : private WindowParts {
   /// At the end of a scope: schedules and loss scale. Collective.
   void agree_at_end();
 
-  void collect(StateParts& parts) const;
+  void collect(StateToSave& parts) const;
   /// Before the windows: it says which of them reduce.
-  void plan_scope(StateLoad& load);
+  void add_scope_to(StateToLoad& load);
   /// After what is shared, which is rank 0's.
-  void plan(StateLoad& load);
+  void add_to(StateToLoad& load);
 
  private:
   OptimizerSet& optimizers_;

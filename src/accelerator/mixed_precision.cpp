@@ -7,7 +7,7 @@
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/core/precision_probe.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 
@@ -139,7 +139,7 @@ void MixedPrecision::load(const nlohmann::json& values) {
   }
 }
 
-void MixedPrecision::plan(StateLoad& load, std::function<void()> loaded) {
+void MixedPrecision::add_to(StateToLoad& load, std::function<void()> loaded) {
   if (!scales()) {
     return;
   }

@@ -12,7 +12,7 @@
 
 namespace hasten::detail {
 
-struct StateLoad;
+struct StateToLoad;
 
 class MixedPrecision {
  public:
@@ -36,7 +36,7 @@ class MixedPrecision {
   nlohmann::json save() const;
   void load(const nlohmann::json& values);
   /// `loaded` runs after the scale was loaded.
-  void plan(StateLoad& load, std::function<void()> loaded);
+  void add_to(StateToLoad& load, std::function<void()> loaded);
 
  private:
   void publish() { shared_->loss_scale = loss_scale_.value(); }

@@ -13,7 +13,7 @@
 #include "hasten/parallel/fully_shard.h"
 #include "hasten/parallel/sync_batch_norm.h"
 #include "run_context.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace torch::optim {
 class Optimizer;

@@ -53,11 +53,11 @@ class OptimizerSet : private WindowParts {
   void tick_until(const int64_t* ticks);
 
   // optimizer_set_state.cpp
-  void collect(StateParts& parts) const;
-  void plan(StateLoad& load);
+  void collect(StateToSave& parts) const;
+  void add_to(StateToLoad& load);
   /// Optimizers of the model, as each rank has them inside a LocalSGD scope.
-  void collect_local(size_t model, StateParts& parts) const;
-  void plan_local(size_t model, StateLoad& load);
+  void collect_local(size_t model, StateToSave& parts) const;
+  void add_local_to(size_t model, StateToLoad& load);
   /// The state that ranks out of date get; see Note [Ranks out of date].
   void collect_trained(NamedTensors& tensors, nlohmann::json& values) const;
   void take_trained(const NamedTensors& tensors, const nlohmann::json& values);

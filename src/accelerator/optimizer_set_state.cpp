@@ -7,7 +7,7 @@
 #include "hasten/base/error.h"
 #include "hasten/optim/optimizer_state.h"
 #include "optimizer_set.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 
@@ -25,9 +25,9 @@ static nlohmann::json save_moments(const torch::optim::Optimizer& optimizer,
   return values;
 }
 
-static void plan_moments(StateLoad& load, const std::filesystem::path& file,
-                         OptimizerState& optimizer, const ParameterNames& names,
-                         NamedTensors moments, const nlohmann::json& values) {
+static void add_moments(StateToLoad& load, const std::filesystem::path& file,
+                        OptimizerState& optimizer, const ParameterNames& names,
+                        NamedTensors moments, const nlohmann::json& values) {
   if (auto* own = dynamic_cast<Stateful*>(optimizer.optimizer.get())) {
     load.add(file, own, std::move(moments), values);
     return;
@@ -39,7 +39,7 @@ static void plan_moments(StateLoad& load, const std::filesystem::path& file,
   }
 }
 
-void OptimizerSet::collect(StateParts& parts) const {
+void OptimizerSet::collect(StateToSave& parts) const {
   const ParameterNames names = models_.parameter_names();
   auto& values = parts.shared_values;
   values["optimizers"] = nlohmann::json::array();
@@ -64,7 +64,7 @@ void OptimizerSet::collect(StateParts& parts) const {
   }
 }
 
-void OptimizerSet::plan(StateLoad& load) {
+void OptimizerSet::add_to(StateToLoad& load) {
   const ParameterNames names = models_.parameter_names();
   const auto& optimizers = load.shared.at("optimizers");
   const auto& schedulers = load.shared.at("schedulers");
@@ -72,9 +72,9 @@ void OptimizerSet::plan(StateLoad& load) {
   check_count(load, "schedulers", schedulers.size(), schedulers_.size());
   const auto tensors_file = load.folder / kStateTensorsFile;
   for (size_t i = 0; i < optimizers_.size(); ++i) {
-    plan_moments(load, tensors_file, *optimizers_[i], names,
-                 tensors_below(load.shared_tensors, "optimizer." + std::to_string(i) + "."),
-                 optimizers[i].at("values"));
+    add_moments(load, tensors_file, *optimizers_[i], names,
+                tensors_below(load.shared_tensors, "optimizer." + std::to_string(i) + "."),
+                optimizers[i].at("values"));
     const auto stepped = optimizers[i].at("stepped").get<uint64_t>();
     load.apply.push_back([state = optimizers_[i], stepped] { state->stepped = stepped; });
   }
@@ -92,7 +92,7 @@ void OptimizerSet::plan(StateLoad& load) {
   }
 }
 
-void OptimizerSet::collect_local(size_t model, StateParts& parts) const {
+void OptimizerSet::collect_local(size_t model, StateToSave& parts) const {
   const ParameterNames names = models_.parameter_names();
   auto& saved = parts.own_values["local"]["optimizers"] = nlohmann::json::object();
   for (const auto& state : of_model(model)) {
@@ -102,12 +102,12 @@ void OptimizerSet::collect_local(size_t model, StateParts& parts) const {
   }
 }
 
-void OptimizerSet::plan_local(size_t model, StateLoad& load) {
+void OptimizerSet::add_local_to(size_t model, StateToLoad& load) {
   for (const auto& state : of_model(model)) {
     const std::string index = std::to_string(state->index);
-    plan_moments(load, load.rank_file, *state, models_.parameter_names(),
-                 tensors_below(load.own_tensors, "local.optimizer." + index + "."),
-                 load.own.at("local").at("optimizers").at(index));
+    add_moments(load, load.rank_file, *state, models_.parameter_names(),
+                tensors_below(load.own_tensors, "local.optimizer." + index + "."),
+                load.own.at("local").at("optimizers").at(index));
   }
 }
 

@@ -11,7 +11,7 @@
 
 namespace hasten::detail {
 
-void TrainingState::collect_models(StateParts& parts) const {
+void TrainingState::collect_models(StateToSave& parts) const {
   auto& own = parts.own_values;
   auto& shared = parts.shared_values;
   shared["models"] = nlohmann::json::array();
@@ -45,7 +45,7 @@ void TrainingState::collect_models(StateParts& parts) const {
   }
 }
 
-void TrainingState::collect_objects(StateParts& parts) const {
+void TrainingState::collect_objects(StateToSave& parts) const {
   auto& shared = parts.shared_values["objects"] = nlohmann::json::object();
   auto& own = parts.own_values["objects"] = nlohmann::json::object();
   for (const RegisteredObject& object : objects_) {
@@ -58,8 +58,8 @@ void TrainingState::collect_objects(StateParts& parts) const {
   }
 }
 
-StateParts TrainingState::collect() const {
-  StateParts parts;
+StateToSave TrainingState::collect() const {
+  StateToSave parts;
   local_.collect(parts);
   collect_models(parts);
   optimizers_.collect(parts);
@@ -119,7 +119,7 @@ std::unique_ptr<FolderCommit> begin_state_folder(const std::filesystem::path& fo
   return std::make_unique<FolderCommit>(folder, CommitMode::replace);
 }
 
-void TrainingState::write_shared(FolderCommit& commit, StateParts& parts,
+void TrainingState::write_shared(FolderCommit& commit, StateToSave& parts,
                                  const SaveStateOptions& options) {
   if (options.also_write && run_.strategy() == Strategy::ddp) {
     options.also_write(commit.folder());
@@ -131,7 +131,7 @@ void TrainingState::write_shared(FolderCommit& commit, StateParts& parts,
 
 // Collective. `options` is null on ranks that only take part.
 void TrainingState::write(const std::filesystem::path* folder, const SaveStateOptions* options) {
-  StateParts parts;
+  StateToSave parts;
   const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
     models_.reshard(kSaveWhere);
     parts = collect();

@@ -34,20 +34,20 @@ class TrainingState : private TrainingParts {
   };
 
   // training_state.cpp: saving.
-  StateParts collect() const;
-  void collect_models(StateParts& parts) const;
-  void collect_objects(StateParts& parts) const;
+  StateToSave collect() const;
+  void collect_models(StateToSave& parts) const;
+  void collect_objects(StateToSave& parts) const;
   void write_models(const std::filesystem::path& folder, NamedTensors& shared) const;
-  void write_shared(FolderCommit& commit, StateParts& parts, const SaveStateOptions& options);
+  void write_shared(FolderCommit& commit, StateToSave& parts, const SaveStateOptions& options);
   void write(const std::filesystem::path* folder, const SaveStateOptions* options);
 
   // load_state.cpp
-  void plan(StateLoad& load);
-  void plan_models(StateLoad& load);
-  void plan_gradients(StateLoad& load);
-  bool has_gradients(const StateLoad& load) const;
-  void plan_objects(StateLoad& load);
-  void plan_random(StateLoad& load);
+  void add_to(StateToLoad& load);
+  void add_models(StateToLoad& load);
+  void add_gradients(StateToLoad& load);
+  bool has_gradients(const StateToLoad& load) const;
+  void add_objects(StateToLoad& load);
+  void add_random(StateToLoad& load);
 
   UnevenInputs& uneven_;
   std::vector<RegisteredObject> objects_;

@@ -299,7 +299,7 @@ void WindowSet::load_counts(const nlohmann::json& values) {
   values.at("accumulates").get_to(accumulates_);
 }
 
-void WindowSet::collect(StateParts& parts) const {
+void WindowSet::collect(StateToSave& parts) const {
   auto& own = parts.own_values["windows"] = nlohmann::json::object();
   for (const auto& [key, window] : windows_) {
     const std::string name = std::to_string(key);
@@ -327,7 +327,7 @@ void WindowSet::collect(StateParts& parts) const {
   shared["accumulates"] = accumulates_;
 }
 
-void WindowSet::plan(StateLoad& load) {
+void WindowSet::add_to(StateToLoad& load) {
   const auto& saved = load.own.at("windows");
   for (const auto& [name, values] : saved.items()) {
     const uint64_t key = std::stoull(name);

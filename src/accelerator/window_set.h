@@ -9,7 +9,7 @@
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/loader/loader_state.h"
 #include "model_set.h"
-#include "state/state_parts.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 
@@ -77,8 +77,8 @@ class WindowSet {
   void load_model_window(size_t model, const nlohmann::json& values);
   nlohmann::json save_counts() const;
   void load_counts(const nlohmann::json& values);
-  void collect(StateParts& parts) const;
-  void plan(StateLoad& load);
+  void collect(StateToSave& parts) const;
+  void add_to(StateToLoad& load);
 
  private:
   struct ModelWindow {

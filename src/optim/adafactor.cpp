@@ -193,7 +193,7 @@ class Rules<AdafactorOptions> final : public RulesOf<AdafactorOptions> {
       throw InputError(where(), "warmup_init=true with relative_step=false", "both or neither");
     }
   }
-  StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const override {
+  StateMembers parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<AdafactorParamState>(slot);
     return {&state.step(),
             &state.master(),

@@ -53,7 +53,7 @@ class AdamRules : public RulesOf<OwnOptions> {
   using typename StepRules::State;
   AdamRules()
       : RulesOf<OwnOptions>({kDecoupled<OwnOptions> ? "optim::AdamW" : "optim::Adam", adam_step}) {}
-  StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
+  StateMembers parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     using TorchState = std::conditional_t<kDecoupled<OwnOptions>, torch::optim::AdamWParamState,
                                           torch::optim::AdamParamState>;
     auto& state = state_in<WithMaster<TorchState>, TorchState>(slot);

@@ -35,7 +35,7 @@ template <>
 class Rules<LionOptions> final : public RulesOf<LionOptions> {
  public:
   Rules() : RulesOf({"optim::Lion", lion_step}) {}
-  StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
+  StateMembers parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<LionParamState>(slot);
     return {&state.step(), &state.master(), {&state.exp_avg()}};
   }

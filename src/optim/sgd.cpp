@@ -63,7 +63,7 @@ class Rules<torch::optim::SGDOptions> final : public RulesOf<torch::optim::SGDOp
                      "0 with nesterov=true");
     }
   }
-  StateParts parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
+  StateMembers parts(const at::Tensor&, std::unique_ptr<State>& slot) const override {
     auto& state = state_in<SGDParamState, torch::optim::SGDParamState>(slot);
     return {&state.step(), &state.master(), {&state.momentum_buffer()}};
   }

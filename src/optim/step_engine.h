@@ -18,7 +18,7 @@ namespace hasten::detail {
 std::optional<StepType> find_step_type(at::ScalarType dtype);
 
 /// Members of a parameter's state.
-struct StateParts {
+struct StateMembers {
   int64_t* step = nullptr;
   at::Tensor* master = nullptr;
   std::array<at::Tensor*, 3> moments{}; // in the kernel's order
@@ -67,7 +67,7 @@ class StepRules {
   /// take options that were checked.
   virtual void check(const Options& options) const = 0;
   /// Makes the state, or adds what it lacks, without tensors.
-  virtual StateParts parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
+  virtual StateMembers parts(const at::Tensor& parameter, std::unique_ptr<State>& slot) const = 0;
   /// Moment `which`, filled with 0, of `dtype`; undefined if there is none. It has the parameter's
   /// shape, unless overridden.
   virtual at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
@@ -103,7 +103,7 @@ class StepEngine {
     const at::Tensor& parameter;
     const StepRules::Options& options;
     uint64_t index; // over all groups
-    StateParts parts{};
+    StateMembers parts{};
     StepArrays arrays{};
     const StepNumbers* numbers = nullptr;
     bool fresh = false;

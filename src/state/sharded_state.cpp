@@ -4,7 +4,7 @@
 // which rank has which rows. A load, on any number of ranks and with sharded or unsharded models,
 // takes the rows that it needs from the files that have them. Nothing is sent and no rank holds a
 // whole model.
-#include "state_parts.h"
+#include "state_contents.h"
 
 #include <ATen/ATen.h>
 
@@ -57,7 +57,7 @@ nlohmann::json rows_by_rank(const HeldRows& held, int ranks) {
   return list;
 }
 
-void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsByName& held,
+void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRowsByName& held,
                   int ranks, bool writes) {
   if (held.empty()) {
     return;
@@ -150,7 +150,7 @@ nlohmann::json sharded_tensors(const nlohmann::json& state) {
   return found == state.end() ? nlohmann::json::object() : *found;
 }
 
-void join_shards(StateLoad& load, const HeldRowsByName& held) {
+void join_shards(StateToLoad& load, const HeldRowsByName& held) {
   const nlohmann::json saved = sharded_tensors(load.shared);
   for (auto& [name, tensor] : load.shared_tensors) { // saved whole
     const auto of = parameter_of(name, held);

@@ -6,7 +6,7 @@
 #include "hasten/base/json.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "state_parts.h"
+#include "state_contents.h"
 
 namespace hasten::detail {
 
@@ -29,7 +29,7 @@ NamedTensors map_tensors(const SafetensorsReader& reader) {
   return tensors;
 }
 
-void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
+void read_state_files(StateToLoad& load, int rank, int world_size, bool verify) {
   std::error_code error;
   if (!std::filesystem::is_directory(load.folder, error)) {
     throw InputError(kLoadWhere, load.folder.string() + " is not a folder", "a saved state");
@@ -62,7 +62,7 @@ void read_state_files(StateLoad& load, int rank, int world_size, bool verify) {
 }
 
 // Throws for state that has no meaning with another number of ranks.
-void check_other_world(const StateLoad& load, int world_size) {
+void check_other_world(const StateToLoad& load, int world_size) {
   if (load.same_world) {
     return;
   }
@@ -98,7 +98,7 @@ void check_other_world(const StateLoad& load, int world_size) {
   }
 }
 
-void check_count(const StateLoad& load, const char* what, size_t saved, size_t mine) {
+void check_count(const StateToLoad& load, const char* what, size_t saved, size_t mine) {
   if (saved != mine) {
     refuse_state(load.state_file(), std::string(what) + "=" + std::to_string(saved),
                  "the " + std::to_string(mine) + " that are prepared here");
@@ -133,22 +133,22 @@ nlohmann::json save_stateful(const Stateful& object, const std::string& name, Na
   return values;
 }
 
-void undo_objects(const StateLoad& load, size_t count) {
+void undo_objects(const StateToLoad& load, size_t count) {
   while (count-- > 0) {
-    const StatefulLoad& object = load.objects[count];
+    const ObjectToLoad& object = load.objects[count];
     object.object->load_state(object.old_tensors, object.old_values);
   }
 }
 
-void load_objects(StateLoad& load) {
-  for (StatefulLoad& object : load.objects) {
+void load_objects(StateToLoad& load) {
+  for (ObjectToLoad& object : load.objects) {
     object.object->save_state(object.old_tensors, object.old_values);
     clone_tensors(object.old_tensors);
   }
   size_t done = 0;
   try {
     for (; done < load.objects.size(); ++done) {
-      StatefulLoad& object = load.objects[done];
+      ObjectToLoad& object = load.objects[done];
       try {
         object.object->load_state(object.tensors, object.values);
       } catch (const nlohmann::json::exception& error) {

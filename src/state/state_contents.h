@@ -21,8 +21,8 @@ namespace hasten::detail {
 inline constexpr const char* kSaveWhere = "accelerator::save_state";
 inline constexpr const char* kLoadWhere = "accelerator::load_state";
 
-// One rank's view: `shared` is the same on every rank, and one of them writes it.
-struct StateParts {
+// What one rank saves: `shared` is the same on every rank, and one of them writes it.
+struct StateToSave {
   NamedTensors shared{};
   nlohmann::json shared_values = nlohmann::json::object();
   NamedTensors own{};
@@ -43,10 +43,10 @@ nlohmann::json save_stateful(const Stateful& object, const std::string& name, Na
                                const std::string& expected = {}, const std::string& fix = {});
 
 // Throws InputError unless as many objects are prepared here as were saved.
-void check_count(const struct StateLoad& load, const char* what, size_t saved, size_t mine);
+void check_count(const struct StateToLoad& load, const char* what, size_t saved, size_t mine);
 
 // An object whose load may throw.
-struct StatefulLoad {
+struct ObjectToLoad {
   std::filesystem::path file{};
   Stateful* object = nullptr;
   NamedTensors tensors{};
@@ -56,7 +56,8 @@ struct StatefulLoad {
   nlohmann::json old_values = nlohmann::json::object();
 };
 
-struct StateLoad {
+// What was read, and what load() will do with it: add_to() of each part checks and adds its share.
+struct StateToLoad {
   std::filesystem::path folder{};
   nlohmann::json shared{};
   nlohmann::json own{};
@@ -64,7 +65,7 @@ struct StateLoad {
   NamedTensors own_tensors{};
   bool same_world = true;
   std::filesystem::path rank_file{};
-  std::vector<StatefulLoad> objects{};
+  std::vector<ObjectToLoad> objects{};
   std::vector<std::function<void()>> apply{}; // these do not throw
 
   std::filesystem::path state_file() const { return folder / kStateFile; }
@@ -84,13 +85,13 @@ struct StateLoad {
 };
 
 // Reads the folder's files but the models'; `verify`: also their checksums, on rank 0.
-void read_state_files(StateLoad& load, int rank, int world_size, bool verify);
+void read_state_files(StateToLoad& load, int rank, int world_size, bool verify);
 // Throws InputError for state that has no meaning with another number of ranks.
-void check_other_world(const StateLoad& load, int world_size);
+void check_other_world(const StateToLoad& load, int world_size);
 // Loads load.objects. If one throws, those before it get their old state back.
-void load_objects(StateLoad& load);
+void load_objects(StateToLoad& load);
 // Gives the first `count` of load.objects their old state back.
-void undo_objects(const StateLoad& load, size_t count);
+void undo_objects(const StateToLoad& load, size_t count);
 
 // The shard that this rank holds of a parameter: rows [first, first + count) of dimension 0.
 struct HeldRows {
@@ -108,12 +109,12 @@ at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held);
 // parts.shared to parts.own, and records in parts.shared_values which rank has which rows.
 // `models`: the shards of the models' parameters, by name. `ranks`: how many hold a replica
 // together, the first ones; `writes`: this is one of them. Local.
-void split_shards(StateParts& parts, const NamedTensors& models, const HeldRowsByName& held,
+void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRowsByName& held,
                   int ranks, bool writes);
 
 // Puts into load.shared_tensors the rows that this rank holds now of every tensor that belongs to a
 // parameter, from the file of any rank that has them, or from a whole tensor. Local. Throws
 // InputError naming the file that is missing or has unexpected rows.
-void join_shards(StateLoad& load, const HeldRowsByName& held);
+void join_shards(StateToLoad& load, const HeldRowsByName& held);
 
 } // namespace hasten::detail
