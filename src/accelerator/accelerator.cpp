@@ -186,22 +186,22 @@ void Accelerator::save_model(const detail::ModelRef& model,
 }
 
 void Accelerator::save_state(const std::filesystem::path& folder, const SaveStateOptions& options) {
-  core_->state.save(folder, options);
+  core_->checkpointer.save(folder, options);
 }
 
 LoadedState Accelerator::load_state(const std::filesystem::path& folder,
                                     const LoadStateOptions& options) {
-  return core_->state.load(folder, options);
+  return core_->checkpointer.load(folder, options);
 }
 
 void Accelerator::register_for_checkpointing(std::string name, std::shared_ptr<Stateful> object,
                                              StateScope scope) {
-  core_->state.add(std::move(name), std::move(object), scope);
+  core_->checkpointer.add(std::move(name), std::move(object), scope);
 }
 
 void Accelerator::register_for_checkpointing(std::string name, Stateful& object, StateScope scope) {
-  core_->state.add(std::move(name), std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object),
-                   scope);
+  core_->checkpointer.add(std::move(name),
+                          std::shared_ptr<Stateful>(std::shared_ptr<void>(), &object), scope);
 }
 
 } // namespace hasten

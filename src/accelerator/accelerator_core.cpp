@@ -18,7 +18,7 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
       optimizers(window_parts(), batch),
       local(window_parts(), optimizers),
       uneven(parts()),
-      state(parts(), uneven) {
+      checkpointer(parts(), uneven) {
   if (run.order_check()) {
     windows.shared()->check = [this] { compare_ranks(); };
   }
@@ -28,7 +28,7 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
     checks.completed(window);
   };
   announcer.share_state = [this] { uneven.share_state(); };
-  uneven.save_with_peers = [this] { state.save_with_peers(); };
+  uneven.save_with_peers = [this] { checkpointer.save_with_peers(); };
   if (run.options().seed) {
     set_seed(*run.options().seed);
   }

@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include "checkpointer.h"
 #include "hasten/accelerator/collect.h"
 #include "hasten/tracking/tracker.h"
-#include "training_state.h"
 
 namespace hasten::detail {
 
@@ -26,7 +26,7 @@ class AcceleratorCore {
   OptimizerSet optimizers;
   LocalWindows local;
   UnevenInputs uneven;
-  TrainingState state;
+  Checkpointer checkpointer;
   std::vector<std::shared_ptr<SafeTracker>> trackers{}; // without a tracker except on rank 0
 
   /// In debug mode: throws unless the ranks' parameters are equal. Collective.
@@ -36,7 +36,9 @@ class AcceleratorCore {
 
  private:
   WindowParts window_parts() { return {run, models, windows, precision, checks}; }
-  TrainingParts parts() { return {window_parts(), batch, loaders, optimizers, announcer, local}; }
+  AcceleratorParts parts() {
+    return {window_parts(), batch, loaders, optimizers, announcer, local};
+  }
 };
 
 } // namespace hasten::detail

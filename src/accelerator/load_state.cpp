@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 
+#include "checkpointer.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/core/device.h"
@@ -14,7 +15,6 @@
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
 #include "state/state_contents.h"
-#include "training_state.h"
 
 namespace hasten::detail {
 
@@ -54,7 +54,7 @@ void add_model(StateToLoad& load, size_t index, const NamedTensors& targets,
   load.copy(std::move(copies));
 }
 
-void TrainingState::add_models(StateToLoad& load) {
+void Checkpointer::add_models(StateToLoad& load) {
   const auto& models = load.shared.at("models");
   check_count(load, "models", models.size(), models_.size());
   const HeldRowsByName held = models_.held_rows();
@@ -79,7 +79,7 @@ void TrainingState::add_models(StateToLoad& load) {
 
 // False if there are none to load: other ranks hold these shards now. An open window would have
 // some.
-bool TrainingState::has_gradients(const StateToLoad& load) const {
+bool Checkpointer::has_gradients(const StateToLoad& load) const {
   const std::string then = load.shared.value("strategy", "ddp");
   if (then == strategy_name(run_.strategy()) &&
       (then == "ddp" ||
@@ -103,7 +103,7 @@ bool TrainingState::has_gradients(const StateToLoad& load) const {
 }
 
 // Gradients that are not complete yet.
-void TrainingState::add_gradients(StateToLoad& load) {
+void Checkpointer::add_gradients(StateToLoad& load) {
   if (!has_gradients(load)) {
     return;
   }
@@ -119,7 +119,7 @@ void TrainingState::add_gradients(StateToLoad& load) {
   }
 }
 
-void TrainingState::add_objects(StateToLoad& load) {
+void Checkpointer::add_objects(StateToLoad& load) {
   const auto& saved = load.shared.at("objects");
   for (const auto& [name, object] : saved.items()) {
     if (std::ranges::none_of(objects_, [&](const auto& mine) { return mine.name == name; })) {
@@ -144,7 +144,7 @@ void TrainingState::add_objects(StateToLoad& load) {
   }
 }
 
-void TrainingState::add_random(StateToLoad& load) {
+void Checkpointer::add_random(StateToLoad& load) {
   const nlohmann::json& seed = load.shared.at("seed");
   const uint64_t fresh =
       stream_seed("dropout at another world size", seed.is_null() ? 0 : seed.get<uint64_t>(),
@@ -177,7 +177,7 @@ void TrainingState::add_random(StateToLoad& load) {
   }
 }
 
-void TrainingState::add_to(StateToLoad& load) {
+void Checkpointer::add_to(StateToLoad& load) {
   local_.add_scope_to(load);
   add_models(load);
   optimizers_.add_to(load);
@@ -188,8 +188,8 @@ void TrainingState::add_to(StateToLoad& load) {
   local_.add_to(load);
 }
 
-LoadedState TrainingState::load(const std::filesystem::path& folder,
-                                const LoadStateOptions& options) {
+LoadedState Checkpointer::load(const std::filesystem::path& folder,
+                               const LoadStateOptions& options) {
   StateToLoad load;
   load.folder = folder;
   on_every_rank(*run_.communicator(), kLoadWhere, [&] {

@@ -12,7 +12,7 @@
 namespace hasten::detail {
 
 /// The parts that the end of the data and a saved state concern.
-struct TrainingParts : WindowParts {
+struct AcceleratorParts : WindowParts {
   OpenBatch& batch_;
   LoaderSet& loaders_;
   OptimizerSet& optimizers_;
@@ -20,9 +20,9 @@ struct TrainingParts : WindowParts {
   LocalWindows& local_;
 };
 
-class UnevenInputs : private TrainingParts {
+class UnevenInputs : private AcceleratorParts {
  public:
-  explicit UnevenInputs(const TrainingParts& parts) : TrainingParts(parts) {}
+  explicit UnevenInputs(const AcceleratorParts& parts) : AcceleratorParts(parts) {}
 
   /// Takes part in a state that the other ranks save. Collective.
   std::function<void()> save_with_peers{};

@@ -216,13 +216,13 @@ void TrainingRun::load_best() {
   }
 }
 
-void RunState::save_state(NamedTensors&, nlohmann::json& values) const {
+void RunReference::save_state(NamedTensors&, nlohmann::json& values) const {
   if (run_ != nullptr) {
     values = run_->saved_progress();
   }
 }
 
-void RunState::load_state(const NamedTensors&, const nlohmann::json& values) {
+void RunReference::load_state(const NamedTensors&, const nlohmann::json& values) {
   if (run_ != nullptr) {
     run_->restore(values);
   }
@@ -282,7 +282,7 @@ void TrainingRun::restore(const nlohmann::json& values) {
 
 void TrainingRun::register_states() {
   Accelerator& accelerator = *parts_.accelerator;
-  accelerator.register_for_checkpointing("trainer", run_state_);
+  accelerator.register_for_checkpointing("trainer", run_reference_);
   if (plateau_) {
     accelerator.register_for_checkpointing("plateau", plateau_);
   }

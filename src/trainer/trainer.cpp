@@ -333,7 +333,7 @@ TrainOutput Trainer::train() {
     detail::plan_memory(0);
   });
   detail::lock_output_dir(parts);
-  detail::RunStart start = detail::decide_start(parts);
+  detail::StartingPoint start = detail::decide_starting_point(parts);
   if (start.finished) {
     return detail::output_of_finished_run(parts);
   }

@@ -96,12 +96,12 @@ LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, i
   return options;
 }
 
-TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart start)
+TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, StartingPoint start)
     : parts_(parts),
       state_(parts.state),
       plan_(plan),
       start_(std::move(start)),
-      run_state_(std::make_shared<RunState>(this)),
+      run_reference_(std::make_shared<RunReference>(this)),
       output_dir_(parts.arguments.output_dir),
       control_(
           parts, [this] { return is_local(); }, [this](double rate) { set_learning_rate(rate); }),

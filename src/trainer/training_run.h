@@ -11,7 +11,7 @@
 #include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"
 #include "hasten/tracking/tracker.h"
-#include "run_start.h"
+#include "starting_point.h"
 #include "train_step.h"
 
 namespace hasten::detail {
@@ -97,9 +97,9 @@ std::vector<int64_t> longest_rows(const Dataset& data, int64_t count);
 class TrainingRun;
 
 /// The accelerator's reference to a run; empty after the run's destruction.
-class RunState final : public Stateful {
+class RunReference final : public Stateful {
  public:
-  explicit RunState(TrainingRun* run) : run_(run) {}
+  explicit RunReference(TrainingRun* run) : run_(run) {}
   void detach() { run_ = nullptr; }
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
@@ -110,8 +110,8 @@ class RunState final : public Stateful {
 
 class TrainingRun {
  public:
-  TrainingRun(TrainerParts& parts, const TrainingPlan& plan, RunStart start);
-  ~TrainingRun() { run_state_->detach(); }
+  TrainingRun(TrainerParts& parts, const TrainingPlan& plan, StartingPoint start);
+  ~TrainingRun() { run_reference_->detach(); }
   TrainingRun(const TrainingRun&) = delete;
   TrainingRun& operator=(const TrainingRun&) = delete;
   /// Save and restore counts, sums and records.
@@ -182,8 +182,8 @@ class TrainingRun {
   TrainerParts& parts_;
   TrainerState& state_;
   const TrainingPlan plan_;
-  const RunStart start_;
-  const std::shared_ptr<RunState> run_state_;
+  const StartingPoint start_;
+  const std::shared_ptr<RunReference> run_reference_;
   const std::filesystem::path output_dir_;
   RunControl control_;
 

@@ -1,4 +1,4 @@
-#include "run_start.h"
+#include "starting_point.h"
 
 #include <algorithm>
 #include <chrono>
@@ -17,8 +17,8 @@
 
 namespace hasten::detail {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunStart, folder, own_folder, finished, run, precision, notes,
-                                   drop_batch)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StartingPoint, folder, own_folder, finished, run, precision,
+                                   notes, drop_batch)
 
 int64_t total_batch(const TrainerParts& parts) {
   return parts.arguments.per_device_train_batch_size * parts.arguments.gradient_accumulation_steps *
@@ -51,9 +51,9 @@ std::string data_checksum(const Dataset& dataset) {
 }
 
 /// Called on rank 0.
-RunStart look_for_start(const TrainerParts& parts) {
+StartingPoint find_starting_point(const TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
-  RunStart start;
+  StartingPoint start;
   if (a.resume_from_checkpoint.empty()) {
     require_free_output_dir(a);
     return start;
@@ -178,17 +178,17 @@ void lock_output_dir(TrainerParts& parts) {
   }
 }
 
-RunStart decide_start(TrainerParts& parts) {
+StartingPoint decide_starting_point(TrainerParts& parts) {
   const nlohmann::json start = agreed_with_main(parts, "start of the run", [&] {
     if (!parts.altering_facts.contains("train_data")) {
       parts.altering_facts["train_data"] = data_checksum(*parts.train);
     }
-    return nlohmann::json(look_for_start(parts));
+    return nlohmann::json(find_starting_point(parts));
   });
-  return start.get<RunStart>();
+  return start.get<StartingPoint>();
 }
 
-int64_t first_batch_size(const TrainerParts& parts, const RunStart& start) {
+int64_t first_batch_size(const TrainerParts& parts, const StartingPoint& start) {
   const TrainingArguments& a = parts.arguments;
   const int64_t rows = a.per_device_train_batch_size * a.gradient_accumulation_steps;
   if (!a.auto_find_batch_size || start.folder.empty()) {
@@ -199,8 +199,8 @@ int64_t first_batch_size(const TrainerParts& parts, const RunStart& start) {
                           : a.per_device_train_batch_size;
 }
 
-int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const TrainerParts& parts,
-                      int64_t epoch_rows) {
+int64_t step_shift_of(const StartingPoint& start, const TrainingPlan& plan,
+                      const TrainerParts& parts, int64_t epoch_rows) {
   if (start.folder.empty()) {
     return 0;
   }

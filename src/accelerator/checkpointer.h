@@ -15,10 +15,10 @@ class FolderCommit;
 
 namespace hasten::detail {
 
-class TrainingState : private TrainingParts {
+class Checkpointer : private AcceleratorParts {
  public:
-  TrainingState(const TrainingParts& parts, UnevenInputs& uneven)
-      : TrainingParts(parts), uneven_(uneven) {}
+  Checkpointer(const AcceleratorParts& parts, UnevenInputs& uneven)
+      : AcceleratorParts(parts), uneven_(uneven) {}
 
   void save(const std::filesystem::path& folder, const SaveStateOptions& options);
   /// Takes part in a state that others save.
@@ -33,7 +33,7 @@ class TrainingState : private TrainingParts {
     StateScope scope = StateScope::shared;
   };
 
-  // training_state.cpp: saving.
+  // checkpointer.cpp: saving.
   StateToSave collect() const;
   void collect_models(StateToSave& parts) const;
   void collect_objects(StateToSave& parts) const;

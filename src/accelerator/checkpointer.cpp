@@ -1,6 +1,6 @@
 // Saving. The order: every rank reports whether it can save, one rank creates the folder, all write
 // their part, and the one commits it by a rename.
-#include "training_state.h"
+#include "checkpointer.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
@@ -11,7 +11,7 @@
 
 namespace hasten::detail {
 
-void TrainingState::collect_models(StateToSave& parts) const {
+void Checkpointer::collect_models(StateToSave& parts) const {
   auto& own = parts.own_values;
   auto& shared = parts.shared_values;
   shared["models"] = nlohmann::json::array();
@@ -45,7 +45,7 @@ void TrainingState::collect_models(StateToSave& parts) const {
   }
 }
 
-void TrainingState::collect_objects(StateToSave& parts) const {
+void Checkpointer::collect_objects(StateToSave& parts) const {
   auto& shared = parts.shared_values["objects"] = nlohmann::json::object();
   auto& own = parts.own_values["objects"] = nlohmann::json::object();
   for (const RegisteredObject& object : objects_) {
@@ -58,7 +58,7 @@ void TrainingState::collect_objects(StateToSave& parts) const {
   }
 }
 
-StateToSave TrainingState::collect() const {
+StateToSave Checkpointer::collect() const {
   StateToSave parts;
   local_.collect(parts);
   collect_models(parts);
@@ -77,7 +77,7 @@ StateToSave TrainingState::collect() const {
 
 // Model files. Tensors that the user's own file has are not written again; missing ones go with the
 // rest of the state.
-void TrainingState::write_models(const std::filesystem::path& folder, NamedTensors& shared) const {
+void Checkpointer::write_models(const std::filesystem::path& folder, NamedTensors& shared) const {
   for (size_t i = 0; i < models_.size(); ++i) {
     const auto path = folder / model_file_name(i);
     NamedTensors tensors = models_.saved_tensors(i);
@@ -119,8 +119,8 @@ std::unique_ptr<FolderCommit> begin_state_folder(const std::filesystem::path& fo
   return std::make_unique<FolderCommit>(folder, CommitMode::replace);
 }
 
-void TrainingState::write_shared(FolderCommit& commit, StateToSave& parts,
-                                 const SaveStateOptions& options) {
+void Checkpointer::write_shared(FolderCommit& commit, StateToSave& parts,
+                                const SaveStateOptions& options) {
   if (options.also_write && run_.strategy() == Strategy::ddp) {
     options.also_write(commit.folder());
   }
@@ -130,7 +130,7 @@ void TrainingState::write_shared(FolderCommit& commit, StateToSave& parts,
 }
 
 // Collective. `options` is null on ranks that only take part.
-void TrainingState::write(const std::filesystem::path* folder, const SaveStateOptions* options) {
+void Checkpointer::write(const std::filesystem::path* folder, const SaveStateOptions* options) {
   StateToSave parts;
   const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
     models_.reshard(kSaveWhere);
@@ -192,13 +192,13 @@ void TrainingState::write(const std::filesystem::path* folder, const SaveStateOp
 // A rank whose batches have ended waits at the end of its loader for the others. A control vector
 // without models announces that a state is to be saved. Ranks out of date get the others' state;
 // then all take part.
-void TrainingState::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
+void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
   const bool joined = loaders_.in_pass() && !run_.alone() && announcer_.announce_save();
   announcer_.sync_buffers(~uint64_t{0}, joined, true);
   write(&folder, &options);
 }
 
-void TrainingState::save_with_peers() {
+void Checkpointer::save_with_peers() {
   announcer_.sync_buffers(~uint64_t{0}, true, false);
   try {
     write(nullptr, nullptr);
@@ -209,7 +209,7 @@ void TrainingState::save_with_peers() {
   }
 }
 
-void TrainingState::add(std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
+void Checkpointer::add(std::string name, std::shared_ptr<Stateful> object, StateScope scope) {
   constexpr const char* kWhere = "accelerator::register_for_checkpointing";
   if (name.empty() || !object) {
     throw InputError(kWhere, "name=\"" + name + "\"" + (object ? "" : ", object=null"),

@@ -13,7 +13,7 @@
 namespace hasten::detail {
 
 /// The same on every rank.
-struct RunStart {
+struct StartingPoint {
   /// The checkpoint; empty: from the beginning.
   std::filesystem::path folder{};
   /// `folder` is in output_dir: the records there are continued.
@@ -37,14 +37,14 @@ int64_t total_batch(const TrainerParts& parts);
 void lock_output_dir(TrainerParts& parts);
 
 /// Rank 0 decides; all ranks get its decision or an InputError. Collective.
-RunStart decide_start(TrainerParts& parts);
+StartingPoint decide_starting_point(TrainerParts& parts);
 
 /// The micro-batch size to try first: the arguments', or, with auto_find_batch_size, that of the
 /// saved run.
-int64_t first_batch_size(const TrainerParts& parts, const RunStart& start);
+int64_t first_batch_size(const TrainerParts& parts, const StartingPoint& start);
 
 /// TrainingPlan::step_shift of a run that resumes from `start` with steps of this size.
-int64_t step_shift_of(const RunStart& start, const TrainingPlan& plan, const TrainerParts& parts,
-                      int64_t epoch_rows);
+int64_t step_shift_of(const StartingPoint& start, const TrainingPlan& plan,
+                      const TrainerParts& parts, int64_t epoch_rows);
 
 } // namespace hasten::detail
