@@ -55,7 +55,7 @@ std::optional<std::string> environment_value(const std::string& name) {
 
 // Everything that the child needs, made before vfork. Between vfork and exec the child shares this
 // process's memory and may only make system calls.
-struct ChildPlan {
+struct ChildSetup {
   const char* path = nullptr;
   char* const* argv = nullptr;
   char* const* environment = nullptr;
@@ -117,39 +117,39 @@ void reset_child_signals() {
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
 }
 
-[[noreturn]] void run_child(ChildPlan& plan) {
-  const SpawnOptions& options = *plan.options;
+[[noreturn]] void run_child(ChildSetup& setup) {
+  const SpawnOptions& options = *setup.options;
   if (options.die_with_parent) {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     // The parent may have died before the line above took effect.
-    if (::getppid() != plan.parent) {
+    if (::getppid() != setup.parent) {
       ::_exit(127);
     }
   }
   bool good = !options.new_process_group || ::setpgid(0, 0) == 0;
   good = good && place_standard_descriptors(options);
   if (good) {
-    close_others_on_exec(plan.open_files);
+    close_others_on_exec(setup.open_files);
     for (const int fd : options.keep_fds) {
       good = good && (fd < 3 || ::fcntl(fd, F_SETFD, 0) == 0);
     }
   }
   if (good) {
     reset_child_signals();
-    ::execve(plan.path, plan.argv, plan.environment);
+    ::execve(setup.path, setup.argv, setup.environment);
   }
-  plan.error = errno;
+  setup.error = errno;
   ::_exit(127);
 }
 
 // A separate function, so that nothing that is used after vfork is in registers.
-__attribute__((noinline)) pid_t vfork_and_run(ChildPlan& plan) {
+__attribute__((noinline)) pid_t vfork_and_run(ChildSetup& setup) {
   const pid_t pid = ::vfork();
   if (pid == 0) {
-    run_child(plan);
+    run_child(setup);
   }
   if (pid < 0) {
-    plan.error = errno;
+    setup.error = errno;
   }
   return pid;
 }
@@ -219,23 +219,23 @@ pid_t spawn_process(const std::vector<std::string>& argv, const SpawnOptions& op
   const auto arguments = detail::pointers_to(argv);
   const auto environment = detail::merged_environment(options.environment);
   const auto variables = detail::pointers_to(environment);
-  detail::ChildPlan plan;
-  plan.path = path.c_str();
-  plan.argv = arguments.data();
-  plan.environment = variables.data();
-  plan.options = &options;
-  plan.parent = ::getpid();
-  plan.open_files = std::min(::sysconf(_SC_OPEN_MAX), 65536L);
+  detail::ChildSetup setup;
+  setup.path = path.c_str();
+  setup.argv = arguments.data();
+  setup.environment = variables.data();
+  setup.options = &options;
+  setup.parent = ::getpid();
+  setup.open_files = std::min(::sysconf(_SC_OPEN_MAX), 65536L);
 
   // No handler of this process may run in the child while it shares our memory.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  const pid_t pid = detail::vfork_and_run(plan);
+  const pid_t pid = detail::vfork_and_run(setup);
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 
-  if (const int error = plan.error) {
+  if (const int error = setup.error) {
     if (pid > 0) {
       while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
       }

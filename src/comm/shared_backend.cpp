@@ -91,8 +91,8 @@ static void check_alike(std::string_view kind, const std::vector<at::Tensor>& te
   }
 }
 
-TransferPlan SharedBackend::plan(Kind kind, const Tensors& tensors, int64_t root,
-                                 const c10d::ReduceOp& op) const {
+TransferArguments SharedBackend::arguments(Kind kind, const Tensors& tensors, int64_t root,
+                                           const c10d::ReduceOp& op) const {
   if (tensors.size() != 1) {
     throw InputError("comm::" + std::string(Collective{kind}.kind_name()),
                      "tensors=" + std::to_string(tensors.size()), "one tensor");
@@ -102,60 +102,61 @@ TransferPlan SharedBackend::plan(Kind kind, const Tensors& tensors, int64_t root
 }
 
 /// Much data is read where it is, if all ranks have it in shared memory.
-void SharedBackend::find_places(TransferPlan& plan) const {
-  const bool scatters = plan.kind == Kind::reduce_scatter;
-  const size_t row = plan.count * c10::elementSize(plan.from);
-  if ((plan.kind != Kind::all_reduce && plan.kind != Kind::all_gather && !scatters) ||
+void SharedBackend::find_places(TransferArguments& arguments) const {
+  const bool scatters = arguments.kind == Kind::reduce_scatter;
+  const size_t row = arguments.count * c10::elementSize(arguments.from);
+  if ((arguments.kind != Kind::all_reduce && arguments.kind != Kind::all_gather && !scatters) ||
       row * (scatters ? static_cast<size_t>(getSize()) : 1) < kLeastShared) {
     return;
   }
-  plan.places = &ranks_->places;
-  for (size_t i = 1; i < plan.inputs.size(); ++i) {
-    if (plan.inputs[i] != plan.inputs[0] + i * row) { // rows of several tensors
+  arguments.places = &ranks_->places;
+  for (size_t i = 1; i < arguments.inputs.size(); ++i) {
+    if (arguments.inputs[i] != arguments.inputs[0] + i * row) { // rows of several tensors
       return;
     }
   }
-  plan.place = find_shared(plan.inputs[0]);
+  arguments.place = find_shared(arguments.inputs[0]);
 }
 
-C10dWork SharedBackend::start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
-                              milliseconds timeout) {
-  const std::string_view kind = Collective{plan.kind}.kind_name();
+C10dWork SharedBackend::start(TransferArguments arguments, const Tensors& inputs,
+                              const Tensors& outputs, milliseconds timeout) {
+  const std::string_view kind = Collective{arguments.kind}.kind_name();
   check_alike(kind, inputs);
   check_alike(kind, outputs);
-  const bool reduces = plan.kind == Kind::all_reduce || plan.kind == Kind::reduce ||
-                       plan.kind == Kind::reduce_scatter;
+  const bool reduces = arguments.kind == Kind::all_reduce || arguments.kind == Kind::reduce ||
+                       arguments.kind == Kind::reduce_scatter;
   const at::Tensor& one = inputs.empty() ? outputs[0] : inputs[0];
   const at::Tensor& result = outputs.empty() ? inputs[0] : outputs[0];
   const bool floats = at::isFloatingType(one.scalar_type());
   if (one.numel() != result.numel() ||
-      (one.scalar_type() != result.scalar_type() && !(plan.kind == Kind::reduce_scatter && floats &&
-                                                      at::isFloatingType(result.scalar_type()))) ||
+      (one.scalar_type() != result.scalar_type() &&
+       !(arguments.kind == Kind::reduce_scatter && floats &&
+         at::isFloatingType(result.scalar_type()))) ||
       (reduces && (!is_reducible(one.scalar_type()) || !is_reducible(result.scalar_type()) ||
-                   (plan.op == ReduceOp::AVG && !floats)))) {
+                   (arguments.op == ReduceOp::AVG && !floats)))) {
     throw InputError("comm::" + std::string(kind),
                      "output is " + tensor_text(result) + " for an input " + tensor_text(one),
                      "as many elements of a dtype that can be reduced");
   }
-  plan.count = static_cast<size_t>(one.numel());
+  arguments.count = static_cast<size_t>(one.numel());
   if (reduces) {
-    plan.from = one.scalar_type();
-    plan.to = result.scalar_type();
+    arguments.from = one.scalar_type();
+    arguments.to = result.scalar_type();
   } else { // moves bytes
-    plan.count *= one.element_size();
+    arguments.count *= one.element_size();
   }
   const auto begin = [](const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); };
   const auto begins = mapped(inputs, begin);
-  plan.inputs.assign(begins.begin(), begins.end());
-  plan.outputs = mapped(outputs, begin);
-  find_places(plan);
-  plan.text = std::exchange(next_text_, {});
-  if (plan.text.empty()) {
-    const std::string reduction = reduces ? " " + std::string(reduce_op_name(plan.op)) : "";
-    plan.text = std::string(kind) + reduction + " of " + tensor_text(one) + ", root " +
-                std::to_string(plan.root);
+  arguments.inputs.assign(begins.begin(), begins.end());
+  arguments.outputs = mapped(outputs, begin);
+  find_places(arguments);
+  arguments.text = std::exchange(next_text_, {});
+  if (arguments.text.empty()) {
+    const std::string reduction = reduces ? " " + std::string(reduce_op_name(arguments.op)) : "";
+    arguments.text = std::string(kind) + reduction + " of " + tensor_text(one) + ", root " +
+                     std::to_string(arguments.root);
   }
-  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(plan), inputs,
+  return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(arguments), inputs,
                                          outputs, timeout);
 }
 
@@ -170,7 +171,7 @@ SharedBackend::Tensors SharedBackend::rows(const at::Tensor& all) const {
 }
 
 C10dWork SharedBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return start(plan(Kind::all_reduce, tensors, 0, options.reduceOp), tensors, tensors,
+  return start(arguments(Kind::all_reduce, tensors, 0, options.reduceOp), tensors, tensors,
                options.timeout);
 }
 
@@ -186,19 +187,19 @@ C10dWork SharedBackend::allreduce_coalesced(Tensors& tensors,
 }
 
 C10dWork SharedBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return start(plan(Kind::reduce, tensors, options.rootRank, options.reduceOp), tensors,
+  return start(arguments(Kind::reduce, tensors, options.rootRank, options.reduceOp), tensors,
                options.rootRank == getRank() ? tensors : Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const bool root = options.rootRank == getRank();
-  return start(plan(Kind::broadcast, tensors, options.rootRank), root ? tensors : Tensors(),
+  return start(arguments(Kind::broadcast, tensors, options.rootRank), root ? tensors : Tensors(),
                root ? Tensors() : tensors, options.timeout);
 }
 
 C10dWork SharedBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                   const c10d::AllgatherOptions& options) {
-  return start(plan(Kind::all_gather, inputs), inputs, outputs.at(0), options.timeout);
+  return start(arguments(Kind::all_gather, inputs), inputs, outputs.at(0), options.timeout);
 }
 
 C10dWork SharedBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -217,19 +218,19 @@ C10dWork SharedBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensor
 
 C10dWork SharedBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::GatherOptions& options) {
-  return start(plan(Kind::gather, inputs, options.rootRank), inputs,
+  return start(arguments(Kind::gather, inputs, options.rootRank), inputs,
                options.rootRank == getRank() ? outputs.at(0) : Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ScatterOptions& options) {
-  return start(plan(Kind::scatter, outputs, options.rootRank),
+  return start(arguments(Kind::scatter, outputs, options.rootRank),
                options.rootRank == getRank() ? inputs.at(0) : Tensors(), outputs, options.timeout);
 }
 
 C10dWork SharedBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const c10d::ReduceScatterOptions& options) {
-  return start(plan(Kind::reduce_scatter, outputs, 0, options.reduceOp), inputs.at(0), outputs,
+  return start(arguments(Kind::reduce_scatter, outputs, 0, options.reduceOp), inputs.at(0), outputs,
                options.timeout);
 }
 
@@ -268,26 +269,27 @@ C10dWork SharedBackend::alltoall(Tensors& outputs, Tensors& inputs,
 }
 
 C10dWork SharedBackend::barrier(const c10d::BarrierOptions& options) {
-  TransferPlan made{.kind = Kind::all_gather, .text = std::exchange(next_text_, {})};
+  TransferArguments made{.kind = Kind::all_gather, .text = std::exchange(next_text_, {})};
   made.text = made.text.empty() ? "barrier" : made.text;
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
                                          Tensors(), options.timeout);
 }
 
 C10dWork SharedBackend::exchange(std::shared_ptr<std::vector<std::string>> values) {
-  TransferPlan made{
+  TransferArguments made{
       .kind = Kind::all_gather, .text = std::exchange(next_text_, {}), .values = std::move(values)};
   return c10::make_intrusive<SharedWork>(getRank(), getSize(), ranks_, std::move(made), Tensors(),
                                          Tensors(), kNoTimeout);
 }
 
-SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
-                       Tensors inputs, Tensors outputs, milliseconds timeout)
+SharedWork::SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks,
+                       TransferArguments arguments, Tensors inputs, Tensors outputs,
+                       milliseconds timeout)
     : Work(rank),
       ranks_(std::move(ranks)),
       outputs_(std::move(outputs)),
       timeout_(timeout),
-      item_(std::make_shared<TransferQueue::Item>(std::move(plan), rank, size)) {
+      item_(std::make_shared<TransferQueue::Item>(std::move(arguments), rank, size)) {
   item_->on_end([inputs = std::move(inputs), outputs = outputs_](const std::exception_ptr&) {
     // Keeps the tensors until then.
   });

@@ -88,13 +88,14 @@ class SharedBackend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
 
  private:
-  /// `kind`, `op` and `root` of `plan` are set.
-  C10dWork start(TransferPlan plan, const Tensors& inputs, const Tensors& outputs,
+  /// `kind`, `op` and `root` of `arguments` are set.
+  C10dWork start(TransferArguments arguments, const Tensors& inputs, const Tensors& outputs,
                  std::chrono::milliseconds timeout);
   /// Of an operation of which this rank has one tensor on a side.
-  TransferPlan plan(TransferPlan::Kind kind, const Tensors& tensors, int64_t root = 0,
-                    const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const;
-  void find_places(TransferPlan& plan) const;
+  TransferArguments arguments(TransferArguments::Kind kind, const Tensors& tensors,
+                              int64_t root = 0,
+                              const c10d::ReduceOp& op = c10d::ReduceOp::SUM) const;
+  void find_places(TransferArguments& arguments) const;
   Tensors rows(const at::Tensor& all) const;
 
   const std::shared_ptr<SharedRanks> ranks_;
@@ -107,7 +108,7 @@ class SharedWork final : public c10d::Work {
   using Tensors = SharedBackend::Tensors;
 
   /// Starts it.
-  SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferPlan plan,
+  SharedWork(int rank, int size, std::shared_ptr<SharedRanks> ranks, TransferArguments arguments,
              Tensors inputs, Tensors outputs, std::chrono::milliseconds timeout);
   /// Moves it on in this thread, at most for `limit`, or until it has ended.
   void drive(std::chrono::milliseconds limit) { ranks_->queue.drive(*item_, limit); }

@@ -19,19 +19,19 @@ constexpr size_t kValueHead = sizeof(uint64_t);
 // Of data that is read in place. What a rank has just reduced the others find in the last cache.
 constexpr size_t kDirectChunk = size_t{1} << 20; // bytes
 
-Transfer::Transfer(TransferPlan plan, int rank, int world_size)
-    : plan_(std::move(plan)),
+Transfer::Transfer(TransferArguments arguments, int rank, int world_size)
+    : arguments_(std::move(arguments)),
       rank_(rank),
       world_size_(world_size),
-      from_size_(c10::elementSize(plan_.from)),
-      to_size_(c10::elementSize(plan_.to)),
-      text_hash_(XXH3_64bits(plan_.text.data(), plan_.text.size())) {
-  if (plan_.values != nullptr) {
+      from_size_(c10::elementSize(arguments_.from)),
+      to_size_(c10::elementSize(arguments_.to)),
+      text_hash_(XXH3_64bits(arguments_.text.data(), arguments_.text.size())) {
+  if (arguments_.values != nullptr) {
     way_ = Way::asked;
-    const std::string& own = (*plan_.values)[static_cast<size_t>(rank_)];
+    const std::string& own = (*arguments_.values)[static_cast<size_t>(rank_)];
     const uint64_t size = own.size();
     value_.assign(reinterpret_cast<const char*>(&size), kValueHead).append(own);
-  } else if (plan_.places != nullptr) {
+  } else if (arguments_.places != nullptr) {
     way_ = Way::asked;
     openings_ = 1;
   } else {
@@ -41,31 +41,32 @@ Transfer::Transfer(TransferPlan plan, int rank, int world_size)
 
 void Transfer::count_stages() {
   const auto ranks = static_cast<size_t>(world_size_);
-  const bool sums = plan_.kind == Kind::all_reduce;
+  const bool sums = arguments_.kind == Kind::all_reduce;
   if (is_direct()) {
-    chunk_ = sums ? kDirectChunk / from_size_ : plan_.count;
+    chunk_ = sums ? kDirectChunk / from_size_ : arguments_.count;
   } else {
     const size_t widest = std::max(from_size_, to_size_);
     chunk_ = std::max<size_t>(Stages::kMaximum / widest / (to_each() ? ranks : 1), 1);
-    two_phases_ = sums && world_size_ > 2 && plan_.count * from_size_ > kTwoPhases;
+    two_phases_ = sums && world_size_ > 2 && arguments_.count * from_size_ > kTwoPhases;
   }
   const auto chunks =
-      static_cast<uint32_t>(std::max<size_t>((plan_.count + chunk_ - 1) / chunk_, 1));
+      static_cast<uint32_t>(std::max<size_t>((arguments_.count + chunk_ - 1) / chunk_, 1));
   stages_ = openings_ + chunks * (two_phases_ ? 2 : 1) + (is_direct() && sums ? 1 : 0);
 }
 
 bool Transfer::to_each() const {
-  return plan_.kind == Kind::scatter || plan_.kind == Kind::all_to_all ||
-         plan_.kind == Kind::reduce_scatter;
+  return arguments_.kind == Kind::scatter || arguments_.kind == Kind::all_to_all ||
+         arguments_.kind == Kind::reduce_scatter;
 }
 
 bool Transfer::gives(int rank) const {
-  return (plan_.kind != Kind::broadcast && plan_.kind != Kind::scatter) || rank == plan_.root;
+  return (arguments_.kind != Kind::broadcast && arguments_.kind != Kind::scatter) ||
+         rank == arguments_.root;
 }
 
 Transfer::Part Transfer::chunk(uint32_t step) const {
   const size_t first = (two_phases_ ? step / 2 : step) * chunk_;
-  return {first, std::min(chunk_, plan_.count - first)};
+  return {first, std::min(chunk_, arguments_.count - first)};
 }
 
 Transfer::Part Transfer::slice(const Part& chunk, int rank) const {
@@ -76,7 +77,7 @@ Transfer::Part Transfer::slice(const Part& chunk, int rank) const {
 }
 
 size_t Transfer::bytes(uint32_t stage) const {
-  if (plan_.values != nullptr) {
+  if (arguments_.values != nullptr) {
     return std::min(value_.size() - value_begin(stage), Stages::kMaximum);
   }
   if (stage < openings_) {
@@ -95,8 +96,8 @@ size_t Transfer::bytes(uint32_t stage) const {
 
 size_t Transfer::most_bytes() const {
   const size_t rows = to_each() ? static_cast<size_t>(world_size_) : 1;
-  return plan_.values != nullptr ? Stages::kMaximum
-                                 : (plan_.count * from_size_ * rows + 63) / 64 * 64;
+  return arguments_.values != nullptr ? Stages::kMaximum
+                                      : (arguments_.count * from_size_ * rows + 63) / 64 * 64;
 }
 
 /// `skip`: bytes of a payload before the part.
@@ -106,22 +107,22 @@ void Transfer::reduce(const Payloads& payloads, size_t skip, const Part& part, c
     row += skip;
   }
   const auto own = static_cast<size_t>(rank_);
-  rows[own] = plan_.inputs[to_each() ? own : 0] + part.first * from_size_;
-  reduce_rows(plan_.op, plan_.from, rows, plan_.to, to, part.count);
+  rows[own] = arguments_.inputs[to_each() ? own : 0] + part.first * from_size_;
+  reduce_rows(arguments_.op, arguments_.from, rows, arguments_.to, to, part.count);
 }
 
 // If each rank reduces a slice of a chunk, the others read it when all have reduced theirs. So nobody
 // reads and writes the same bytes of a tensor at once.
 void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
-  if (plan_.values != nullptr) {
+  if (arguments_.values != nullptr) {
     value_.copy(to, Stages::kMaximum, value_begin(stage));
     return;
   }
   if (stage < openings_) {
     if (stage == 0) {
-      plan_.places->write(plan_.place, to);
+      arguments_.places->write(arguments_.place, to);
     } else {
-      *to = plan_.places->map() ? 1 : 0;
+      *to = arguments_.places->map() ? 1 : 0;
     }
     return;
   }
@@ -132,12 +133,12 @@ void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
   const Part own = slice(part, rank_);
   const size_t size = part.count * from_size_;
   if (is_direct()) {
-    if (plan_.kind == Kind::all_reduce) {
-      reduce(data_, own.first * from_size_, own, plan_.outputs[0] + own.first * to_size_);
+    if (arguments_.kind == Kind::all_reduce) {
+      reduce(data_, own.first * from_size_, own, arguments_.outputs[0] + own.first * to_size_);
     } else {
       take(part, data_);
     }
-    const size_t readers = plan_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1;
+    const size_t readers = arguments_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1;
     Stages::bytes_published += static_cast<int64_t>(size * readers);
     return;
   }
@@ -148,15 +149,15 @@ void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
   if (!gives(rank_) || part.count == 0) {
     return;
   }
-  for (size_t i = 0; i < plan_.inputs.size(); ++i) {
+  for (size_t i = 0; i < arguments_.inputs.size(); ++i) {
     if (!to_each() || std::cmp_not_equal(i, rank_)) { // it has its own
-      std::memcpy(to + i * size, plan_.inputs[i] + part.first * from_size_, size);
+      std::memcpy(to + i * size, arguments_.inputs[i] + part.first * from_size_, size);
     }
   }
 }
 
 void Transfer::consume(uint32_t stage, const Payloads& payloads) {
-  if (plan_.values != nullptr) {
+  if (arguments_.values != nullptr) {
     consume_values(stage, payloads);
   } else if (stage < openings_) {
     read_openings(stage, payloads);
@@ -164,25 +165,25 @@ void Transfer::consume(uint32_t stage, const Payloads& payloads) {
     if (!precedes(stage)) {
       take(chunk(stage - openings_), payloads);
     }
-  } else if (plan_.kind == Kind::all_reduce && !closes(stage)) {
+  } else if (arguments_.kind == Kind::all_reduce && !closes(stage)) {
     take(chunk(stage - openings_), data_);
   }
 }
 
 void Transfer::take(const Part& part, const Payloads& payloads) {
-  if (plan_.outputs.empty() || part.count == 0) { // an empty tensor has no address
+  if (arguments_.outputs.empty() || part.count == 0) { // an empty tensor has no address
     return;
   }
   const auto own = static_cast<size_t>(rank_);
-  const auto root = static_cast<size_t>(plan_.root);
+  const auto root = static_cast<size_t>(arguments_.root);
   const size_t size = part.count * from_size_;
-  const auto output = [&](size_t i) { return plan_.outputs[i] + part.first * to_size_; };
+  const auto output = [&](size_t i) { return arguments_.outputs[i] + part.first * to_size_; };
   const auto put = [](char* to, const char* from, size_t bytes) {
     if (to != from) { // a rank's input may be its row of the output
       std::memmove(to, from, bytes);
     }
   };
-  switch (plan_.kind) {
+  switch (arguments_.kind) {
     case Kind::all_reduce:
     case Kind::reduce:
       if (!two_phases_ && !is_direct()) {
@@ -191,7 +192,7 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
       }
       for (size_t i = 0; i < payloads.size(); ++i) {
         const Part piece = slice(part, static_cast<int>(i));
-        put(plan_.outputs[0] + piece.first * to_size_,
+        put(arguments_.outputs[0] + piece.first * to_size_,
             payloads[i] + (is_direct() ? piece.first * from_size_ : 0), piece.count * to_size_);
       }
       return;
@@ -205,7 +206,8 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
       return;
     case Kind::scatter:
       put(output(0),
-          own == root ? plan_.inputs[own] + part.first * from_size_ : payloads[root] + own * size,
+          own == root ? arguments_.inputs[own] + part.first * from_size_
+                      : payloads[root] + own * size,
           size);
       return;
     case Kind::all_gather:
@@ -213,7 +215,7 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
     case Kind::all_to_all:
       for (size_t i = 0; i < payloads.size(); ++i) {
         put(output(i),
-            i == own ? plan_.inputs[to_each() ? i : 0] + part.first * from_size_
+            i == own ? arguments_.inputs[to_each() ? i : 0] + part.first * from_size_
                      : payloads[i] + (to_each() ? own * size : 0),
             size);
       }
@@ -221,14 +223,14 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
 }
 
 void Transfer::read_openings(uint32_t stage, const Payloads& payloads) {
-  way_ = stage == 0 ? plan_.places->read(payloads) : plan_.places->settle(payloads);
+  way_ = stage == 0 ? arguments_.places->read(payloads) : arguments_.places->settle(payloads);
   if (way_ == Way::asked) {
     stages_ = ++openings_;
     return;
   }
   if (is_direct()) {
-    data_ = plan_.places->data();
-    data_[static_cast<size_t>(rank_)] = plan_.inputs[0];
+    data_ = arguments_.places->data();
+    data_[static_cast<size_t>(rank_)] = arguments_.inputs[0];
   }
   count_stages();
 }
@@ -253,7 +255,7 @@ void Transfer::consume_values(uint32_t stage, const Payloads& payloads) {
   }
   for (size_t i = 0; i < payloads.size(); ++i) {
     if (std::cmp_not_equal(i, rank_)) { // it has its own
-      std::string& value = (*plan_.values)[i];
+      std::string& value = (*arguments_.values)[i];
       value.append(payloads[i] + head, std::min(Stages::kMaximum - head, sizes_[i] - value.size()));
     }
   }

@@ -16,7 +16,7 @@
 
 namespace hasten::detail {
 
-struct TransferPlan {
+struct TransferArguments {
   using Kind = Collective::Kind;
   Kind kind = Kind::all_reduce;
   ReduceOp op = ReduceOp::SUM;
@@ -44,9 +44,9 @@ class Transfer {
   /// Payloads that a rank reads. [rank]
   using Payloads = std::vector<const char*>;
 
-  Transfer(TransferPlan plan, int rank, int world_size);
+  Transfer(TransferArguments arguments, int rank, int world_size);
 
-  const std::string& text() const { return plan_.text; }
+  const std::string& text() const { return arguments_.text; }
   uint64_t text_hash() const { return text_hash_; }
   /// Number of stages that are known: those of values and places say how many follow.
   uint32_t stages() const { return stages_; }
@@ -54,8 +54,8 @@ class Transfer {
   bool ends_at(uint32_t stage) const { return way_ != Way::asked && stage == stages_; }
   /// Whether this rank publishes it in one stage, which waits for nobody.
   bool is_small() const {
-    return plan_.values != nullptr ? value_.size() == value_begin(1)
-                                   : stages_ == 1 && way_ == Way::copied;
+    return arguments_.values != nullptr ? value_.size() == value_begin(1)
+                                        : stages_ == 1 && way_ == Way::copied;
   }
   /// Whether it reads the data where it is. Known at its end.
   bool is_direct() const { return way_ == Way::direct; }
@@ -65,7 +65,8 @@ class Transfer {
   /// Whether the stage says that this rank has read everything: it publishes it after it has
   /// consumed all before it. Other direct transfers end with the stage of their reads.
   bool closes(uint32_t stage) const {
-    return is_direct() && plan_.kind == TransferPlan::Kind::all_reduce && stage + 1 == stages_;
+    return is_direct() && arguments_.kind == TransferArguments::Kind::all_reduce &&
+           stage + 1 == stages_;
   }
   /// Whether the stage's bytes are made from what the ranks have published in the one before.
   bool follows(uint32_t stage) const { return two_phases_ && (stage - openings_) % 2 == 1; }
@@ -96,7 +97,7 @@ class Transfer {
   void consume_values(uint32_t stage, const Payloads& payloads);
   size_t value_begin(uint32_t stage) const;
 
-  TransferPlan plan_;
+  TransferArguments arguments_;
   const int rank_;
   const int world_size_;
   const size_t from_size_; // of an element, bytes

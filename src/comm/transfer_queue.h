@@ -39,8 +39,8 @@ class TransferQueue {
  public:
   /// A transfer from its start to its end.
   struct Item {
-    Item(TransferPlan plan, int rank, int world_size)
-        : transfer(std::move(plan), rank, world_size) {}
+    Item(TransferArguments arguments, int rank, int world_size)
+        : transfer(std::move(arguments), rank, world_size) {}
     Transfer transfer;
     /// Calls `f` once it has ended, in the thread that ends it, with an exception if it failed. `f`
     /// must not throw.

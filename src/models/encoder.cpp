@@ -260,7 +260,7 @@ std::shared_ptr<TextEncoder> make_bert_encoder(const PreTrainedConfig& config,
 class EncoderModel : public PreTrainedModelImpl {
  public:
   EncoderModel(const PreTrainedConfig& config, ModelTask task, const std::string& base,
-               std::shared_ptr<TextEncoder> encoder, HeadPlan head);
+               std::shared_ptr<TextEncoder> encoder, HeadSpec head);
   at::Tensor logits(const ModelInputs& inputs) override;
   void init_weight(const std::string& name, const at::Tensor& weight) override;
   std::string output_layer() const override { return head_.output; }
@@ -270,7 +270,7 @@ class EncoderModel : public PreTrainedModelImpl {
 
  private:
   std::shared_ptr<TextEncoder> encoder_;
-  HeadPlan head_;
+  HeadSpec head_;
   std::string words_{}; // parameter of the word embeddings
   torch::nn::Linear dense_{nullptr};
   torch::nn::LayerNorm norm_{nullptr};
@@ -279,7 +279,7 @@ class EncoderModel : public PreTrainedModelImpl {
 };
 
 EncoderModel::EncoderModel(const PreTrainedConfig& config, ModelTask task, const std::string& base,
-                           std::shared_ptr<TextEncoder> encoder, HeadPlan head)
+                           std::shared_ptr<TextEncoder> encoder, HeadSpec head)
     : PreTrainedModelImpl(config, task), encoder_(std::move(encoder)), head_(std::move(head)) {
   register_module(base, encoder_);
   for (const auto& parameter : encoder_->named_parameters()) {
@@ -354,7 +354,7 @@ void EncoderModel::init_weight(const std::string& name, const at::Tensor& weight
 std::shared_ptr<PreTrainedModelImpl> make_encoder_model(const PreTrainedConfig& config,
                                                         ModelTask task, const std::string& base,
                                                         std::shared_ptr<TextEncoder> encoder,
-                                                        HeadPlan head) {
+                                                        HeadSpec head) {
   return std::make_shared<EncoderModel>(config, task, base, std::move(encoder), std::move(head));
 }
 

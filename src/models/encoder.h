@@ -98,7 +98,7 @@ std::shared_ptr<TextEncoder> make_bert_encoder(const PreTrainedConfig& config,
 std::shared_ptr<TextEncoder> make_modern_bert_encoder(const PreTrainedConfig& config);
 
 /// A head: dropout, dense, activation, norm, dropout, output. Empty names are not there.
-struct HeadPlan {
+struct HeadSpec {
   std::string dense{};
   std::string norm{};
   /// Module of the last projection. For masked_lm: name of its bias; the weights are those of the
@@ -118,6 +118,6 @@ struct HeadPlan {
 std::shared_ptr<PreTrainedModelImpl> make_encoder_model(const PreTrainedConfig& config,
                                                         ModelTask task, const std::string& base,
                                                         std::shared_ptr<TextEncoder> encoder,
-                                                        HeadPlan head);
+                                                        HeadSpec head);
 
 } // namespace hasten::detail

@@ -39,7 +39,7 @@ std::string current_encoder_name(const std::string& name) {
 }
 
 std::shared_ptr<PreTrainedModelImpl> make_bert(const PreTrainedConfig& config, ModelTask task) {
-  HeadPlan head;
+  HeadSpec head;
   head.dropout = config.classifier_dropout.value_or(config.hidden_dropout_prob);
   head.output = "classifier";
   if (task == ModelTask::sequence_classification) {
@@ -71,7 +71,7 @@ std::shared_ptr<PreTrainedModelImpl> make_distilbert(const PreTrainedConfig& con
   // Its type is checked here; init_weight() reads it.
   family_option(parse_json("models::DistilBert", "other_keys", config.other_keys),
                 "sinusoidal_pos_embds", false);
-  HeadPlan head;
+  HeadSpec head;
   head.output = "classifier";
   if (task == ModelTask::sequence_classification) {
     head.dense = "pre_classifier";
@@ -113,7 +113,7 @@ ModelFamily distilbert_family() {
 }
 
 std::shared_ptr<PreTrainedModelImpl> make_roberta(const PreTrainedConfig& config, ModelTask task) {
-  HeadPlan head;
+  HeadSpec head;
   head.dropout = config.classifier_dropout.value_or(config.hidden_dropout_prob);
   head.output = "classifier";
   if (task == ModelTask::sequence_classification) {
@@ -148,7 +148,7 @@ ModelFamily roberta_family(const char* model_type, const char* class_prefix, int
 std::shared_ptr<PreTrainedModelImpl> make_modern_bert(const PreTrainedConfig& config,
                                                       ModelTask task) {
   const auto options = parse_json("models::ModernBert", "other_keys", config.other_keys);
-  HeadPlan head{.dense = "head.dense",
+  HeadSpec head{.dense = "head.dense",
                 .norm = "head.norm",
                 .activation = family_option<std::string>(options, "classifier_activation", "gelu"),
                 .dense_bias = family_option(options, "classifier_bias", false),

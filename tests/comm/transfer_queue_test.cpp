@@ -106,19 +106,19 @@ struct Operation {
         inputs[row].push_back(value(rank, row, i));
       }
     }
-    TransferPlan plan;
-    plan.kind = kind;
-    plan.root = root;
-    plan.count = count;
-    plan.from = plan.to = c10::kFloat;
+    TransferArguments arguments;
+    arguments.kind = kind;
+    arguments.root = root;
+    arguments.count = count;
+    arguments.from = arguments.to = c10::kFloat;
     for (const auto& input : inputs) {
-      plan.inputs.push_back(reinterpret_cast<const char*>(input.data()));
+      arguments.inputs.push_back(reinterpret_cast<const char*>(input.data()));
     }
     for (auto& output : outputs) {
-      plan.outputs.push_back(reinterpret_cast<char*>(output.data()));
+      arguments.outputs.push_back(reinterpret_cast<char*>(output.data()));
     }
-    plan.text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count);
-    item = std::make_shared<Item>(std::move(plan), rank, world);
+    arguments.text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count);
+    item = std::make_shared<Item>(std::move(arguments), rank, world);
     item->on_end([this](const std::exception_ptr& e) { error = e; });
   }
 
@@ -321,15 +321,15 @@ TEST(TransferQueue, RandomOperationsOnSeveralGroupsEndWhateverTheOrderOfTheWaits
 TEST(TransferQueue, MemoryThatARankHasFreedIsUnmappedWithTheNextTransferOfAnySize) {
   as_ranks(3, [&](int rank, TransferQueue& queue, SharedPlaces& places) {
     at::Tensor tensor = shared_zeros(100'000, at::kFloat);
-    TransferPlan plan;
-    plan.count = 100'000;
-    plan.from = plan.to = c10::kFloat;
-    plan.inputs = {static_cast<const char*>(tensor.const_data_ptr())};
-    plan.outputs = {static_cast<char*>(tensor.mutable_data_ptr())};
-    plan.places = &places;
-    plan.place = find_shared(plan.inputs[0]);
-    const std::weak_ptr<const SharedMemory> memory = plan.place->memory;
-    auto item = std::make_shared<Item>(std::move(plan), rank, 3);
+    TransferArguments arguments;
+    arguments.count = 100'000;
+    arguments.from = arguments.to = c10::kFloat;
+    arguments.inputs = {static_cast<const char*>(tensor.const_data_ptr())};
+    arguments.outputs = {static_cast<char*>(tensor.mutable_data_ptr())};
+    arguments.places = &places;
+    arguments.place = find_shared(arguments.inputs[0]);
+    const std::weak_ptr<const SharedMemory> memory = arguments.place->memory;
+    auto item = std::make_shared<Item>(std::move(arguments), rank, 3);
     queue.start(item);
     drive_to_end(queue, *item);
     EXPECT_TRUE(item->transfer.is_direct());
@@ -366,21 +366,21 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
         const at::Tensor output = kind == Kind::all_reduce   ? input
                                   : kind == Kind::all_gather ? at::zeros({ranks * count})
                                                              : at::zeros({count});
-        TransferPlan plan;
-        plan.kind = kind;
-        plan.count = static_cast<size_t>(count);
-        plan.from = plan.to = c10::kFloat;
+        TransferArguments arguments;
+        arguments.kind = kind;
+        arguments.count = static_cast<size_t>(count);
+        arguments.from = arguments.to = c10::kFloat;
         for (const at::Tensor& row : input.view({-1, count}).unbind()) {
-          plan.inputs.push_back(static_cast<const char*>(row.const_data_ptr()));
+          arguments.inputs.push_back(static_cast<const char*>(row.const_data_ptr()));
         }
         for (const at::Tensor& row : output.view({-1, count}).unbind()) {
-          plan.outputs.push_back(static_cast<char*>(row.mutable_data_ptr()));
+          arguments.outputs.push_back(static_cast<char*>(row.mutable_data_ptr()));
         }
-        plan.text = std::to_string(i);
-        plan.places = &places;
-        plan.place = find_shared(plan.inputs[0]);
-        EXPECT_EQ(plan.place.has_value(), !elsewhere);
-        const auto item = std::make_shared<Item>(std::move(plan), rank, world);
+        arguments.text = std::to_string(i);
+        arguments.places = &places;
+        arguments.place = find_shared(arguments.inputs[0]);
+        EXPECT_EQ(arguments.place.has_value(), !elsewhere);
+        const auto item = std::make_shared<Item>(std::move(arguments), rank, world);
         queue.start(item);
         Operation after(Kind::all_reduce, 3, 0, rank, world);
         queue.start(after.item);
@@ -440,10 +440,10 @@ TEST(TransferQueue, ValuesOfAnyLengthReachAllRanks) {
       const auto values = std::make_shared<std::vector<std::string>>(3);
       const auto own = static_cast<size_t>(rank);
       (*values)[own] = std::string(rank == 1 ? size : own, static_cast<char>('a' + rank));
-      TransferPlan plan;
-      plan.values = values;
-      plan.text = "values";
-      const auto item = std::make_shared<Item>(std::move(plan), rank, 3);
+      TransferArguments arguments;
+      arguments.values = values;
+      arguments.text = "values";
+      const auto item = std::make_shared<Item>(std::move(arguments), rank, 3);
       queue.start(item);
       Operation after(Kind::broadcast, 3, 1, rank, 3); // its stages come after all of the values'
       queue.start(after.item);
