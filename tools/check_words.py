@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """The tree speaks of itself alone: no path of one machine, no tracker number, no
-promise for later, no typographic quotes in code. Public text uses plain verbs."""
+promise for later, no typographic quotes in code. Public text uses plain verbs, and names and
+comments of C++ use the field's words."""
 
 import re
 
@@ -28,6 +29,14 @@ PUBLIC = ("include/", "docs/", "examples/", *PAGES)
 TEXT = (".h", ".cpp", ".py", ".sh", ".md", ".txt", ".cmake", ".json", ".in", "")
 # Texts to tokenize are of any script and quote.
 SKIP = ("tools/golden/", "tests/golden/", "tests/data/", "LICENSE")
+# Words of our own for what the field has names for, alone or in a name.
+PRIVATE = re.compile(
+    r"\b(deal(s|t|ers?|ing)?|lends?|lent|lendable|stale|hurr(y|ies|ied)|heed(s|ed)?|asides?|standing"
+    r"|tells?|told|telling|untaken|doors?|quiet models|serve peers|gives? place|look for places)\b"
+)
+TURN = re.compile(r"(?<!\bin )(?<!\btake )\bturns?\b(?!.*\b(on|off|into)\b)")
+# Where a name of several words begins the next one.
+WORD_START = re.compile(r"_|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 # Its literals are pieces of generated reviews.
 REVIEWS = "src/text/synthetic_reviews.cpp"
 
@@ -39,6 +48,14 @@ def public_text(name, line):
     if name.startswith("src/") and name != REVIEWS and not line.lstrip().startswith("//"):
         return " ".join(LITERAL.findall(line))
     return ""
+
+
+def private_word(name, line):
+    """A word of PRIVATE in a name or comment. Tests may count turns of a loop."""
+    if not name.endswith((".h", ".cpp")) or name == REVIEWS:
+        return None
+    words = WORD_START.sub(" ", LITERAL.sub('""', line)).lower()
+    return PRIVATE.search(words) or (not name.startswith(("tests/", "benchmarks/")) and TURN.search(words))
 
 
 def check(root):
@@ -55,6 +72,8 @@ def check(root):
             for pattern, what in RULES:
                 if pattern.search(line):
                     problems.append(tree.Problem(name, number, f"{what}: {line.strip()[:80]}"))
+            if found := private_word(name, line):
+                problems.append(tree.Problem(name, number, f'"{found[0]}": use the field\'s word'))
             if found := PLAIN.search(public_text(name, line)):
                 problems.append(
                     tree.Problem(name, number, f'"{found[0].strip()}": say it with a plain verb')

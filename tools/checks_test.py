@@ -101,6 +101,17 @@ class ChecksTest(unittest.TestCase):
         write(self.root, {"src/comm/b.cpp": names, "README.md": "`asked` is a name.\n"})
         self.assert_bad("words", {"src/comm/b.cpp": 'f("rank 1 is " + n, " behind");\n'}, "behind")
 
+    def test_words_private(self):
+        good = 'f(outstanding, returned, "set aside"); // in turn; turns it off; turns a into b\nin_turns();\n'
+        write(self.root, {"src/comm/b.cpp": good, "tests/comm/b_test.cpp": "int turn = 0;\n"})
+        for word, line in (
+            ("lent", "int a_lent = 0;"), ("dealer", "class BatchDealer {"), ("stale", "kWindowStale,"),
+            ("told", "// A peer is told."), ("turn", "leave_turn();"), ("serve peers", "void serve_peers();"),
+        ):
+            with self.subTest(word):
+                self.assert_bad("words", {"src/comm/c.h": line + "\n"}, "src/comm/c.h:1", f'"{word}"')
+                (self.root / "src/comm/c.h").unlink()
+
     def test_sizes_header(self):
         self.assert_bad("sizes", {"include/hasten/base/a.h": "\n" * 401}, "the limit is 400")
 
