@@ -24,14 +24,14 @@ constexpr int64_t kProbeRows = 128;
 constexpr int64_t kProbeWidth = 512;
 
 /// The shortest of several runs. Seconds.
-double probe_seconds(std::optional<at::ScalarType> dtype, int rounds) {
+double probe_seconds(std::optional<at::ScalarType> dtype, int repetitions) {
   const at::AutoGradMode grad(true);
   const AutocastState outside = AutocastState::now();
   const Autocast autocast({.dtype = dtype.value_or(at::kBFloat16), .enabled = dtype.has_value()});
   const at::Tensor x = at::full({kProbeRows, kProbeWidth}, 0.5).requires_grad_();
   const at::Tensor weight = at::full({kProbeWidth, kProbeWidth}, 0.5).requires_grad_();
   double shortest = std::numeric_limits<double>::infinity();
-  for (int round = -1; round < rounds; ++round) { // the first is not counted
+  for (int i = -1; i < repetitions; ++i) { // the first is not counted
     const auto start = std::chrono::steady_clock::now();
     const at::Tensor y = fast_linear(x, weight);
     {
@@ -39,7 +39,7 @@ double probe_seconds(std::optional<at::ScalarType> dtype, int rounds) {
       y.backward(y.detach());
     }
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
-    if (round >= 0) {
+    if (i >= 0) {
       shortest = std::min(shortest, time.count());
     }
   }
