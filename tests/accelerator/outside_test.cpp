@@ -134,8 +134,8 @@ TEST(Outside, ASumIsDividedByTheWeightsOfAllRanks) {
   }));
 }
 
-// In one case only one rank has a batch in the last global batch. In the other a rank has no batch at
-// all.
+// In one case only one rank has a batch in the last global batch. In the other a rank has no batch
+// at all.
 TEST(Outside, RanksThatRanOutTakePartInStepsByHand) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();

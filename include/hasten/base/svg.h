@@ -9,8 +9,8 @@
 namespace hasten {
 
 /// The text as valid UTF-8 that changes nothing around it. Invalid bytes and control characters
-/// other than tabs and ends of lines become U+FFFD. Marks that change the direction of writing become
-/// visible: "<RLO>".
+/// other than tabs and ends of lines become U+FFFD. Marks that change the direction of writing
+/// become visible: "<RLO>".
 std::string clean_text(std::string_view text);
 /// clean_text() for HTML and SVG: between tags, and in attributes in double quotes.
 std::string escape_markup(std::string_view text);
