@@ -25,7 +25,7 @@ struct DecoderOptions {
   bool tied, query_bias, output_bias, mlp_bias, head_norms;
   double embedding_dropout;
   RotaryOptions rotary{};
-  std::vector<bool> turned{}; // [block] has rotary positions
+  std::vector<bool> rotated{}; // [block] has rotary positions
   std::vector<bool> windowed{}; // [block] attends to the last `window` tokens
   int64_t window = 0; // 0: none
 };
@@ -42,17 +42,17 @@ static int64_t nullable_option(const nlohmann::json& options, const char* key, i
   return family_option(options, key, options.contains(key) ? null : missing);
 }
 
-/// Sets which blocks turn queries and keys, and which attend to a window of the last tokens.
+/// Sets which blocks rotate queries and keys, and which attend to a window of the last tokens.
 static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& traits,
                         const nlohmann::json& options, DecoderOptions& out) {
-  std::vector<int64_t> turned; // empty: all but each interval-th
+  std::vector<int64_t> rotated; // empty: all but each interval-th
   int64_t interval = config.num_hidden_layers + 1;
   if (traits.layers_without_rotary) {
-    turned = family_option(options, "no_rope_layers", turned);
+    rotated = family_option(options, "no_rope_layers", rotated);
     interval = family_option<int64_t>(options, "no_rope_layer_interval", 4);
     require_option(
-        interval > 0 && (turned.empty() || std::ssize(turned) >= config.num_hidden_layers),
-        "no_rope_layers has " + std::to_string(turned.size()) +
+        interval > 0 && (rotated.empty() || std::ssize(rotated) >= config.num_hidden_layers),
+        "no_rope_layers has " + std::to_string(rotated.size()) +
             " numbers, no_rope_layer_interval=" + std::to_string(interval),
         "a number for each of num_hidden_layers=" + std::to_string(config.num_hidden_layers) +
             ", and an interval above 0");
@@ -70,14 +70,14 @@ static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& tra
   const auto upper = family_option<int64_t>(options, "max_window_layers", 28);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const auto block = static_cast<size_t>(i);
-    const bool turns = turned.empty() ? (i + 1) % interval != 0 : turned[block] != 0;
-    const bool slides = types.empty() ? all || (by_rotary ? !turns : i >= upper)
+    const bool rotates = rotated.empty() ? (i + 1) % interval != 0 : rotated[block] != 0;
+    const bool slides = types.empty() ? all || (by_rotary ? !rotates : i >= upper)
                                       : types[block] == "sliding_attention";
     require_option(
         types.empty() || types[block] == "full_attention" || (slides && out.window > 0),
         "layer_types=" + joined(types) + ", sliding_window=" + std::to_string(out.window),
         "\"full_attention\", or with a window \"sliding_attention\"");
-    out.turned.push_back(turns);
+    out.rotated.push_back(rotates);
     out.windowed.push_back(slides && out.window > 0);
   }
 }
@@ -110,13 +110,13 @@ DecoderOptions::DecoderOptions(const PreTrainedConfig& config, const DecoderTrai
   take_blocks(config, traits, options, *this);
   if (traits.positions == nullptr) {
     require_option(head_width % 2 == 0, "head_dim=" + std::to_string(head_width),
-                   "an even width, whose halves are turned");
+                   "an even width, whose halves are rotated");
     rotary = RotaryOptions::of(options, config.max_position_embeddings, traits.rope_theta);
   }
 }
 
 /// A block: `hidden` [B, T, H]; the same for the result. `cosines` and `sines` are undefined in
-/// blocks that do not turn queries and keys.
+/// blocks that do not rotate queries and keys.
 class DecoderBlockImpl : public torch::nn::Module {
  public:
   virtual at::Tensor forward(at::Tensor hidden, at::Tensor mask, at::Tensor cosines,
@@ -376,8 +376,8 @@ at::Tensor DecoderModel::decode(const ModelInputs& inputs) {
                                config().attn_implementation == "eager"};
     hidden = call_block(layers_->at<DecoderBlockImpl>(i), hidden,
                         options_.windowed[i] ? window_mask : mask,
-                        options_.turned[i] ? cosines : at::Tensor(),
-                        options_.turned[i] ? sines : at::Tensor(), place);
+                        options_.rotated[i] ? cosines : at::Tensor(),
+                        options_.rotated[i] ? sines : at::Tensor(), place);
   }
   return norm_.forward(hidden);
 }

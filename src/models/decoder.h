@@ -20,7 +20,7 @@ enum class AttentionWindows { none, every_layer, upper_layers, layers_without_ro
 /// What distinguishes a decoder family from Llama: a row of decoder_families.cpp. Keys are those of
 /// config.json.
 struct DecoderTraits {
-  /// Modules. Without `positions`, queries and keys are turned by their positions (rotary).
+  /// Modules. Without `positions`, queries and keys are rotated by their positions (rotary).
   const char* words = "model.embed_tokens";
   const char* positions = nullptr;
   const char* layers = "model.layers";

@@ -35,7 +35,7 @@ struct RotaryTable {
   at::Tensor sines;
 };
 
-/// x [B, T, heads * width], each head's vector turned by its position's angles.
+/// x [B, T, heads * width], each head's vector rotated by its position's angles.
 at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines,
                    int64_t heads);
 
