@@ -166,7 +166,7 @@ MemoryEstimate estimate_of(const EstimateMemoryCommand& command) {
   estimate.optimizer_state =
       optimizer_state_bytes(spelling(command.arguments.optim), settings, trained);
   if (local) {
-    estimate.averaging = 4 * estimate.trainable_count;
+    estimate.averaging = 4 * command.arguments.averaging_copies() * estimate.trainable_count;
   }
   Shapes block;
   int64_t groups = several; // of ranks, each with memory through which a process sends

@@ -160,6 +160,29 @@ void declare_run(FlagTable& flags, TrainCommand& command, bool& print_config) {
              "resume even if arguments that alter the run have changed");
 }
 
+void declare_local_sgd(FlagTable& flags, TrainingArguments& a) {
+  flags.value("--local-sgd-steps", a.local_sgd_steps, "STEPS",
+              "Local SGD: processes train independently and average their weights every "
+              "STEPS steps; 0: gradients are averaged in each step");
+  flags.value("--local-sgd-post-local-start", a.local_sgd_post_local_start, "STEPS",
+              "Local SGD begins after this many steps in which gradients are averaged");
+  flags.value(
+      "--local-sgd-delay", a.local_sgd_delay, "STEPS",
+      "weights are sent while training continues; their mean arrives this many steps later");
+  flags.value("--local-sgd-outer", a.local_sgd_outer, "NAME",
+              "outer optimizer, whose step replaces the mean: none, slowmo or diloco");
+  flags.value("--local-sgd-outer-lr", a.local_sgd_outer_lr, "RATE",
+              "its learning rate (default: slowmo 1, diloco 0.7)");
+  flags.value("--local-sgd-outer-momentum", a.local_sgd_outer_momentum, "FACTOR",
+              "its momentum (default: slowmo 0.5, diloco 0.9)");
+  flags.value("--local-sgd-inner-steps", a.local_sgd_inner_steps, "STEPS",
+              "groups of processes also average among themselves every STEPS steps");
+  flags.value("--local-sgd-group-size", a.local_sgd_group_size, "N",
+              "consecutive processes of a group (default: the processes of a host)");
+  flags.flag("--local-sgd-driver", a.local_sgd_driver,
+             "rank 0 computes the averages, as a parameter server");
+}
+
 /// Flags of strategies and of processes that fail.
 void declare_strategy(FlagTable& flags, TrainingArguments& a) {
   flags.value("--strategy", a.strategy, "NAME",
@@ -167,9 +190,7 @@ void declare_strategy(FlagTable& flags, TrainingArguments& a) {
               "zero2 (gradients, too), fsdp (parameters, too) or hsdp (fsdp in groups of "
               "--shard-size processes, each with a replica of the model)");
   declare_shard_size(flags, a.shard_size);
-  flags.value("--local-sgd-steps", a.local_sgd_steps, "STEPS",
-              "Local SGD: processes train independently and average their weights every "
-              "STEPS steps; 0: gradients are averaged in each step");
+  declare_local_sgd(flags, a);
   declare_backend(flags, a);
   flags.value("--ddp-timeout", a.ddp_timeout, "SECONDS",
               "limit of waiting for a process that is alive but late");

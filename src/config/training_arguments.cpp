@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -29,6 +30,10 @@ constexpr struct {
                        {"gradient_accumulation_steps", 1, 1'048'576},
                        {"shard_size", 0, kMaxWorldSize},
                        {"local_sgd_steps", 0, kMaxSteps},
+                       {"local_sgd_post_local_start", 0, kMaxSteps},
+                       {"local_sgd_delay", 0, kMaxSteps},
+                       {"local_sgd_inner_steps", 0, kMaxSteps},
+                       {"local_sgd_group_size", 0, kMaxWorldSize},
                        {"warmup_steps", 0, kMaxSteps},
                        {"logging_steps", 0, kMaxSteps},
                        {"eval_steps", 0, kMaxSteps},
@@ -63,17 +68,19 @@ void visit_arguments(Arguments& a, Visit&& visit) {
       a.output_dir, a.overwrite_output_dir, a.resume_from_checkpoint, a.allow_changed_arguments,
       a.num_train_epochs, a.max_steps, a.per_device_train_batch_size, a.per_device_eval_batch_size,
       a.gradient_accumulation_steps, a.auto_find_batch_size, a.memory_limit, a.bf16, a.fp16,
-      a.precision, a.tf32, a.cuda_graphs, a.strategy, a.shard_size, a.local_sgd_steps, a.device,
-      a.use_cpu, a.ddp_backend, a.ddp_timeout, a.heartbeat_timeout, a.label_smoothing_factor,
-      a.class_weights, a.gradient_checkpointing, a.optim, a.optim_args, a.learning_rate,
-      a.weight_decay, a.adam_beta1, a.adam_beta2, a.adam_epsilon, a.max_grad_norm, a.grad_norm_type,
-      a.max_grad_value, a.lr_scheduler_type, a.lr_scheduler_kwargs, a.warmup_steps, a.warmup_ratio,
-      a.logging_steps, a.log_gradient_norms, a.eval_strategy, a.eval_steps, a.save_strategy,
-      a.save_steps, a.save_total_limit, a.save_only_model, a.load_best_model_at_end,
-      a.metric_for_best_model, a.greater_is_better, a.early_stopping_patience,
-      a.early_stopping_threshold, a.report_to, a.logging_dir, a.disable_tqdm, a.seed, a.data_seed,
-      a.train_sampling_strategy, a.dataloader_drop_last, a.dataloader_num_workers,
-      a.dataloader_prefetch_factor, a.max_length, a.full_determinism);
+      a.precision, a.tf32, a.cuda_graphs, a.strategy, a.shard_size, a.local_sgd_steps,
+      a.local_sgd_post_local_start, a.local_sgd_delay, a.local_sgd_outer, a.local_sgd_outer_lr,
+      a.local_sgd_outer_momentum, a.local_sgd_inner_steps, a.local_sgd_group_size,
+      a.local_sgd_driver, a.device, a.use_cpu, a.ddp_backend, a.ddp_timeout, a.heartbeat_timeout,
+      a.label_smoothing_factor, a.class_weights, a.gradient_checkpointing, a.optim, a.optim_args,
+      a.learning_rate, a.weight_decay, a.adam_beta1, a.adam_beta2, a.adam_epsilon, a.max_grad_norm,
+      a.grad_norm_type, a.max_grad_value, a.lr_scheduler_type, a.lr_scheduler_kwargs,
+      a.warmup_steps, a.warmup_ratio, a.logging_steps, a.log_gradient_norms, a.eval_strategy,
+      a.eval_steps, a.save_strategy, a.save_steps, a.save_total_limit, a.save_only_model,
+      a.load_best_model_at_end, a.metric_for_best_model, a.greater_is_better,
+      a.early_stopping_patience, a.early_stopping_threshold, a.report_to, a.logging_dir,
+      a.disable_tqdm, a.seed, a.data_seed, a.train_sampling_strategy, a.dataloader_drop_last,
+      a.dataloader_num_workers, a.dataloader_prefetch_factor, a.max_length, a.full_determinism);
 }
 
 template <typename T>
@@ -180,6 +187,39 @@ void validate_strategy(const TrainingArguments& a) {
   require_argument(a.shard_size == 0 || (a.shard_size > 0 && a.strategy == Strategy::hsdp),
                    "shard_size", a.shard_size,
                    "0, or with strategy=hsdp the number of ranks that share a replica");
+}
+
+void validate_local_sgd(const TrainingArguments& a) {
+  const nlohmann::json json = a;
+  const int64_t h = a.local_sgd_steps;
+  const std::string steps = "local_sgd_steps=" + std::to_string(h);
+  const bool outer = a.local_sgd_outer != LocalSGDOuter::none;
+  const auto require = [&](const char* name, bool set, bool good, const std::string& expected) {
+    if (set) {
+      require_argument(h > 0, name, json.at(name), "local_sgd_steps above 0 with it",
+                       "set local_sgd_steps");
+      require_argument(good, name, json.at(name), expected);
+    }
+  };
+  const auto between = [](const std::optional<double>& number, double least, double end) {
+    return !number || (*number >= least && *number < end);
+  };
+  require("local_sgd_post_local_start", a.local_sgd_post_local_start > 0, true, {});
+  require("local_sgd_delay", a.local_sgd_delay > 0, a.local_sgd_delay <= h, "0 to " + steps);
+  require("local_sgd_outer", outer, true, {});
+  require("local_sgd_outer_lr", a.local_sgd_outer_lr.has_value(),
+          outer && between(a.local_sgd_outer_lr, std::numeric_limits<double>::min(),
+                           std::numeric_limits<double>::infinity()),
+          "a number above 0, with local_sgd_outer=slowmo or diloco");
+  require("local_sgd_outer_momentum", a.local_sgd_outer_momentum.has_value(),
+          outer && between(a.local_sgd_outer_momentum, 0, 1),
+          "0 or more and below 1, with local_sgd_outer=slowmo or diloco");
+  require("local_sgd_inner_steps", a.local_sgd_inner_steps > 0,
+          h % std::max<int64_t>(1, a.local_sgd_inner_steps) == 0, "0, or a divisor of " + steps);
+  require("local_sgd_group_size", a.local_sgd_group_size > 0,
+          a.local_sgd_inner_steps > 0 && a.strategy == Strategy::ddp,
+          "0 without local_sgd_inner_steps, and with strategy=hsdp");
+  require("local_sgd_driver", a.local_sgd_driver, true, {});
 }
 
 void validate_graphs(const TrainingArguments& a) {
@@ -315,6 +355,7 @@ void TrainingArguments::validate() const {
   require_utf8(detail::kArgumentsPlace, nlohmann::json(*this));
   detail::validate_precision(*this);
   detail::validate_strategy(*this);
+  detail::validate_local_sgd(*this);
   detail::validate_graphs(*this);
   detail::validate_schedule(*this);
   detail::validate_memory(*this);

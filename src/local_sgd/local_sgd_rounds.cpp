@@ -175,6 +175,9 @@ double LocalSGD::Impl::take_weight(int64_t fragment) {
 // Statistics are fetched first and set last, so that a synchronisation that fails leaves parameters
 // and statistics unchanged. They are sent with the last fragment.
 void LocalSGD::Impl::begin_round(int64_t fragment, bool delayed) {
+  if (progress.learning_rate == 0) { // of a warm-up's first step
+    progress.learning_rate = learning_rate();
+  }
   const double weight = take_weight(fragment);
   const bool last = fragment == Averager::kAll || fragment + 1 == averager->fragments();
   if (last && !buffers->empty()) {

@@ -31,7 +31,7 @@ int64_t kept_bytes(const TrainerParts& parts) {
   const TrainingArguments& a = parts.arguments;
   const bool averages = a.local_sgd_steps > 0 && parts.accelerator->num_processes() > 1;
   return optimizer_state_bytes(spelling(a.optim), optimizer_settings(a), shapes, dtype) +
-         (averages ? 2 * weights : 0); // snapshot; buffers of gradients
+         (averages ? (1 + a.averaging_copies()) * weights : 0); // buffers of gradients
 }
 
 /// The limit for all tensors of this process on the device, in bytes.

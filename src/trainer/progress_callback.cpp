@@ -141,8 +141,15 @@ BannerLines run_lines(const RunDescription& run) {
       {"steps", steps},
   };
   if (run.local_sgd_steps > 0) {
-    lines.emplace_back("local sgd", "weights are averaged every " + number(run.local_sgd_steps) +
-                                        " optimizer steps (Accelerate counts batches)");
+    const TrainingArguments& a = run.arguments;
+    std::string how = "weights are averaged every " + number(run.local_sgd_steps) +
+                      " optimizer steps (Accelerate counts batches)";
+    how += a.local_sgd_post_local_start > 0
+               ? ", after " + number(a.local_sgd_post_local_start) + " steps of plain training"
+               : "";
+    how += a.local_sgd_delay > 0 ? ", " + number(a.local_sgd_delay) + " steps late" : "";
+    how += a.local_sgd_outer != LocalSGDOuter::none ? ", by " + spelling(a.local_sgd_outer) : "";
+    lines.emplace_back("local sgd", how);
   }
   if (!run.output_dir.empty()) {
     lines.emplace_back("output", run.output_dir.string());

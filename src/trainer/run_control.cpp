@@ -95,6 +95,8 @@ void RunControl::hear(uint32_t bits) {
 }
 
 void RunControl::agree() {
+  // Asked just before Local SGD began.
+  unheard_ |= std::exchange(parts_.accelerator->core()->windows.shared()->requests, 0u);
   at::Tensor counts = at::zeros({kWindowRequests}, at::kDouble);
   for (int bit = 0; bit < kWindowRequests; ++bit) {
     counts[bit] = static_cast<double>((unheard_ >> bit) & 1u);

@@ -240,9 +240,9 @@ void from_json(const nlohmann::json& json, TokenCount& count) {
 }
 
 // What every state has.
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunProgress, epoch_index, epoch_ended, windows_counted,
-                                   since_record, of_epoch, of_run, samples, samples_before_epoch,
-                                   tokens, tokens_before_epoch, seconds_trained_before_epoch)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunProgress, epoch_index, epoch_ended, since_record, of_epoch,
+                                   of_run, samples, samples_before_epoch, tokens,
+                                   tokens_before_epoch, seconds_trained_before_epoch)
 
 nlohmann::json TrainingRun::saved_progress() const {
   nlohmann::json values = progress_;
@@ -305,9 +305,6 @@ void TrainingRun::load_checkpoint() {
     torch_optimizer_->param_groups()[i].set_options(std::move(options[i]));
   }
   lr_scheduler_->set_base_lrs(peaks);
-  if (is_local()) { // numbers of windows may differ between ranks
-    progress_.windows_counted = parts_.accelerator->last_window().number;
-  }
   if (state_.best_global_step) { // the folder may have been moved
     const auto best = output_dir_ / ("checkpoint-" + std::to_string(*state_.best_global_step));
     std::error_code error;

@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "accelerator/accelerator_core.h"
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
@@ -96,6 +97,28 @@ LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, i
   return options;
 }
 
+LocalSGDOptions local_sgd_options(const TrainingArguments& a, int rank) {
+  LocalSGDOptions options{.local_sgd_steps = a.local_sgd_steps,
+                          .inner_steps = a.local_sgd_inner_steps,
+                          .delay = a.local_sgd_delay};
+  if (a.local_sgd_group_size > 0) {
+    options.group = std::to_string(rank / a.local_sgd_group_size);
+  }
+  if (a.local_sgd_outer == LocalSGDOuter::slowmo) {
+    SlowMoOptions slowmo;
+    slowmo.slowmo_lr = a.local_sgd_outer_lr.value_or(slowmo.slowmo_lr);
+    slowmo.slowmo_factor = a.local_sgd_outer_momentum.value_or(slowmo.slowmo_factor);
+    options.average.outer = std::make_shared<SlowMo>(slowmo);
+  } else if (a.local_sgd_outer == LocalSGDOuter::diloco) {
+    DiLoCoOptions diloco;
+    diloco.lr = a.local_sgd_outer_lr.value_or(diloco.lr);
+    diloco.momentum = a.local_sgd_outer_momentum.value_or(diloco.momentum);
+    options.average.outer = std::make_shared<DiLoCo>(diloco);
+  }
+  options.average.sync = a.local_sgd_driver ? SyncStrategy::driver : SyncStrategy::all_reduce;
+  return options;
+}
+
 TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, StartingPoint start)
     : parts_(parts),
       state_(parts.state),
@@ -173,11 +196,7 @@ void TrainingRun::begin() {
   if (!output_dir_.empty()) {
     register_states();
   }
-  if (parts_.arguments.local_sgd_steps > 0) {
-    local_sgd_.emplace(accelerator, parts_.model,
-                       LocalSGDOptions{.local_sgd_steps = parts_.arguments.local_sgd_steps});
-    step_->set_local_sgd(&*local_sgd_);
-  }
+  open_local_sgd(start_.folder.empty() ? 0 : start_.run.at("global_step").get<int64_t>());
   run_time_.restart();
   if (!start_.folder.empty()) {
     load_checkpoint();
@@ -192,6 +211,7 @@ void TrainingRun::begin() {
   if (parts_.is_main() && !output_dir_.empty()) {
     open_output_dir();
   }
+  windows_counted_ = accelerator.core()->windows.serial();
   reset_peak_memory(parts_.accelerator->device());
   bytes_sent_before_ = bytes_sent();
   control_.compare_callbacks();
@@ -199,12 +219,23 @@ void TrainingRun::begin() {
   control_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
 }
 
+void TrainingRun::open_local_sgd(int64_t steps) {
+  const TrainingArguments& a = parts_.arguments;
+  if (a.local_sgd_steps == 0 || local_sgd_ || steps < a.local_sgd_post_local_start) {
+    return;
+  }
+  take_losses(); // of windows of all ranks
+  local_sgd_.emplace(*parts_.accelerator, parts_.model,
+                     local_sgd_options(a, parts_.accelerator->process_index()));
+  step_->set_local_sgd(&*local_sgd_);
+}
+
 RunDescription TrainingRun::describe() const {
   RunDescription d = description_;
   d.train_rows = parts_.train->size();
   d.eval_rows = parts_.eval ? parts_.eval->size() : 0;
   d.threads = at::get_num_threads();
-  d.local_sgd_steps = is_local() ? d.local_sgd_steps : 0;
+  d.local_sgd_steps = local_sgd_ && !is_local() ? 0 : d.local_sgd_steps;
   d.device = parts_.accelerator->device().str();
   d.resumed_step = start_.folder.empty() ? 0 : state_.global_step;
   d.notes = start_.notes;
@@ -265,8 +296,9 @@ void TrainingRun::run_epoch() {
     }
     step_seconds_.lap(nullptr);
   }
-  if (parts_.accelerator->last_window().number > progress_.windows_counted ||
-      (is_local() && local_sgd_->steps() > state_.global_step)) {
+  if (parts_.accelerator->core()->windows.serial() > windows_counted_ ||
+      (is_local() &&
+       local_sgd_->steps() + parts_.arguments.local_sgd_post_local_start > state_.global_step)) {
     count_step(false);
   }
   after_step(true);
@@ -316,7 +348,8 @@ void TrainingRun::take_losses() {
 
 void TrainingRun::count_step(bool stepped) {
   const WindowReport& window = parts_.accelerator->last_window();
-  const bool has_rows = std::exchange(progress_.windows_counted, window.number) < window.number;
+  const uint64_t windows = parts_.accelerator->core()->windows.serial();
+  const bool has_rows = std::exchange(windows_counted_, windows) < windows;
   learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
   if (!is_local()) {
     progress_.samples += window.rows;
@@ -347,6 +380,7 @@ void TrainingRun::count_step(bool stepped) {
 void TrainingRun::after_step(bool epoch_ended) {
   progress_.epoch_ended = epoch_ended;
   const TrainingArguments& a = parts_.arguments;
+  open_local_sgd(state_.global_step); // here, where every rank comes
   const auto due = [&](IntervalStrategy strategy, int64_t steps) {
     switch (strategy) {
       case IntervalStrategy::no:
@@ -358,7 +392,9 @@ void TrainingRun::after_step(bool epoch_ended) {
     }
     return state_.global_step % steps == 0 || last_step();
   };
-  if (is_local() && (epoch_ended || state_.global_step % a.local_sgd_steps == 0)) {
+  if (is_local() &&
+      (epoch_ended ||
+       (state_.global_step - a.local_sgd_post_local_start) % a.local_sgd_steps == 0)) {
     control_.agree();
   }
   const bool log = control_.take(kRequestLog) || last_step();

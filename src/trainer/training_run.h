@@ -67,7 +67,6 @@ struct TokenCount {
 struct RunProgress {
   int64_t epoch_index = 0; // of the current one, from 0
   bool epoch_ended = false; // but not reported yet
-  uint64_t windows_counted = 0;
   LossTotal since_record{};
   LossTotal of_epoch{};
   LossTotal of_run{};
@@ -176,6 +175,8 @@ class TrainingRun {
   void save_checkpoint();
   void save_final();
 
+  /// After post_local_start steps. Collective.
+  void open_local_sgd(int64_t steps);
   bool is_local() const { return local_sgd_ && local_sgd_->active(); }
   bool last_step() const { return control_.stopping() || state_.global_step >= plan_.max_steps; }
 
@@ -199,6 +200,7 @@ class TrainingRun {
   std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
   RunProgress progress_{};
+  uint64_t windows_counted_ = 0; // of WindowSet::serial()
 
   // The step under way, or the one just done.
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone

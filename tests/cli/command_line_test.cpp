@@ -284,6 +284,34 @@ TEST(CommandLine, CompareRefusesWhatCannotBeCompared) {
   }
 }
 
+TEST(CommandLine, TheFlagsOfLocalSGDNeedItAndEachOther) {
+  const std::string line = "train --model m --output-dir o ", steps = line + "--local-sgd-steps 4 ";
+  std::vector<std::pair<std::string, std::string>> cases{
+      {steps + "--local-sgd-delay 5", "--local-sgd-delay=5. Expected 0 to --local-sgd-steps=4."},
+      {steps + "--local-sgd-outer adam",
+       "--local-sgd-outer=adam. Expected one of diloco, none, slowmo."},
+      {steps + "--local-sgd-outer-lr 1",
+       "--local-sgd-outer-lr=1.0. Expected a number above 0, with --local-sgd-outer=slowmo or diloco."},
+      {steps + "--local-sgd-outer slowmo --local-sgd-outer-lr 0", "--local-sgd-outer-lr=0"},
+      {steps + "--local-sgd-outer slowmo --local-sgd-outer-momentum 1",
+       "--local-sgd-outer-momentum=1.0. Expected 0 or more and below 1"},
+      {steps + "--local-sgd-inner-steps 3",
+       "--local-sgd-inner-steps=3. Expected 0, or a divisor of --local-sgd-steps=4."},
+      {steps + "--local-sgd-group-size 2",
+       "--local-sgd-group-size=2. Expected 0 without --local-sgd-inner-steps"}};
+  for (const char* flag :
+       {"--local-sgd-post-local-start 1", "--local-sgd-delay 1", "--local-sgd-outer slowmo",
+        "--local-sgd-outer-lr 1", "--local-sgd-outer-momentum 0", "--local-sgd-inner-steps 1",
+        "--local-sgd-group-size 1", "--local-sgd-driver"}) {
+    const std::string text = flag;
+    cases.emplace_back(line + flag, text.substr(0, text.find(' ')) + "=");
+  }
+  for (const auto& [arguments, message] : cases) {
+    const std::string error = detail::parse_error(arguments);
+    EXPECT_EQ(error.find("[cli::train] " + message), 0u) << arguments << "\n" << error;
+  }
+}
+
 TEST(CommandLine, PredictTextsKeepTheirOrderAndMayLookLikeFlags) {
   const auto command = std::get<PredictCommand>(
       parse_command_line({"predict", "[a,b]", "--model", "m", "second text", "--", "--json", "-"}));

@@ -95,6 +95,58 @@ TEST(ShardedPrograms, TrainAsWholeCopiesDoAndArePutTogether) {
   EXPECT_FALSE(std::filesystem::exists(folder / "none.safetensors"));
 }
 
+TEST(LocalSGDPrograms, ItsFlagsReachTheScope) {
+  using namespace sharded_programs_test;
+  const TemporaryFolder folder;
+  std::ofstream(folder / "train.csv") << testing_support::small_reviews(40);
+  const ProgramRun run =
+      run_program(testing_support::train_arguments(folder.path(), {"--nproc",
+                                                                   "2",
+                                                                   "--max-steps",
+                                                                   "10",
+                                                                   "--batch-size",
+                                                                   "2",
+                                                                   "--max-length",
+                                                                   "16",
+                                                                   "--logging-steps",
+                                                                   "1",
+                                                                   "--save-strategy",
+                                                                   "no",
+                                                                   "--local-sgd-steps",
+                                                                   "4",
+                                                                   "--local-sgd-post-local-start",
+                                                                   "2",
+                                                                   "--local-sgd-delay",
+                                                                   "3",
+                                                                   "--local-sgd-outer",
+                                                                   "diloco",
+                                                                   "--local-sgd-outer-lr",
+                                                                   "0.5",
+                                                                   "--local-sgd-outer-momentum",
+                                                                   "0.8",
+                                                                   "--local-sgd-inner-steps",
+                                                                   "2",
+                                                                   "--local-sgd-group-size",
+                                                                   "1",
+                                                                   "--local-sgd-driver"}));
+  ASSERT_EQ(run.code, 0) << run.error;
+  EXPECT_TRUE(run.said("after 2 steps of plain training, 3 steps late, by diloco")) << run.error;
+  std::vector<nlohmann::json> rounds; // of each step
+  std::ifstream file(folder / "out" / "metrics.jsonl");
+  for (std::string line; std::getline(file, line);) {
+    const auto record = nlohmann::json::parse(line);
+    if (record.at("type") == "train") {
+      rounds.push_back(record.value("local_sgd_rounds", nlohmann::json()));
+      EXPECT_TRUE(record.at("loss").is_number()) << line;
+      if (rounds.back() == 1) { // a driver with an outer step does not know it
+        EXPECT_TRUE(record.at("local_sgd_spread").is_null()) << line;
+      }
+    }
+  }
+  // Begun after steps 6 and 10, of which the first arrives after step 9; at the end all are averaged.
+  EXPECT_EQ(nlohmann::json(rounds), nlohmann::json({nullptr, 0, 0, 0, 0, 0, 0, 0, 1, 1}));
+}
+
 TEST(ShardedPrograms, WhatIsNoStateIsRefused) {
   using namespace sharded_programs_test;
   const TemporaryFolder folder;

@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <filesystem>
+#include <functional>
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/data/loader.h"
@@ -23,7 +25,8 @@ TrainingArguments local_arguments(int64_t h) {
 }
 
 struct LocalRun {
-  explicit LocalRun(TrainingArguments arguments, int64_t rows)
+  explicit LocalRun(TrainingArguments arguments, int64_t rows,
+                    std::shared_ptr<TrainerCallback> callback = nullptr)
       : texts(std::make_shared<toy::Texts>(rows)) {
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
@@ -31,6 +34,9 @@ struct LocalRun {
         model, toy::loss_function(model), arguments, texts, std::make_shared<toy::Texts>(9),
         ComputeMetrics{},
         std::make_shared<Accelerator>(options, testing_support::fresh_communicator()));
+    if (callback) {
+      trainer->add_callback(std::move(callback));
+    }
     trainer->train();
   }
   std::shared_ptr<toy::Texts> texts;
@@ -150,6 +156,100 @@ TEST(TrainerLocalSGD, EqualsReplicasInTorchsOperators) {
   }
 }
 
+TEST(TrainerLocalSGD, EachArgumentReachesTheScope) {
+  const int world = testing_support::test_world().world_size;
+  if (world == 1) {
+    return; // there is nothing to average
+  }
+  using Outer = LocalSGDOuter;
+  using Change = std::function<void(TrainingArguments&)>;
+  const auto run = [&](const std::vector<Change>& changes) {
+    TrainingArguments a = local_arguments(2);
+    for (const Change& change : changes) {
+      change(a);
+    }
+    auto done = std::make_unique<LocalRun>(a, 12 * world);
+    const at::Tensor weight = done->model->head->weight.detach().cpu();
+    EXPECT_TRUE(torch::equal(weight, done->trainer->accelerator()
+                                         .communicator()
+                                         ->all_gather_rows(weight, "of all ranks")
+                                         .narrow(0, 0, weight.size(0))))
+        << "rank 0's";
+    EXPECT_TRUE(weight.isfinite().all().item<bool>());
+    return done;
+  };
+  const Change slowmo = [](auto& a) { a.local_sgd_outer = Outer::slowmo; };
+  const Change diloco = [](auto& a) { a.local_sgd_outer = Outer::diloco; };
+  const Change lr = [](auto& a) { a.local_sgd_outer_lr = 0.4; };
+  const Change momentum = [](auto& a) { a.local_sgd_outer_momentum = 0.2; };
+  const Change inner = [](auto& a) { a.local_sgd_inner_steps = 1; };
+  const std::vector<std::pair<std::vector<Change>, std::vector<Change>>> pairs{
+      {{}, {[](auto& a) { a.local_sgd_post_local_start = 3; }}},
+      {{}, {[](auto& a) { a.local_sgd_delay = 1; }}},
+      {{}, {slowmo}},
+      {{slowmo}, {slowmo, lr}},
+      {{slowmo}, {slowmo, momentum}},
+      {{slowmo}, {diloco}},
+      {{diloco}, {diloco, lr}},
+      {{diloco}, {diloco, momentum}},
+      {{}, {inner}},
+      {{inner}, {inner, [](auto& a) { a.local_sgd_group_size = 1; }}}};
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    EXPECT_GT(toy::largest_difference(*run(pairs[i].first)->model, *run(pairs[i].second)->model),
+              1e-6)
+        << i;
+  }
+  // Rank 0 alone runs the outer step, so the others do not know the spread.
+  const auto spread = [&](const std::vector<Change>& changes) {
+    const auto done = run(changes);
+    const auto& records = done->trainer->state().log_history;
+    return records[records.size() - 2].at("local_sgd_spread").get<double>();
+  };
+  EXPECT_GT(spread({diloco}), 0);
+  EXPECT_TRUE(std::isnan(spread({diloco, [](auto& a) { a.local_sgd_driver = true; }})));
+}
+
+// The first steps average gradients, whose windows are of all ranks. Then each rank has its own.
+TEST(TrainerLocalSGD, PlainTrainingFirstCountsEachSampleOnce) {
+  const int world = testing_support::test_world().world_size;
+  const int64_t rows = 6 * world + 1; // 4 steps in an epoch; the last has rows on one rank
+  for (const int64_t start : {1, 4, 6, 8}) {
+    TrainingArguments a = local_arguments(2);
+    a.local_sgd_post_local_start = start;
+    const LocalRun run(a, rows);
+    const auto& records = run.trainer->state().log_history;
+    const auto& end = records.back();
+    EXPECT_NEAR(
+        end.at("train_samples_per_second").get<double>() * end.at("train_runtime").get<double>(),
+        2.0 * static_cast<double>(rows), 1e-6)
+        << start;
+    EXPECT_EQ(run.trainer->state().global_step, 8);
+    if (start == 8) { // no step is left for Local SGD
+      TrainingArguments plain = local_arguments(0);
+      EXPECT_EQ(toy::largest_difference(*run.model, *LocalRun(plain, rows).model), 0);
+    } else if (world > 1) {
+      EXPECT_EQ(records[records.size() - 2].at("local_sgd_rounds"), (8 - start) / 2) << start;
+    }
+  }
+}
+
+struct StopsAtThree final : TrainerCallback {
+  void on_step_end(const StepProgress& progress) override {
+    if (progress.global_step == 3) {
+      control().should_training_stop = control().any_rank = true;
+    }
+  }
+};
+
+TEST(TrainerLocalSGD, WhatOneRankAsksBeforeTheFirstLocalStepAllDo) {
+  const bool is_main = testing_support::test_world().rank == 0;
+  TrainingArguments a = local_arguments(2);
+  a.local_sgd_post_local_start = 3;
+  const LocalRun run(a, 12 * testing_support::test_world().world_size,
+                     is_main ? std::make_shared<StopsAtThree>() : nullptr);
+  EXPECT_EQ(run.trainer->state().global_step, testing_support::test_world().world_size > 1 ? 3 : 4);
+}
+
 TEST(TrainerLocalSGD, ResumedItIsTheUninterruptedRun) {
   const auto store = testing_support::test_store();
   if (testing_support::test_world().rank == 0) {
@@ -165,15 +265,23 @@ TEST(TrainerLocalSGD, ResumedItIsTheUninterruptedRun) {
   a.save_strategy = a.eval_strategy = IntervalStrategy::steps;
   a.eval_steps = a.save_steps = 2; // in the middle of a round
   a.save_total_limit = 0;
-  a.output_dir = (folder / "whole").string();
-  const LocalRun whole(a, rows);
-  a.output_dir = (folder / "rest").string();
-  a.resume_from_checkpoint = (folder / "whole" / "checkpoint-4").string();
-  const LocalRun rest(a, rows);
-  EXPECT_EQ(toy::largest_difference(*whole.model, *rest.model), 0);
-  EXPECT_EQ(whole.trainer->evaluate()["eval_loss"],
-            rest.trainer->state().log_history[rest.trainer->state().log_history.size() - 2].at(
-                "eval_loss"));
+  // Saved in plain training (4 of 5 steps), and in Local SGD.
+  for (const int64_t start : {0, 3, 5}) {
+    SCOPED_TRACE(start);
+    const std::string name = std::to_string(start);
+    a.local_sgd_post_local_start = start;
+    a.local_sgd_outer = start == 3 ? LocalSGDOuter::slowmo : LocalSGDOuter::none;
+    a.resume_from_checkpoint = {};
+    a.output_dir = (folder / (name + "whole")).string();
+    const LocalRun whole(a, rows);
+    a.output_dir = (folder / (name + "rest")).string();
+    a.resume_from_checkpoint = (folder / (name + "whole") / "checkpoint-4").string();
+    const LocalRun rest(a, rows);
+    EXPECT_EQ(toy::largest_difference(*whole.model, *rest.model), 0);
+    EXPECT_EQ(whole.trainer->evaluate()["eval_loss"],
+              rest.trainer->state().log_history[rest.trainer->state().log_history.size() - 2].at(
+                  "eval_loss"));
+  }
 }
 
 } // namespace hasten::local_sgd_trainer_test

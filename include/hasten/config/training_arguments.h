@@ -48,6 +48,8 @@ enum class GradNormType { l1, l2, inf };
 /// Which gradient norms training records have in addition to the whole gradient's; see
 /// accelerator/gradients.h.
 enum class LogGradientNorms { no, layer, module, parameter };
+/// The outer step of Local SGD (hasten/local_sgd/outer_step.h).
+enum class LocalSGDOuter { none, slowmo, diloco };
 /// What records the values of a run; see tracking/tracker.h.
 enum class TrackerType { tensorboard, csv, json, html };
 
@@ -76,6 +78,8 @@ inline constexpr auto kSpellings<GradNormType> = std::array{"1", "2", "inf"};
 template <>
 inline constexpr auto kSpellings<LogGradientNorms> =
     std::array{"no", "layer", "module", "parameter"};
+template <>
+inline constexpr auto kSpellings<LocalSGDOuter> = std::array{"none", "slowmo", "diloco"};
 template <>
 inline constexpr auto kSpellings<TrackerType> = std::array{"tensorboard", "csv", "json", "html"};
 
@@ -170,6 +174,22 @@ struct TrainingArguments {
   /// (hasten/local_sgd/local_sgd.h). No effect with one process. Memory: one more copy of the
   /// weights.
   int64_t local_sgd_steps = 0;
+  /// The fields of LocalSGDOptions and AveragerOptions of these names. Plain training in the first
+  /// post_local_start steps. `delay` up to local_sgd_steps; memory: one more copy.
+  int64_t local_sgd_post_local_start = 0;
+  int64_t local_sgd_delay = 0;
+  /// SlowMo or DiLoCo with its learning rate and momentum (empty: that class's default). Memory: two
+  /// more copies.
+  LocalSGDOuter local_sgd_outer = LocalSGDOuter::none;
+  std::optional<double> local_sgd_outer_lr{};
+  std::optional<double> local_sgd_outer_momentum{};
+  /// Above 0: groups of processes also average among themselves every inner_steps steps, a divisor of
+  /// local_sgd_steps. A group is group_size consecutive processes; 0: the processes of a host. Memory:
+  /// one more copy.
+  int64_t local_sgd_inner_steps = 0;
+  int64_t local_sgd_group_size = 0;
+  /// Rank 0 computes the averages (SyncStrategy::driver).
+  bool local_sgd_driver = false;
 
   /// Where processes compute: AcceleratorOptions::device. `use_cpu` is short for "cpu". An
   /// accelerator that is passed in has its own.
@@ -302,6 +322,11 @@ struct TrainingArguments {
   uint64_t order_seed() const { return data_seed.value_or(seed); }
   /// metric_for_best_model with its prefix: "eval_loss", "eval_f1", ….
   std::string best_metric_name() const;
+  /// Copies of the trained weights that Local SGD keeps.
+  int64_t averaging_copies() const {
+    return 1 + (local_sgd_delay > 0) + (local_sgd_inner_steps > 0) +
+           (local_sgd_outer == LocalSGDOuter::none ? 0 : 2);
+  }
   bool best_is_greater() const;
 };
 

@@ -59,7 +59,7 @@ struct SlowMoOptions {
 };
 
 /// u <- slowmo_factor u + (anchor - mean) / lr; anchor <- anchor - slowmo_lr lr u, with the inner
-/// learning rate lr of the previous synchronisation. Source: Wang, Tantia, Ballas, Rabbat, "SlowMo:
+/// learning rate lr of the previous synchronisation (if that was 0, of this one). Source: Wang, Tantia, Ballas, Rabbat, "SlowMo:
 /// Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020, algorithm 1.
 /// Memory: one copy.
 class SlowMo : public detail::MomentumStep {
