@@ -10,8 +10,8 @@
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/store_channel.h"
-#include "hasten/config/training_arguments.h"
 #include "hasten/core/device.h"
+#include "hasten/tracking/tracker.h"
 
 namespace hasten::detail {
 
@@ -32,7 +32,7 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
   }
   for (const TrackerChoice& choice : options.log_with) {
     if (const auto* name = std::get_if<std::string>(&choice)) {
-      tracker_type("accelerator::Accelerator", *name, "log_with");
+      check_trackers("accelerator::Accelerator", *name, "log_with");
       if (options.project_dir.empty() && options.logging_dir.empty()) {
         refuse("log_with=" + *name + " without a folder", "a project_dir or a logging_dir");
       }

@@ -7,8 +7,8 @@
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/config/schedule.h"
 #include "hasten/data/loader.h"
-#include "hasten/optim/make_schedule.h"
 #include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer.h"
 #include "run.h"
@@ -33,8 +33,8 @@ std::string when_text(IntervalStrategy strategy, int64_t steps, const TrainingPl
 /// The rate at the first step, the highest one and the last.
 std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
   const Schedule schedule =
-      make_schedule(spelling(a.lr_scheduler_type), plan.warmup_steps, plan.max_steps,
-                    a.learning_rate, try_parse_json(a.lr_scheduler_kwargs).value);
+      make_schedule(a.lr_scheduler_type, plan.warmup_steps, plan.max_steps, a.learning_rate,
+                    try_parse_json(a.lr_scheduler_kwargs).value);
   // In a long run only about a million steps are evaluated, and the first after the warm-up.
   int64_t highest = std::min(plan.warmup_steps, plan.max_steps - 1);
   const int64_t stride = 1 + plan.max_steps / 1'000'000;
@@ -102,7 +102,7 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
       spelling(a.optim) + ", weight decay " + format_digits(a.weight_decay) +
           (a.max_grad_norm > 0 ? ", gradients clipped to norm " + format_digits(a.max_grad_norm)
                                : ", gradients not clipped"));
-  lines.emplace_back("rate", spelling(a.lr_scheduler_type) + ": " + rates_text(a, plan));
+  lines.emplace_back("rate", a.lr_scheduler_type + ": " + rates_text(a, plan));
   lines.emplace_back("records", "every " + format_count(plan.logging_steps) + " steps");
   lines.emplace_back("evaluation", evaluation_text(a, in.eval.get(), plan));
   lines.emplace_back("saves", saves_text(a, plan));

@@ -2,6 +2,8 @@
 #include <cmath>
 
 #include "flags.h"
+#include "hasten/config/schedule.h"
+#include "hasten/tracking/tracker.h"
 
 namespace hasten::detail {
 
@@ -264,10 +266,7 @@ void declare_optimizer_and_schedule(FlagTable& flags, TrainingArguments& a) {
               "norm that --max-grad-norm limits: 1, 2 or inf");
   flags.value("--max-grad-value", a.max_grad_value, "VALUE",
               "clip each element of the gradients to this value; 0 does not clip");
-  flags.value("--lr-scheduler-type", a.lr_scheduler_type, "NAME",
-              "linear, cosine, cosine_with_restarts, cosine_with_min_lr, polynomial, "
-              "constant, constant_with_warmup, inverse_sqrt, warmup_stable_decay, "
-              "reduce_lr_on_plateau or one_cycle");
+  flags.value("--lr-scheduler-type", a.lr_scheduler_type, "NAME", joined(schedule_names()));
   flags.value("--lr-scheduler-kwargs", a.lr_scheduler_kwargs, "JSON",
               "the schedule's arguments, e.g. '{\"num_cycles\": 2}'");
   flags.value("--warmup-steps", a.warmup_steps, "STEPS",
@@ -312,9 +311,9 @@ void declare_reports(FlagTable& flags, TrainingArguments& a) {
               "stop after N evaluations in a row without a better metric; 0: never");
   flags.value("--early-stopping-threshold", a.early_stopping_threshold, "BY",
               "minimum improvement that counts as better; must be exceeded");
-  flags.value(
-      "--report-to", a.report_to, "NAMES",
-      "trackers that record the run: tensorboard, csv, html (report.html), or several with commas; none");
+  flags.value("--report-to", a.report_to, "NAMES",
+              "trackers that record the run: " + joined(registered_trackers()) +
+                  " (html: report.html), or several with commas; none");
   flags.value("--logging-dir", a.logging_dir, "FOLDER",
               "folder of the trackers' files (default: runs/DATE_HOST in the output folder)");
   flags.flag("--disable-tqdm", a.disable_tqdm,
@@ -324,6 +323,7 @@ void declare_reports(FlagTable& flags, TrainingArguments& a) {
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments) {
   try {
     arguments.validate();
+    check_trackers(flags.where().c_str(), arguments.report_to);
   } catch (const InputError& error) {
     throw InputError(flags.where(), flags.with_flag_names(std::string(error.text())));
   }

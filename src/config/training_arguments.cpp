@@ -11,6 +11,7 @@
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/config/schedule.h"
 #include "hasten/config/training_plan.h"
 
 namespace hasten {
@@ -237,6 +238,7 @@ void validate_graphs(const TrainingArguments& a) {
 }
 
 void validate_schedule(const TrainingArguments& a) {
+  check_schedule_name(kArgumentsPlace, a.lr_scheduler_type);
   require_argument(a.warmup_steps < 1 || a.warmup_steps == std::floor(a.warmup_steps),
                    "warmup_steps", a.warmup_steps,
                    "a whole number of steps, or a fraction below 1");
@@ -246,10 +248,10 @@ void validate_schedule(const TrainingArguments& a) {
     require_argument(try_parse_json(a.lr_scheduler_kwargs).value.is_object(), "lr_scheduler_kwargs",
                      a.lr_scheduler_kwargs, "a JSON object, e.g. {\"num_cycles\": 2}");
   }
-  require_consistent(a.lr_scheduler_type != SchedulerType::reduce_lr_on_plateau ||
-                         a.eval_strategy != IntervalStrategy::no,
-                     "lr_scheduler_type=reduce_lr_on_plateau without evaluation: eval_strategy=no",
-                     {}, "set eval_strategy to epoch or steps");
+  require_consistent(
+      a.lr_scheduler_type != "reduce_lr_on_plateau" || a.eval_strategy != IntervalStrategy::no,
+      "lr_scheduler_type=reduce_lr_on_plateau without evaluation: eval_strategy=no", {},
+      "set eval_strategy to epoch or steps");
 }
 
 void validate_memory(const TrainingArguments& a) {
@@ -379,23 +381,11 @@ std::vector<double> class_weight_numbers(const std::string& class_weights) {
   return numbers;
 }
 
-TrackerType tracker_type(const char* where, const std::string& name, const char* what) {
-  const auto type = spelled<TrackerType>(name);
-  if (!type) {
-    throw InputError(where, std::string(what) + "=" + name, any_spelling<TrackerType>(),
-                     write_nearest(name, spelling_names<TrackerType>()));
-  }
-  return *type;
-}
-
 std::vector<std::string> tracker_names(const std::string& report_to) {
   if (report_to.empty() || report_to == "none") {
     return {};
   }
   std::vector<std::string> names = split(report_to);
-  for (const std::string& name : names) {
-    tracker_type(detail::kArgumentsPlace, name, "report_to");
-  }
   std::ranges::sort(names);
   names.erase(std::ranges::unique(names).begin(), names.end()); // one file has one writer
   return names;

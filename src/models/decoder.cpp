@@ -36,12 +36,6 @@ static void require_option(bool right, const std::string& what, const std::strin
   }
 }
 
-/// As family_option, but null is another value than a missing key.
-static int64_t nullable_option(const nlohmann::json& options, const char* key, int64_t missing,
-                               int64_t null) {
-  return family_option(options, key, options.contains(key) ? null : missing);
-}
-
 /// Sets which blocks rotate queries and keys, and which attend to a window of the last tokens.
 static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& traits,
                         const nlohmann::json& options, DecoderOptions& out) {
@@ -61,7 +55,8 @@ static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& tra
   const bool by_rotary = traits.windows == AttentionWindows::layers_without_rotary;
   if (all || (traits.windows != AttentionWindows::none &&
               family_option(options, "use_sliding_window", false))) {
-    out.window = nullable_option(options, "sliding_window", 4096, 0);
+    const bool null = options.contains("sliding_window"); // or a number
+    out.window = family_option<int64_t>(options, "sliding_window", null ? 0 : 4096);
     require_option(out.window >= 0, "sliding_window=" + std::to_string(out.window),
                    "a number of tokens, or null");
   }
@@ -86,9 +81,9 @@ DecoderOptions::DecoderOptions(const PreTrainedConfig& config, const DecoderTrai
     : head_norms(traits.head_norms) {
   const auto options = parse_json("models::Decoder", "other_keys", config.other_keys);
   heads = config.num_attention_heads;
+  const bool as_heads = traits.num_key_value_heads == 0 || options.contains("num_key_value_heads");
   key_value_heads =
-      nullable_option(options, "num_key_value_heads",
-                      traits.num_key_value_heads > 0 ? traits.num_key_value_heads : heads, heads);
+      family_option(options, "num_key_value_heads", as_heads ? heads : traits.num_key_value_heads);
   head_width = family_option(options, "head_dim",
                              traits.head_dim > 0 ? traits.head_dim : config.hidden_size / heads);
   wide = family_option(

@@ -1,5 +1,4 @@
-#include <mutex>
-
+#include "base/registry.h"
 #include "decoder.h"
 #include "encoder.h"
 #include "hasten/base/error.h"
@@ -195,46 +194,26 @@ ModelFamily modern_bert_family() {
   return family;
 }
 
-class FamilyRegistry {
- public:
-  FamilyRegistry() {
-    add({.model_type = "bert",
-         .class_prefix = "Bert",
-         .base_model_prefix = "bert",
-         .make = make_bert,
-         .lora_target_modules = {"query", "value"},
-         .current_name = current_encoder_name});
-    add(distilbert_family());
-    add(modern_bert_family());
-    add(roberta_family("roberta", "Roberta", 50265));
-    add(roberta_family("xlm-roberta", "XLMRoberta", 30522));
-    for (ModelFamily& family : decoder_families()) {
-      add(std::move(family));
+Registry<ModelFamily>& family_registry() {
+  static Registry<ModelFamily> registry([] {
+    std::vector<ModelFamily> families = decoder_families();
+    families.push_back({.model_type = "bert",
+                        .class_prefix = "Bert",
+                        .base_model_prefix = "bert",
+                        .make = make_bert,
+                        .lora_target_modules = {"query", "value"},
+                        .current_name = current_encoder_name});
+    families.push_back(distilbert_family());
+    families.push_back(modern_bert_family());
+    families.push_back(roberta_family("roberta", "Roberta", 50265));
+    families.push_back(roberta_family("xlm-roberta", "XLMRoberta", 30522));
+    Registry<ModelFamily>::Values values;
+    for (ModelFamily& family : families) {
+      family.defaults.model_type = family.model_type;
+      values.emplace(family.model_type, std::move(family));
     }
-  }
-
-  void add(ModelFamily family) {
-    const std::lock_guard lock(mutex_);
-    family.defaults.model_type = family.model_type;
-    families_.try_emplace(family.model_type, std::move(family));
-  }
-  const ModelFamily* find(std::string_view type) const {
-    const std::lock_guard lock(mutex_);
-    const auto found = families_.find(type);
-    return found == families_.end() ? nullptr : &found->second;
-  }
-  std::vector<std::string> types() const {
-    const std::lock_guard lock(mutex_);
-    return mapped(families_, [](const auto& entry) { return entry.first; });
-  }
-
- private:
-  mutable std::mutex mutex_{};
-  std::map<std::string, ModelFamily, std::less<>> families_{}; // entries never move
-};
-
-FamilyRegistry& family_registry() {
-  static FamilyRegistry registry;
+    return values;
+  }());
   return registry;
 }
 
@@ -247,14 +226,15 @@ std::string ModelFamily::class_name(ModelTask task) const {
 }
 
 void register_model_family(ModelFamily family) {
-  if (family.model_type.empty() || family.class_prefix.empty() || !family.make ||
-      detail::family_registry().find(family.model_type) != nullptr) {
-    throw InputError("models::register_model_family",
+  constexpr const char* kWhere = "models::register_model_family";
+  if (family.class_prefix.empty() || !family.make) {
+    throw InputError(kWhere,
                      "model_type=\"" + family.model_type + "\", class_prefix=\"" +
                          family.class_prefix + "\"" + (family.make ? "" : ", no make"),
-                     "a family with these three, of a type other than " + joined(model_types()));
+                     "a family with a class_prefix and make");
   }
-  detail::family_registry().add(std::move(family));
+  family.defaults.model_type = family.model_type;
+  detail::family_registry().add(kWhere, family.defaults.model_type, std::move(family));
 }
 
 const ModelFamily& model_family(std::string_view model_type, std::string_view source) {
@@ -271,6 +251,6 @@ const ModelFamily& model_family(std::string_view model_type, std::string_view so
   return *found;
 }
 
-std::vector<std::string> model_types() { return detail::family_registry().types(); }
+std::vector<std::string> model_types() { return detail::family_registry().names(); }
 
 } // namespace hasten

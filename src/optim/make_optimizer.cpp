@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <map>
 
+#include "config/option_checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/config/training_arguments.h"
 #include "optimizer_list.h"
-#include "option_checks.h"
 #include "step_engine.h"
 
 namespace hasten {
@@ -68,11 +68,6 @@ std::unique_ptr<torch::optim::Optimizer> made_of(
 
 } // namespace detail
 
-const std::vector<std::string>& optimizer_names() {
-  static const auto names = spelling_names<OptimizerType>();
-  return names;
-}
-
 void check_optimizer(const std::string& name, const OptimizerSettings& settings) {
   make_optimizer(name, {torch::optim::OptimizerParamGroup({})}, settings);
 }
@@ -82,7 +77,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const OptimizerSettings& settings) {
   if (!spelled<OptimizerType>(name)) {
     throw InputError(detail::kMakeOptimizer, "optim=" + name, any_spelling<OptimizerType>(),
-                     write_nearest(name, optimizer_names()));
+                     write_nearest(name, spelling_names<OptimizerType>()));
   }
   detail::NamedOptions args(detail::kMakeOptimizer, "optim_args", name,
                             detail::named_texts(settings.args));

@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "config/option_checks.h"
 #include "hasten/base/error.h"
-#include "option_checks.h"
 
 namespace hasten {
 

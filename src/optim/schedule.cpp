@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "config/option_checks.h"
 #include "hasten/base/error.h"
-#include "option_checks.h"
 
 namespace hasten {
 

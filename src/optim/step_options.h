@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "config/option_checks.h"
 #include "hasten/base/error.h"
 #include "hasten/optim/make_optimizer.h"
-#include "option_checks.h"
 #include "step_engine.h"
 
 namespace hasten::detail {

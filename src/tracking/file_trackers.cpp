@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/registry.h"
 #include "event.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
@@ -171,24 +172,54 @@ class JsonTracker final : public GeneralTracker {
   std::ofstream file_{};
 };
 
+static Registry<TrackerFactory>& trackers() {
+  static Registry<TrackerFactory> all(Registry<TrackerFactory>::Values{
+      {"tensorboard",
+       [](const TrackerRequest& r) {
+         return std::make_shared<TensorBoardTracker>(r.folder, r.resumed_step, r.where);
+       }},
+      {"csv",
+       [](const TrackerRequest& r) {
+         return std::make_shared<CsvTracker>(r.folder / "metrics.csv", r.resumed_step, r.where);
+       }},
+      {"json",
+       [](const TrackerRequest& r) {
+         return std::make_shared<JsonTracker>(r.folder / "metrics.jsonl", r.where);
+       }},
+      {"html",
+       [](const TrackerRequest& r) -> std::shared_ptr<GeneralTracker> {
+         throw InputError(
+             r.where, "tracker=html outside a Trainer", "tensorboard, csv or json",
+             "the report is made of a Trainer's records: set TrainingArguments::report_to");
+       }},
+  });
+  return all;
+}
+
 } // namespace detail
 
 std::shared_ptr<GeneralTracker> make_tracker(const std::string& name,
                                              const std::filesystem::path& folder,
                                              std::optional<int64_t> resumed_step,
                                              const char* where) {
-  switch (tracker_type(where, name)) {
-    case TrackerType::tensorboard:
-      return std::make_shared<detail::TensorBoardTracker>(folder, resumed_step, where);
-    case TrackerType::csv:
-      return std::make_shared<detail::CsvTracker>(folder / "metrics.csv", resumed_step, where);
-    case TrackerType::json:
-      return std::make_shared<detail::JsonTracker>(folder / "metrics.jsonl", where);
-    case TrackerType::html:
-      break;
+  return detail::trackers().get(where, "tracker", name)({folder, resumed_step, where});
+}
+
+void register_tracker(const std::string& name, TrackerFactory factory) {
+  constexpr const char* kWhere = "tracking::register_tracker";
+  if (!factory || name.find(',') != std::string::npos) {
+    throw InputError(kWhere, "name=" + name + (factory ? "" : " without a factory"),
+                     "a name without a comma, and a factory");
   }
-  throw InputError(where, "tracker=html outside a Trainer", "tensorboard, csv or json",
-                   "the report is made of a Trainer's records: set TrainingArguments::report_to");
+  detail::trackers().add(kWhere, name, std::move(factory));
+}
+
+std::vector<std::string> registered_trackers() { return detail::trackers().names(); }
+
+void check_trackers(const char* where, const std::string& names, const char* argument) {
+  for (const std::string& name : tracker_names(names)) {
+    detail::trackers().get(where, argument, name);
+  }
 }
 
 std::filesystem::path default_logging_dir() {

@@ -124,7 +124,7 @@ void require_same_options(const TrainerParts& parts) {
 /// True if an argument depends on metric_for_best_model.
 bool needs_metric(const TrainingArguments& a) {
   return a.load_best_model_at_end || a.early_stopping_patience > 0 ||
-         a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau;
+         a.lr_scheduler_type == "reduce_lr_on_plateau";
 }
 
 /// Throws, before training, for a metric that no evaluation will have.
@@ -171,6 +171,7 @@ void set_objective(TrainerParts& parts) {
 
 void require_parts(const TrainerParts& parts) {
   parts.arguments.validate();
+  check_trackers("trainer::Trainer", parts.arguments.report_to);
   if (!parts.model || !parts.loss_function) {
     throw InputError("trainer::Trainer",
                      std::string(parts.model ? "loss_function" : "model") + "=null",

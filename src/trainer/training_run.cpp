@@ -16,8 +16,8 @@
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
+#include "hasten/config/schedule.h"
 #include "hasten/core/memory.h"
-#include "hasten/optim/make_schedule.h"
 #include "hasten/optim/param_groups.h"
 #include "hasten/trainer/output_folder.h"
 
@@ -79,8 +79,8 @@ nlohmann::json schedule_kwargs(const TrainingArguments& a) {
 }
 
 Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
-  return make_schedule(spelling(a.lr_scheduler_type), plan.warmup_steps, plan.max_steps,
-                       a.learning_rate, schedule_kwargs(a));
+  return make_schedule(a.lr_scheduler_type, plan.warmup_steps, plan.max_steps, a.learning_rate,
+                       schedule_kwargs(a));
 }
 
 LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, int64_t drop_batch) {
@@ -139,7 +139,7 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, Starting
   const TrainingArguments& a = parts.arguments;
   // Before prepare(), which may shard the model.
   description_ = describe_run(a, plan, *parts.model, parts.accelerator->num_processes());
-  if (a.lr_scheduler_type == SchedulerType::reduce_lr_on_plateau) {
+  if (a.lr_scheduler_type == "reduce_lr_on_plateau") {
     plateau_ = std::make_shared<ReduceLrOnPlateau>(
         *torch_optimizer_, plateau_options(schedule_kwargs(a), a.best_is_greater()));
   }

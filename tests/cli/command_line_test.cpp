@@ -96,7 +96,7 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
   EXPECT_EQ(arguments.per_device_train_batch_size, 16);
   EXPECT_EQ(arguments.optim, OptimizerType::lion);
   EXPECT_EQ(arguments.optim_args, "beta1=0.8");
-  EXPECT_EQ(arguments.lr_scheduler_type, SchedulerType::cosine_with_restarts);
+  EXPECT_EQ(arguments.lr_scheduler_type, "cosine_with_restarts");
   EXPECT_EQ(arguments.lr_scheduler_kwargs, "{\"num_cycles\":2}");
   EXPECT_EQ(arguments.max_grad_value, 0.5);
   EXPECT_EQ(arguments.grad_norm_type, GradNormType::inf);
@@ -205,6 +205,10 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {train + "--optim adamm",
        "[cli::train] --optim=adamm. Expected one of adafactor, adam, adamw, "
        "adamw_torch, adamw_torch_fused, lion, sgd. Fix: write adam."},
+      {train + "--lr-scheduler-type cosin",
+       "[cli::train] --lr-scheduler-type=cosin. Expected one of constant, constant_with_warmup, "
+       "cosine, cosine_with_min_lr, cosine_with_restarts, inverse_sqrt, linear, one_cycle, "
+       "polynomial, reduce_lr_on_plateau, warmup_stable_decay. Fix: write cosine."},
       {train + "--lr-scheduler-kwargs 2",
        "[cli::train] --lr-scheduler-kwargs=\"2\". Expected a JSON object, e.g. "
        "{\"num_cycles\": 2}."},

@@ -60,7 +60,7 @@ TEST(ConfigFile, SetsWhatTheCommandLineDoesNotAndFlagsOverrideIt) {
   EXPECT_EQ(command.table.filters, (std::vector<std::string>{"e=f"}));
   EXPECT_EQ(command.table.delimiter, '\t');
   EXPECT_EQ(command.arguments.gradient_checkpointing.text(), "full");
-  EXPECT_EQ(command.arguments.lr_scheduler_type, SchedulerType::cosine);
+  EXPECT_EQ(command.arguments.lr_scheduler_type, "cosine");
   EXPECT_EQ(command.arguments.lr_scheduler_kwargs, R"({"num_cycles":1})");
   EXPECT_EQ(command.arguments.data_seed, std::nullopt);
   EXPECT_EQ(command.arguments.greater_is_better, true);

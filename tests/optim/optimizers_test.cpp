@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/config/training_arguments.h"
 #include "hasten/optim/adafactor.h"
 #include "hasten/optim/adamw.h"
 #include "hasten/optim/lion.h"
@@ -371,7 +372,7 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
   const auto with = [&](const std::string& name, OptimizerSettings settings) {
     return [=] { check_optimizer(name, settings); };
   };
-  for (const std::string& name : optimizer_names()) {
+  for (const std::string& name : spelling_names<OptimizerType>()) {
     EXPECT_NO_THROW(check_optimizer(name, {})) << name;
     expect_says(with(name, {.learning_rate = -1}), "lr=-1");
     expect_says(with(name, {.learning_rate = nan}), "lr=nan");
@@ -404,7 +405,7 @@ TEST(Optimizers, OptionsOutOfRangeAreNamed) {
 }
 
 TEST(Optimizers, ByNameHaveTheirGroupsDecayAndArguments) {
-  for (const std::string& name : optimizer_names()) {
+  for (const std::string& name : spelling_names<OptimizerType>()) {
     const Tensors p = {on_device::ones({3}).requires_grad_(),
                        on_device::ones({3}).requires_grad_()};
     std::vector<torch::optim::OptimizerParamGroup> groups;

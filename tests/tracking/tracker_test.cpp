@@ -92,6 +92,24 @@ TEST(MakeTracker, RefusesUnknownNamesWithTheList) {
   }
 }
 
+TEST(MakeTracker, ARegisteredNameMakesItsTracker) {
+  const TemporaryFolder folder;
+  // [register]
+  register_tracker("second-csv", [](const TrackerRequest& request) {
+    return make_tracker("csv", request.folder / "second", request.resumed_step, request.where);
+  });
+  // [/register]
+  make_tracker("second-csv", folder.path())->log({{"loss", 0.5}}, 1);
+  EXPECT_TRUE(std::filesystem::exists(folder / "second/metrics.csv"));
+  EXPECT_NO_THROW(check_trackers("test", "second-csv,json"));
+  EXPECT_THROW(check_trackers("test", "second-csv,wandb"), InputError);
+  const auto factory = [](const TrackerRequest&) { return std::shared_ptr<GeneralTracker>(); };
+  for (const char* name : {"", "csv", "second-csv", "a,b"}) {
+    EXPECT_THROW(register_tracker(name, factory), InputError) << name;
+  }
+  EXPECT_THROW(register_tracker("none-yet", nullptr), InputError);
+}
+
 TEST(MakeTracker, MakesTheFolderAndATrackerOfThatName) {
   const TemporaryFolder folder;
   for (const std::string name : {"tensorboard", "csv", "json"}) {

@@ -10,8 +10,8 @@
 #include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
 #include "hasten/optim/make_optimizer.h"
-#include "hasten/optim/make_schedule.h"
 #include "hasten/optim/param_groups.h"
+#include "hasten/optim/schedule.h"
 #include "support/temporary_folder.h"
 #include "trainer/toy_text.h"
 
@@ -80,11 +80,10 @@ TEST(TrainerOptimizer, EachScheduleGivesItsRates) {
       {"cosine_with_min_lr", R"({"min_lr": 0.005})"},
       {"polynomial", R"({"power": 2, "lr_end": 0.01})"},
       {"warmup_stable_decay", R"({"num_decay_steps": 3})"}};
-  ASSERT_EQ(spellings<SchedulerType>().size(), schedule_names().size());
-  for (const auto& [name, type] : spellings<SchedulerType>()) {
+  for (const std::string& name : schedule_names()) {
     TrainingArguments a = toy::arguments();
     a.num_train_epochs = 2;
-    a.lr_scheduler_type = type;
+    a.lr_scheduler_type = name;
     a.lr_scheduler_kwargs = kwargs.contains(name) ? kwargs.at(name) : "";
     a.eval_strategy = IntervalStrategy::epoch;
     const TrainedRun run = train(a);
@@ -100,12 +99,27 @@ TEST(TrainerOptimizer, EachScheduleGivesItsRates) {
   }
 }
 
+TEST(TrainerOptimizer, ARegisteredScheduleGivesItsRates) {
+  register_schedule("every-third", [](const ScheduleRequest&) -> Schedule {
+    return [](int64_t k) { return k % 3 == 0 ? 1.0 : 0.5; };
+  });
+  TrainingArguments a = toy::arguments();
+  a.lr_scheduler_type = "every-third";
+  const auto rates = toy::history(*train(a).trainer, "learning_rate");
+  ASSERT_GE(rates.size(), 4U);
+  for (size_t k = 0; k < rates.size(); ++k) {
+    EXPECT_EQ(rates[k], k % 3 == 0 ? a.learning_rate : a.learning_rate / 2) << k;
+  }
+  a.lr_scheduler_type = "every-thrid";
+  EXPECT_THROW(train(a), InputError);
+}
+
 TEST(TrainerOptimizer, RatesFallOnAPlateauAlsoAfterAResume) {
   const testing_support::TemporaryFolder folder;
   TrainingArguments a = toy::arguments();
   a.num_train_epochs = 4;
   a.warmup_steps = 0;
-  a.lr_scheduler_type = SchedulerType::reduce_lr_on_plateau;
+  a.lr_scheduler_type = "reduce_lr_on_plateau";
   // No later evaluation is better than the first.
   a.lr_scheduler_kwargs = R"({"factor": 0.5, "patience": 0, "threshold": 1})";
   a.eval_strategy = IntervalStrategy::epoch;
@@ -149,15 +163,14 @@ TEST(TrainerOptimizer, WhatIsWrongIsSaidBeforeAnythingStarts) {
   refused(
       [](A& a) {
         a.warmup_steps = 19;
-        a.lr_scheduler_type = SchedulerType::constant_with_warmup;
+        a.lr_scheduler_type = "constant_with_warmup";
       },
       "warmup_steps=19. Expected at most the run's optimizer steps=18");
   refused([](A& a) { a.optim_args = "beta3=1"; }, "write beta1");
   refused([](A& a) { a.lr_scheduler_kwargs = R"({"num_cycle": 1})"; },
           "unknown name in lr_scheduler_kwargs: num_cycle");
   refused([](A& a) { a.lr_scheduler_kwargs = "[1]"; }, "lr_scheduler_kwargs=");
-  refused([](A& a) { a.lr_scheduler_type = SchedulerType::reduce_lr_on_plateau; },
-          "eval_strategy=no");
+  refused([](A& a) { a.lr_scheduler_type = "reduce_lr_on_plateau"; }, "eval_strategy=no");
 }
 
 } // namespace hasten::optimizer_choice_test

@@ -124,6 +124,7 @@ TEST(TrackerCallback, UnknownNamesAndAMissingFolderAreErrors) {
     TrainingArguments arguments = toy::arguments();
     arguments.report_to = report_to;
     try {
+      check_trackers("test", arguments.report_to);
       arguments.validate();
     } catch (const InputError& caught) {
       return caught.what();
@@ -138,6 +139,29 @@ TEST(TrackerCallback, UnknownNamesAndAMissingFolderAreErrors) {
   EXPECT_EQ(error("none"), "");
   EXPECT_EQ(tracker_names("json,csv,json"), (std::vector<std::string>{"csv", "json"}));
   EXPECT_EQ(error(""), "");
+}
+
+TEST(TrackerCallback, ReportToFindsARegisteredTracker) {
+  class Counting final : public GeneralTracker {
+   public:
+    explicit Counting(std::shared_ptr<int> calls) : calls_(std::move(calls)) {}
+    std::string name() const override { return "counting"; }
+    void log(const nlohmann::json&, std::optional<int64_t>) override { ++*calls_; }
+
+   private:
+    std::shared_ptr<int> calls_;
+  };
+  const auto calls = std::make_shared<int>(0);
+  register_tracker("counting",
+                   [=](const TrackerRequest&) { return std::make_shared<Counting>(calls); });
+  const TemporaryFolder folder;
+  TrainingArguments arguments = toy::arguments();
+  arguments.report_to = "counting";
+  arguments.logging_dir = folder.path().string();
+  history(arguments);
+  EXPECT_EQ(*calls > 0, is_main());
+  arguments.report_to = "countin";
+  EXPECT_THROW(history(arguments), InputError);
 }
 
 } // namespace hasten::tracker_callback_test

@@ -153,7 +153,7 @@ TEST(TrainerCallbacks, ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed)
     a.logging_steps = 1;
     a.learning_rate = 0.04;
     a.warmup_steps = 0;
-    a.lr_scheduler_type = SchedulerType::linear;
+    a.lr_scheduler_type = "linear";
     a.save_strategy = IntervalStrategy::steps;
     a.save_steps = 1;
     a.save_total_limit = 0;

@@ -163,7 +163,7 @@ TEST(TrainerControlWorld, ClassWeightsAndSmoothingAreTorchsOfTheJoinedBatch) {
   a.weight_decay = 0;
   a.max_grad_norm = 0;
   a.warmup_steps = 0;
-  a.lr_scheduler_type = SchedulerType::constant;
+  a.lr_scheduler_type = "constant";
   a.label_smoothing_factor = 0.2;
   a.class_weights = "0.25,4,1.5"; // a rank's batches have different weights
   const int64_t rows = 26, total = 12;

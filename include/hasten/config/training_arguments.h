@@ -23,21 +23,6 @@ namespace hasten {
 
 /// When something is repeated. Steps are optimizer steps.
 enum class IntervalStrategy { no, steps, epoch };
-/// The learning rate after the warm-up; see optim/schedule.h.
-enum class SchedulerType {
-  linear,
-  cosine,
-  cosine_with_restarts,
-  cosine_with_min_lr,
-  polynomial,
-  constant,
-  constant_with_warmup,
-  inverse_sqrt,
-  warmup_stable_decay,
-  /// Decreases the rate, at evaluations, when metric_for_best_model has stopped improving.
-  reduce_lr_on_plateau,
-  one_cycle
-};
 /// The optimizer; the first three are the same.
 enum class OptimizerType { adamw_torch, adamw_torch_fused, adamw, adam, sgd, adafactor, lion };
 /// The order of the training samples; see data/loader.h.
@@ -50,23 +35,9 @@ enum class GradNormType { l1, l2, inf };
 enum class LogGradientNorms { no, layer, module, parameter };
 /// The outer step of Local SGD (hasten/local_sgd/outer_step.h).
 enum class LocalSGDOuter { none, slowmo, diloco };
-/// What records the values of a run; see tracking/tracker.h.
-enum class TrackerType { tensorboard, csv, json, html };
 
 template <>
 inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch"};
-template <>
-inline constexpr auto kSpellings<SchedulerType> = std::array{"linear",
-                                                             "cosine",
-                                                             "cosine_with_restarts",
-                                                             "cosine_with_min_lr",
-                                                             "polynomial",
-                                                             "constant",
-                                                             "constant_with_warmup",
-                                                             "inverse_sqrt",
-                                                             "warmup_stable_decay",
-                                                             "reduce_lr_on_plateau",
-                                                             "one_cycle"};
 template <>
 inline constexpr auto kSpellings<OptimizerType> =
     std::array{"adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
@@ -80,8 +51,6 @@ inline constexpr auto kSpellings<LogGradientNorms> =
     std::array{"no", "layer", "module", "parameter"};
 template <>
 inline constexpr auto kSpellings<LocalSGDOuter> = std::array{"none", "slowmo", "diloco"};
-template <>
-inline constexpr auto kSpellings<TrackerType> = std::array{"tensorboard", "csv", "json", "html"};
 
 struct TrainingArguments {
   // Files.
@@ -239,8 +208,11 @@ struct TrainingArguments {
   /// Clips each element of the gradients to this absolute value, after clipping the norm; 0 does
   /// not clip. Costs two passes over the gradients per step.
   double max_grad_value = 0.0;
-  SchedulerType lr_scheduler_type = SchedulerType::linear;
-  /// A JSON object as text, for example {"num_cycles": 2}; see optim/make_schedule.h.
+  /// The learning rate after the warm-up: a name of schedule_names() (config/schedule.h).
+  /// reduce_lr_on_plateau decreases it, at evaluations, when metric_for_best_model has stopped
+  /// improving.
+  std::string lr_scheduler_type = "linear";
+  /// A JSON object as text, for example {"num_cycles": 2}; see make_schedule().
   std::string lr_scheduler_kwargs{};
   /// Steps during which the learning rate rises from 0; below 1: a fraction of all steps,
   /// rounded up. At most all of them.
@@ -283,8 +255,9 @@ struct TrainingArguments {
   /// (hasten/trainer/early_stopping.h). Not with eval_strategy=no.
   int64_t early_stopping_patience = 0;
   double early_stopping_threshold = 0.0;
-  /// Trackers that record the run (docs/guides/records.md): tensorboard, csv, or several with commas;
-  /// none. metrics.jsonl, which is json, is always written.
+  /// Trackers that record the run (docs/guides/records.md): tensorboard, csv, a name of
+  /// register_tracker(), or several with commas; none. The Trainer and the programs check the names.
+  /// metrics.jsonl, which is json, is always written.
   std::string report_to = "none";
   /// Folder of the trackers' files. Empty: output_dir/runs/DATE_HOST, a new one for each start.
   std::string logging_dir{};
@@ -334,9 +307,7 @@ struct TrainingArguments {
 /// for anything else.
 std::vector<double> class_weight_numbers(const std::string& class_weights);
 
-/// The tracker that is spelled so. Throws InputError "[where] what=name" with the list of names.
-TrackerType tracker_type(const char* where, const std::string& name, const char* what = "tracker");
-/// The names in TrainingArguments::report_to, each once. Throws InputError for an unknown one.
+/// The names in TrainingArguments::report_to, each once; tracking/tracker.h says which there are.
 std::vector<std::string> tracker_names(const std::string& report_to);
 
 /// Writes every field under its own name; enumerations by their spelling.

@@ -31,11 +31,8 @@ struct OptimizerSettings {
   std::string args{};
 };
 
-/// adamw_torch, adamw_torch_fused, adamw (three names of one optimizer), adam, sgd, adafactor,
-/// lion.
-const std::vector<std::string>& optimizer_names();
-/// Throws InputError for an unknown name (the message has the most similar one), and for args that
-/// this optimizer does not have.
+/// `name` is a spelling of OptimizerType. Throws InputError for an unknown name (the message has the
+/// most similar one), and for args that this optimizer does not have.
 void check_optimizer(const std::string& name, const OptimizerSettings& settings);
 
 /// Makes an optimizer. `groups` are as decay_groups() makes them: their options are AdamWOptions

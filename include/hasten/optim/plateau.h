@@ -8,28 +8,10 @@
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
 
+#include "hasten/config/schedule.h"
 #include "hasten/core/stateful.h"
 
 namespace hasten {
-
-struct ReduceLrOnPlateauOptions {
-  /// Whether a larger metric is better; false: a smaller one.
-  bool greater_is_better = false;
-  /// Multiplies the learning rates, in (0, 1).
-  double factor = 0.1;
-  /// Evaluations without an improvement before a reduction, >= 0.
-  int64_t patience = 10;
-  /// Minimum improvement of the metric that counts as better, >= 0. If `relative`, a share of the
-  /// best value.
-  double threshold = 1e-4;
-  bool relative = true;
-  /// Evaluations after a reduction that are not counted, >= 0.
-  int64_t cooldown = 0;
-  /// Lower bound of the learning rates, >= 0.
-  double min_lr = 0;
-  /// Reductions that are not larger than this are skipped, >= 0.
-  double eps = 1e-8;
-};
 
 class ReduceLrOnPlateau final : public Stateful {
  public:

@@ -72,12 +72,32 @@ class SafeTracker final : public GeneralTracker {
 /// accepts none for ten seconds, the next call throws. finish() and the destructor write what waits.
 /// `resumed_step`: the run continues after this step. TensorBoard then hides what earlier files of
 /// the folder have after it, and such lines of metrics.csv are removed.
-/// Throws InputError for an unknown name. The function and the tracker throw Error or InputError
-/// "[where] …" if a file cannot be written.
+/// Other names are those of register_tracker(). Throws InputError for an unknown name. The function
+/// and the tracker throw Error or InputError "[where] …" if a file cannot be written.
 std::shared_ptr<GeneralTracker> make_tracker(const std::string& name,
                                              const std::filesystem::path& folder,
                                              std::optional<int64_t> resumed_step = {},
                                              const char* where = "tracking::make_tracker");
+
+/// What make_tracker() was called with.
+struct TrackerRequest {
+  std::filesystem::path folder{};
+  std::optional<int64_t> resumed_step{};
+  const char* where = "";
+};
+using TrackerFactory =
+    std::function<std::shared_ptr<GeneralTracker>(const TrackerRequest& request)>;
+
+/// Adds a tracker, for the rest of the process: then TrainingArguments::report_to and log_with have
+/// its name. Throws InputError for an empty name, one with a comma, one that is there, and without a
+/// factory.
+void register_tracker(const std::string& name, TrackerFactory factory);
+/// The names of all trackers, sorted. "html" is one that only a Trainer makes.
+std::vector<std::string> registered_trackers();
+/// Throws InputError "[where] argument=name" for one of `names`, as in TrainingArguments::report_to,
+/// that no tracker has.
+void check_trackers(const char* where, const std::string& names,
+                    const char* argument = "report_to");
 
 /// "runs/Nov23_16-31-30_host": the folder of a run's trackers under its output folder, as
 /// transformers names it.

@@ -1,10 +1,10 @@
-#include "hasten/optim/make_schedule.h"
+#include "hasten/config/schedule.h"
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/registry.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "option_checks.h"
@@ -13,7 +13,7 @@ namespace hasten {
 
 namespace detail {
 
-constexpr const char* kMakeSchedule = "optim::make_schedule";
+constexpr const char* kMakeSchedule = "config::make_schedule";
 
 NamedOptions schedule_options(const std::string& schedule, const nlohmann::json& kwargs) {
   if (!kwargs.is_null() && !kwargs.is_object()) {
@@ -27,8 +27,8 @@ NamedOptions schedule_options(const std::string& schedule, const nlohmann::json&
   return {kMakeSchedule, "lr_scheduler_kwargs", schedule, std::move(texts)};
 }
 
-/// What make_schedule() was called with.
-struct ScheduleRequest {
+/// A ScheduleRequest, with keywords that know what was read.
+struct BuiltInRequest {
   const std::string& name;
   NamedOptions& kwargs;
   int64_t warmup = 0;
@@ -48,7 +48,7 @@ struct ScheduleRequest {
   }
 };
 
-Schedule make_min_lr_schedule(const ScheduleRequest& r) {
+Schedule make_min_lr_schedule(const BuiltInRequest& r) {
   const auto cycles = r.get("num_cycles", 0.5);
   double least = 0, rate = 0;
   const bool has_least = r.kwargs.take("min_lr", least);
@@ -60,7 +60,7 @@ Schedule make_min_lr_schedule(const ScheduleRequest& r) {
   return cosine_with_min_lr_schedule(r.warmup, r.total, has_rate ? rate : least / r.peak, cycles);
 }
 
-Schedule make_stable_schedule(const ScheduleRequest& r) {
+Schedule make_stable_schedule(const BuiltInRequest& r) {
   WarmupStableDecayOptions options;
   options.warmup_steps = r.warmup;
   if (!r.kwargs.take("num_decay_steps", options.decay_steps)) {
@@ -86,7 +86,7 @@ Schedule make_stable_schedule(const ScheduleRequest& r) {
   return warmup_stable_decay_schedule(options);
 }
 
-Schedule make_one_cycle_schedule(const ScheduleRequest& r) {
+Schedule make_one_cycle_schedule(const BuiltInRequest& r) {
   OneCycleOptions options;
   options.total_steps = r.total;
   r.kwargs.take("pct_start", options.pct_start);
@@ -113,68 +113,73 @@ ReduceLrOnPlateauOptions take_plateau_options(NamedOptions& given, bool greater_
   return options;
 }
 
-struct NamedSchedule {
-  const char* name;
-  Schedule (*make)(const ScheduleRequest& request);
-};
-using Request = const ScheduleRequest&;
-constexpr NamedSchedule kSchedules[] = {
-    {"linear", [](Request r) { return linear_schedule(r.warmup, r.total); }},
-    {"cosine",
-     [](Request r) { return cosine_schedule(r.warmup, r.total, r.get("num_cycles", 0.5)); }},
-    {"cosine_with_restarts",
-     [](Request r) {
-       return cosine_with_restarts_schedule(r.warmup, r.total, r.get("num_cycles", int64_t{1}));
-     }},
-    {"cosine_with_min_lr", make_min_lr_schedule},
-    {"polynomial",
-     [](Request r) {
-       const auto lr_end = r.get("lr_end", 1e-7);
-       return polynomial_schedule(r.warmup, r.total, lr_end / r.peak, r.get("power", 1.0));
-     }},
-    {"constant", [](Request) { return constant_schedule(); }},
-    {"constant_with_warmup", [](Request r) { return constant_schedule_with_warmup(r.warmup); }},
-    {"inverse_sqrt",
-     [](Request r) { return inverse_sqrt_schedule(r.warmup, r.get("timescale", int64_t{0})); }},
-    {"warmup_stable_decay", make_stable_schedule},
-    {"reduce_lr_on_plateau",
-     [](Request r) {
-       take_plateau_options(r.kwargs, false); // only verifies
-       return constant_schedule();
-     }},
-    {"one_cycle", make_one_cycle_schedule},
-};
+using Request = const BuiltInRequest&;
+static Registry<ScheduleFactory>::Values built_in_schedules() {
+  Registry<ScheduleFactory>::Values all;
+  const auto add = [&](const char* name, Schedule (*make)(Request)) {
+    all.emplace(name, [make](const ScheduleRequest& r) {
+      NamedOptions given = schedule_options(r.name, r.kwargs);
+      const Schedule schedule = make({r.name, given, r.warmup_steps, r.total_steps, r.peak_lr});
+      given.refuse_others();
+      return schedule;
+    });
+  };
+  add("linear", [](Request r) { return linear_schedule(r.warmup, r.total); });
+  add("cosine",
+      [](Request r) { return cosine_schedule(r.warmup, r.total, r.get("num_cycles", 0.5)); });
+  add("cosine_with_restarts", [](Request r) {
+    return cosine_with_restarts_schedule(r.warmup, r.total, r.get("num_cycles", int64_t{1}));
+  });
+  add("cosine_with_min_lr", make_min_lr_schedule);
+  add("polynomial", [](Request r) {
+    const auto lr_end = r.get("lr_end", 1e-7);
+    return polynomial_schedule(r.warmup, r.total, lr_end / r.peak, r.get("power", 1.0));
+  });
+  add("constant", [](Request) { return constant_schedule(); });
+  add("constant_with_warmup", [](Request r) { return constant_schedule_with_warmup(r.warmup); });
+  add("inverse_sqrt",
+      [](Request r) { return inverse_sqrt_schedule(r.warmup, r.get("timescale", int64_t{0})); });
+  add("warmup_stable_decay", make_stable_schedule);
+  add("reduce_lr_on_plateau", [](Request r) {
+    take_plateau_options(r.kwargs, false); // only verifies
+    return constant_schedule();
+  });
+  add("one_cycle", make_one_cycle_schedule);
+  return all;
+}
+
+static Registry<ScheduleFactory>& registered_schedules() {
+  static Registry<ScheduleFactory> all(built_in_schedules());
+  return all;
+}
 
 } // namespace detail
 
-const std::vector<std::string>& schedule_names() {
-  static const std::vector<std::string> names = [] {
-    std::vector<std::string> list;
-    for (const auto& schedule : detail::kSchedules) {
-      list.emplace_back(schedule.name);
-    }
-    return list;
-  }();
-  return names;
+std::vector<std::string> schedule_names() { return detail::registered_schedules().names(); }
+
+void register_schedule(const std::string& name, ScheduleFactory factory) {
+  constexpr const char* kWhere = "config::register_schedule";
+  if (!factory) {
+    throw InputError(kWhere, "name=" + name + " without a factory", "a factory");
+  }
+  detail::registered_schedules().add(kWhere, name, std::move(factory));
+}
+
+void check_schedule_name(const char* where, const std::string& name) {
+  detail::registered_schedules().get(where, "lr_scheduler_type", name);
 }
 
 Schedule make_schedule(const std::string& name, int64_t warmup, int64_t total, double peak,
                        const nlohmann::json& kwargs) {
-  auto given = detail::schedule_options(name, kwargs);
+  const ScheduleFactory& make =
+      detail::registered_schedules().get(detail::kMakeSchedule, "lr_scheduler_type", name);
+  detail::schedule_options(name, kwargs); // an object
   if (warmup > total) {
     throw InputError(detail::kMakeSchedule, "warmup_steps=" + std::to_string(warmup),
                      "at most the run's optimizer steps=" + std::to_string(total),
                      "warm up over fewer steps, or train longer");
   }
-  for (const auto& known : detail::kSchedules) {
-    if (name == known.name) {
-      const Schedule schedule = known.make({name, given, warmup, total, peak});
-      given.refuse_others();
-      return schedule;
-    }
-  }
-  throw InputError(detail::kMakeSchedule, "lr_scheduler_type=" + name, "a name of schedule_names()",
-                   write_nearest(name, schedule_names()));
+  return make({name, warmup, total, peak, kwargs});
 }
 
 ReduceLrOnPlateauOptions plateau_options(const nlohmann::json& kwargs, bool greater_is_better) {

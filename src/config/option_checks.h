@@ -1,7 +1,5 @@
-// Checks of options. Private to this part.
+// Checks of options by name.
 #pragma once
-
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <charconv>
@@ -25,7 +23,7 @@ namespace hasten::detail {
 inline void require_option(bool good, const char* where, const char* name, double value,
                            const char* expected) {
   if (!good) {
-    throw InputError(where, std::string(name) + "=" + c10::str(value), expected);
+    throw InputError(where, std::string(name) + "=" + format_digits(value), expected);
   }
 }
 inline void require_not_negative(const char* where, const char* name, double value) {

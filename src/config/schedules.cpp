@@ -4,7 +4,7 @@
 #include <string>
 
 #include "hasten/base/error.h"
-#include "hasten/optim/schedule.h"
+#include "hasten/config/schedule.h"
 #include "option_checks.h"
 
 namespace hasten {
@@ -12,14 +12,14 @@ namespace hasten {
 namespace detail {
 
 void check_schedule(bool good, const char* name, double value, const char* expected) {
-  require_option(good, "optim::schedule", name, value, expected);
+  require_option(good, "config::schedule", name, value, expected);
 }
 
 void check_steps(int64_t warmup, int64_t total) {
   check_schedule(total >= 0, "total_steps", static_cast<double>(total), "0 or above");
   check_schedule(warmup >= 0, "warmup_steps", static_cast<double>(warmup), "0 or above");
   if (warmup > total) {
-    throw InputError("optim::schedule", "warmup_steps=" + std::to_string(warmup),
+    throw InputError("config::schedule", "warmup_steps=" + std::to_string(warmup),
                      "at most total_steps=" + std::to_string(total),
                      "warm up over fewer steps, or train longer");
   }

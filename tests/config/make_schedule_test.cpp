@@ -1,4 +1,4 @@
-#include "hasten/optim/make_schedule.h"
+#include "hasten/config/schedule.h"
 
 #include <gtest/gtest.h>
 
@@ -125,6 +125,24 @@ TEST(MakeSchedule, WhatIsWrongIsNamed) {
   says("reduce_lr_on_plateau", 3, {{"factor", "x"}}, "factor=\"x\"");
   says("cosin", 3, {}, "write cosine");
   says("linear", 3, Json::array({1}), "lr_scheduler_kwargs=[1]");
+}
+
+TEST(MakeSchedule, ARegisteredNameMakesItsSchedule) {
+  // [register]
+  const ScheduleFactory factory = [](const ScheduleRequest& request) -> Schedule {
+    return [every = request.kwargs.value("every", int64_t{100})](int64_t k) {
+      return 1.0 / static_cast<double>(1 + k / every);
+    };
+  };
+  register_schedule("steps-down", factory); // lr_scheduler_type
+  // [/register]
+  const Schedule made = make_schedule("steps-down", 0, 20, 1e-3, {{"every", 4}});
+  EXPECT_EQ(made(3), 1);
+  EXPECT_EQ(made(4), 0.5);
+  for (const char* name : {"", "linear", "steps-down"}) {
+    EXPECT_THROW(register_schedule(name, factory), InputError) << name;
+  }
+  EXPECT_THROW(register_schedule("none-yet", nullptr), InputError);
 }
 
 } // namespace hasten::make_schedule_test
