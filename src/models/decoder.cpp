@@ -53,15 +53,15 @@ static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& tra
   }
   const bool all = traits.windows == AttentionWindows::every_layer;
   const bool by_rotary = traits.windows == AttentionWindows::layers_without_rotary;
-  if (all || (traits.windows != AttentionWindows::none &&
-              family_option(options, "use_sliding_window", false))) {
+  const bool by_type = !all && traits.windows != AttentionWindows::none; // as transformers' classes
+  if (all || (by_type && family_option(options, "use_sliding_window", false))) {
     const bool null = options.contains("sliding_window"); // or a number
     out.window = family_option<int64_t>(options, "sliding_window", null ? 0 : 4096);
     require_option(out.window >= 0, "sliding_window=" + std::to_string(out.window),
                    "a number of tokens, or null");
   }
-  const auto types = // transformers' Mistral does not read them
-      family_option(options, all ? "" : "layer_types", std::vector<std::string>());
+  using Types = std::vector<std::string>;
+  const Types types = by_type ? family_option(options, "layer_types", Types()) : Types();
   const auto upper = family_option<int64_t>(options, "max_window_layers", 28);
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
     const auto block = static_cast<size_t>(i);
@@ -71,7 +71,7 @@ static void take_blocks(const PreTrainedConfig& config, const DecoderTraits& tra
     require_option(
         types.empty() || types[block] == "full_attention" || (slides && out.window > 0),
         "layer_types=" + joined(types) + ", sliding_window=" + std::to_string(out.window),
-        "\"full_attention\", or with a window \"sliding_attention\"");
+        "\"full_attention\", or \"sliding_attention\" with use_sliding_window and sliding_window");
     out.rotated.push_back(rotates);
     out.windowed.push_back(slides && out.window > 0);
   }

@@ -1,7 +1,6 @@
-// The registry of model families, by the model_type of config.json. hasten has the encoders "bert",
-// "distilbert", "modernbert", "roberta" and "xlm-roberta", and the decoders "gpt2", "llama", "mistral",
-// "qwen2", "qwen3" and "smollm3". A program registers others at its start; then AutoConfig and the AutoModelFor… classes
-// know them.
+// The registry of model families, by the model_type of config.json. hasten has encoders, such as
+// "bert", and decoders, such as "llama". A program registers others at its start; then AutoConfig and
+// the AutoModelFor… classes know them.
 // Threading: any thread may call every function.
 #pragma once
 
