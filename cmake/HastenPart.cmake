@@ -1,45 +1,48 @@
 # The folders of src/ are object libraries. They make three products: libhasten, libhasten_text
 # and the programs. One test binary per group of layers.
 
-# hasten_part(NAME SOURCES a.cpp… [OMP kernel.cpp…] [LIBRARIES third-party libraries…]
-#             [NO_TORCH] [LOOPS] [PRODUCT hasten_text|program])
-# OMP files use at::parallel_for: they need -fopenmp, hence no precompiled header.
-# LOOPS: the part's own loops take time, over bytes or numbers. The others wait for LibTorch, files or
-# peers: in a release build they and what they call are compiled with -O1, in three quarters of the time.
+# hasten_part(NAME SOURCES a.cpp… [KERNELS kernel.cpp… KERNEL_OPTIONS flags…]
+#             [LIBRARIES third-party libraries…] [NO_TORCH] [LOOPS] [PRODUCT hasten_text|program])
+# KERNELS: loops over elements, written for vectors, which have flags of their own and therefore no
+# precompiled header. at::parallel_for needs -fopenmp.
+# LOOPS: other loops of the part take time, too, over bytes or numbers. Without it the part waits for
+# LibTorch, files or peers: a release build compiles it with -O1, in three quarters of the time.
 # NO_TORCH parts do not see LibTorch. PRODUCT: what the part belongs to; default hasten.
 function(hasten_part name)
-  cmake_parse_arguments(PART "NO_TORCH;LOOPS" "PRODUCT" "SOURCES;OMP;LIBRARIES" ${ARGN})
-  set(target hasten_${name})
-  add_library(${target} OBJECT ${PART_SOURCES} ${PART_OMP})
-  target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/include")
-  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src")
-  target_link_libraries(${target} PRIVATE hasten_flags)
-  target_compile_features(${target} PUBLIC cxx_std_20)
-  hasten_warnings(${target})
-  if(NOT PART_NO_TORCH)
-    target_link_libraries(${target} PUBLIC LibTorch::cpu)
-    hasten_use_pch(${target} hasten_src_pch)
-  endif()
-  target_link_libraries(${target} PUBLIC nlohmann_json::nlohmann_json ${PART_LIBRARIES})
-  set(kernel "-fopenmp")
-  if(NOT PART_LOOPS AND PROJECT_IS_TOP_LEVEL)
-    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
-    list(APPEND kernel $<$<CONFIG:Release>:-O2>)
-  endif()
-  if(PART_OMP)
-    set_source_files_properties(${PART_OMP} PROPERTIES
-      COMPILE_OPTIONS "${kernel}"
-      SKIP_PRECOMPILE_HEADERS ON
-      SKIP_UNITY_BUILD_INCLUSION ON)
-  endif()
+  cmake_parse_arguments(PART "NO_TORCH;LOOPS" "PRODUCT" "SOURCES;KERNELS;KERNEL_OPTIONS;LIBRARIES" ${ARGN})
   set(product hasten)
   if(PART_PRODUCT)
     set(product ${PART_PRODUCT})
   endif()
-  set_property(GLOBAL APPEND PROPERTY HASTEN_PARTS_${product} ${target})
+  set(part hasten_${name})
+  add_library(${part} OBJECT ${PART_SOURCES})
+  set(targets ${part})
+  if(PART_KERNELS)
+    add_library(${part}_kernels OBJECT ${PART_KERNELS})
+    target_compile_options(${part}_kernels PRIVATE ${PART_KERNEL_OPTIONS})
+    list(APPEND targets ${part}_kernels)
+  endif()
+  foreach(target ${targets})
+    target_include_directories(${target} PUBLIC "${PROJECT_SOURCE_DIR}/include")
+    target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src")
+    target_link_libraries(${target} PRIVATE hasten_flags)
+    target_compile_features(${target} PUBLIC cxx_std_20)
+    hasten_warnings(${target})
+    if(NOT PART_NO_TORCH)
+      target_link_libraries(${target} PUBLIC LibTorch::cpu)
+    endif()
+    target_link_libraries(${target} PUBLIC nlohmann_json::nlohmann_json ${PART_LIBRARIES})
+    set_property(GLOBAL APPEND PROPERTY HASTEN_PARTS_${product} ${target})
+  endforeach()
+  if(NOT PART_NO_TORCH)
+    hasten_use_pch(${part} hasten_src_pch)
+  endif()
+  if(NOT PART_LOOPS AND PROJECT_IS_TOP_LEVEL)
+    target_compile_options(${part} PRIVATE $<$<CONFIG:Release>:-O1>)
+  endif()
   set_property(GLOBAL APPEND PROPERTY HASTEN_LIBRARIES_${product} ${PART_LIBRARIES})
   if(PART_NO_TORCH)
-    set_property(GLOBAL APPEND PROPERTY HASTEN_PLAIN_PARTS ${target})
+    set_property(GLOBAL APPEND PROPERTY HASTEN_PLAIN_PARTS ${targets})
   endif()
 endfunction()
 
