@@ -37,7 +37,8 @@ class CostMeasurement {
     for (const auto& [bytes, calls] : sizes) {
       for (OperationCost& operation : model_.operations) {
         if (operation.points.empty() || // on a loaded machine, too
-            spent_ + operation.seconds(bytes) * (calls + 1) < kPointsBudget) {
+            spent_ + (operation.alpha + operation.beta * static_cast<double>(bytes)) * (calls + 1) <
+                kPointsBudget) {
           add_point(operation, std::max<int64_t>(1, bytes / kElement / world_), calls);
         }
       }
@@ -92,7 +93,14 @@ class CostMeasurement {
       place = (place + 1) % places;
     });
     operation.points.push_back({bytes, seconds / static_cast<double>(parts)});
-    operation.fit();
+    const OperationCost::Point& first = operation.points.front();
+    const OperationCost::Point& last = operation.points.back();
+    if (last.bytes > first.bytes) {
+      operation.beta = std::max(
+          0.0, (last.seconds - first.seconds) / static_cast<double>(last.bytes - first.bytes));
+    }
+    operation.alpha =
+        std::max(0.0, first.seconds - operation.beta * static_cast<double>(first.bytes));
   }
 
   /// The usual seconds of a call. Collective.
@@ -121,27 +129,6 @@ class CostMeasurement {
 };
 
 } // namespace detail
-
-void OperationCost::fit() {
-  const Point& first = points.front();
-  const Point& last = points.back();
-  beta = points.size() == 1 ? 0
-                            : std::max(0.0, (last.seconds - first.seconds) /
-                                                static_cast<double>(last.bytes - first.bytes));
-  alpha = std::max(0.0, first.seconds - beta * static_cast<double>(first.bytes));
-}
-
-double OperationCost::seconds(int64_t bytes) const {
-  const auto above = std::ranges::lower_bound(points, bytes, {}, &Point::bytes);
-  if (above == points.begin()) {
-    return above->seconds;
-  }
-  const Point& below = *(above - 1);
-  const double slope = above == points.end() ? beta
-                                             : (above->seconds - below.seconds) /
-                                                   static_cast<double>(above->bytes - below.bytes);
-  return below.seconds + slope * static_cast<double>(bytes - below.bytes);
-}
 
 CostModel measure_cost_model(Communicator& group) {
   return group.world_size() > 1 ? detail::CostMeasurement(group).measure() : CostModel();

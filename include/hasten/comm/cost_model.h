@@ -1,8 +1,8 @@
 // What collectives cost between the ranks of a group: the alpha-beta model, in which an operation on
-// b bytes takes alpha + beta * b seconds, with the measured sizes between the two.
+// b bytes takes alpha + beta * b seconds.
 //
 //   const hasten::CostModel model = hasten::measure_cost_model(*communicator);
-//   model.operations.front().seconds(25 << 20); // all_reduce
+//   model.operations.front().alpha; // of all_reduce
 //
 // Threading: none needed. Design: docs/design/communication.md
 #pragma once
@@ -25,16 +25,10 @@ struct OperationCost {
   Collective::Kind kind = Collective::Kind::all_reduce;
   /// Ascending in bytes; at least one. Bytes of all ranks' rows, or of the whole tensor.
   std::vector<Point> points{};
-  /// Latency in seconds, and seconds per byte (1 / bandwidth): of the line through the first and the
-  /// last point.
+  /// Latency in seconds, and seconds per byte (1 / bandwidth), both >= 0: of the line through the first
+  /// and the last point.
   double alpha = 0;
   double beta = 0;
-
-  /// Sets alpha and beta, both >= 0, from the points.
-  void fit();
-  /// Linear between points. Below the first: its time. Above the last: its time, and beta for each
-  /// further byte.
-  double seconds(int64_t bytes) const;
 };
 
 struct CostModel {
