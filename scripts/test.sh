@@ -8,7 +8,7 @@
 #   scripts/test.sh --quick              minutes after a change of one file: builds all, and runs the
 #                                        tests of one process and of two ranks
 #   scripts/test.sh --whole              also what a release needs: each benchmark, the demo with a
-#                                        model, sources in another project
+#                                        model, an example as a project
 #   scripts/test.sh [ctest options…]     e.g. -R trainer, -L unit
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

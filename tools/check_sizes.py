@@ -27,7 +27,7 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 59722),
+    ("hasten", (), 58649),
     ("hasten_text", ("text", "models", "tasks"), 16712),
     ("the programs", ("cli",), 6925),
 )

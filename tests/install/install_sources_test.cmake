@@ -1,5 +1,5 @@
 # cmake -DSOURCE=… -DWORK=… -DGENERATOR=… -DTORCH=… -P install_sources_test.cmake
-# Compiles hasten's sources as a part of another project.
+# Compiles the project of an example, which has hasten's sources as a subfolder.
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE output
     ERROR_VARIABLE output)
@@ -13,12 +13,6 @@ file(REMOVE_RECURSE "${WORK}")
 # Nothing that is compiled here is measured.
 set(common -G "${GENERATOR}" -DCMAKE_BUILD_TYPE=Debug "-DHASTEN_TORCH=${TORCH}")
 
-run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
-  -S "${SOURCE}/tests/install/consumer" -B "${WORK}/subfolder"
-  "-DHASTEN_SOURCE=${SOURCE}")
-run("build of one part" ${CMAKE_COMMAND} --build "${WORK}/subfolder" --target hasten_base -j 2)
-
-# The project of the adopted program in the sources, as a user builds it.
 run("configure examples/adopt" ${CMAKE_COMMAND} ${common}
   -S "${SOURCE}/examples/adopt" -B "${WORK}/adopt")
 run("compile the adopted program" ${CMAKE_COMMAND} --build "${WORK}/adopt" -j 2

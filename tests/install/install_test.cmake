@@ -1,6 +1,6 @@
 # cmake -DSOURCE=… -DBUILD=… -DWORK=… -DGENERATOR=… -DTORCH=… -P install_test.cmake
 # Installs the build tree into an empty folder, moves it, and builds a user's program
-# against it.
+# against it. Then builds a part of hasten in a project that has its sources as a subfolder.
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE output
     ERROR_VARIABLE output)
@@ -86,4 +86,8 @@ refused_release(${before} "unsuitable[ \n]+version[ \n]+\"2[.]${before}[.]"
 refused_release(${after} "was[ \n]+compiled[ \n]+for[ \n]+LibTorch[ \n]+2[.]${minor}"
   "-DCMAKE_PREFIX_PATH=${WORK}/prefix")
 
+run("configure with add_subdirectory" ${CMAKE_COMMAND} ${common}
+  -S "${SOURCE}/tests/install/consumer" -B "${WORK}/subfolder"
+  "-DHASTEN_SOURCE=${SOURCE}" -DHASTEN_UNITY=ON)
+run("build of one part" ${CMAKE_COMMAND} --build "${WORK}/subfolder" --target hasten_base -j 2)
 file(REMOVE_RECURSE "${WORK}")
