@@ -144,12 +144,12 @@ class ChecksTest(unittest.TestCase):
         self.assert_good("sizes")
 
     def test_sizes_limits_only_fall(self):
-        git = ["git", "-C", str(self.root), "-c", "user.name=n", "-c", "user.email=e"]
         script = "tools/check_sizes.py"
         text = (TOOLS / "check_sizes.py").read_text()
         write(self.root, {script: re.sub(r'\("hasten", \(\), \d+\)', '("hasten", (), 9)', text)})
-        for command in (["init", "-q"], ["add", script], ["commit", "-qm", "sizes"]):
-            subprocess.run(git + command, check=True)
+        self.git("init", "-q")
+        self.git("add", script)
+        self.git("commit", "-qm", "sizes")
         code, output = self.run_check("sizes")
         self.assertEqual(code, 1, output)
         self.assertIn("the limit of hasten rose from 9 to", output)
@@ -345,6 +345,37 @@ class ChecksTest(unittest.TestCase):
     def test_headers_remembers_good_ones_only(self):
         self.assert_bad("headers", {"include/hasten/base/a.h": "std::string a();\n"}, "a.h", "b.h")
         self.assertEqual(self.run_check("headers")[0], 1)
+
+    def git(self, *command):
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        subprocess.run(["git", "-C", self.root, *identity, *command], check=True)
+
+    def test_headers_that_a_commit_has_are_good(self):
+        self.git("init", "-q")
+        self.git("add", "-A")
+        self.git("commit", "-qm", "good")
+        self.assertEqual(self.run_check("headers", "--remember"), (0, ""))
+        self.assertEqual(len((self.root / ".headers").read_text().strip()), 40)
+        # What includes the changed one is compiled again, and what is bad is not remembered.
+        write(self.root, {"include/hasten/base/a.h": "#pragma once\nstd::string a();\n"})
+        code, output = self.run_check("headers", "--remember")
+        self.assertEqual(code, 1)
+        for header in ("base/a.h", "comm/b.h"):
+            self.assertIn(header, output)
+
+    def test_cpu_minutes(self):
+        clock = [sys.executable, TOOLS / "cpu_minutes.py"]
+        parts = pathlib.Path(self.folder.name, "parts")
+        work = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass\nraise SystemExit(7)"]
+        self.assertEqual(subprocess.run([*clock, "run", parts, "busy", *work]).returncode, 7)
+        name, seconds = parts.read_text().split()
+        self.assertEqual(name, "busy")
+        self.assertGreaterEqual(float(seconds), 0.3)
+        for sample, good in ((5, False), (50, True)):  # on a machine that is ten times as slow
+            parts.write_text(f"sample {sample}\nchecks 900.0\nbusy 20.0\n")
+            result = subprocess.run([*clock, "report", parts], capture_output=True, text=True)
+            self.assertEqual(result.returncode == 0, good, result.stdout)
+            self.assertEqual("error: checks takes more" in result.stdout, not good)
 
     def run_report(self, *tests):
         """tests: (name, label, status, output)."""
