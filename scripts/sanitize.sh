@@ -83,7 +83,7 @@ changed_files() {
 
 # What was run is what a commit holds, or no commit is named.
 remember() {
-  if [[ -n $(git status --porcelain --untracked-files=normal -- . :!.headers) ]]; then
+  if [[ -n $(git status --porcelain --untracked-files=normal -- . :!.headers :!.whole) ]]; then
     say "--- .sanitized stays as it is: there are changes without a commit"
   else
     git rev-parse HEAD >.sanitized

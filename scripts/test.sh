@@ -4,7 +4,8 @@
 # Ends on ctest's closing lines; exits with 0 if all is well.
 #
 #   scripts/test.sh                      what a change must pass; adds its CPU minutes to
-#                                        benchmarks/results/check.csv
+#                                        benchmarks/results/check.csv. As --whole, if benchmarks,
+#                                        examples or the scripts of the demo differ from .whole
 #   scripts/test.sh --quick              minutes after a change of one file: builds all, and runs the
 #                                        tests of one process and of two ranks
 #   scripts/test.sh --whole              also what a release needs: each benchmark, the demo with a
@@ -64,6 +65,12 @@ compile_sample() {
     -isystem "${HASTEN_TORCH:-$cache/libtorch}/include"
 }
 
+# Whether what only --whole runs differs from the commit in .whole, which has passed it.
+scripts_have_changed() {
+  ! git diff --quiet "$(cat .whole)" -- benchmarks examples scripts/{bench,demo,packages}'*' \
+    tests/install cmake 2>/dev/null
+}
+
 closing_lines() {
   awk '/tests passed,|tests failed out of/ { found = 1 } found' "$tree/ctest.log"
 }
@@ -71,7 +78,12 @@ closing_lines() {
 cd "$root"
 record=()
 case ${1:-} in
-  '') record=(--append benchmarks/results/check.csv) ;;
+  '')
+    record=(--append benchmarks/results/check.csv)
+    if scripts_have_changed; then
+      set -- -C whole
+    fi
+    ;;
   --quick) shift && set -- -L quick "$@" ;;
   --whole) shift && set -- -C whole "$@" ;;
 esac
@@ -84,6 +96,10 @@ phase "build of the programs" build_release hasten hasten-worker
 phase "build of the tests" build_release all
 phase tests run_ctest "$@"
 phase report "$root/tools/test_report.py" "$report"
+if [[ $* == "-C whole" && -z $(git status --porcelain --untracked-files=normal -- . :!.headers) ]]; then
+  git rev-parse HEAD >.whole
+  say "--- .whole names $(cat .whole): commit it"
+fi
 ((${#record[@]})) && phase sanitizers "$root/scripts/sanitize.sh"
 "$root/tools/cpu_minutes.py" report "$minutes" "${record[@]}" >&2 || die "too many CPU minutes"
 say "--- seconds: $(printf '%s, ' "${phases[@]}" | sed 's/, $//')"

@@ -38,6 +38,17 @@ TEST(GradientNorm, EqualsTheNormInFp64OfAllTogether) {
   EXPECT_THROW(gradient_norm({}, std::nan("")), InputError);
 }
 
+TEST(GradientNorm, RowsOfOneIndexOfASparseGradientAreOneRow) {
+  const auto values = torch::tensor({{1.0F, -2.0F}, {3.0F, 1.0F}, {0.5F, 0.5F}});
+  const auto sparse =
+      torch::sparse_coo_tensor(torch::tensor({{4, 1, 4}}), values, {6, 2}); // row 4 twice
+  ASSERT_FALSE(sparse.is_coalesced());
+  for (const double p : {1.0, 2.0, double(INFINITY)}) {
+    const double expected = torch::linalg_vector_norm(sparse.to_dense(), p).item<double>();
+    EXPECT_NEAR(gradient_norm({sparse}, p), expected, 1e-6 * expected) << p;
+  }
+}
+
 TEST(GradientNorm, WhatIsNotFiniteShowsInItsTensor) {
   for (const double p : {1.0, 2.0, double(INFINITY)}) {
     for (const int64_t at : {0, 1500, 4998, 4999}) {
