@@ -19,22 +19,24 @@ report=$tree/ctest.xml
 minutes=$tree/cpu_seconds
 phases=()
 
-# CPU seconds of the processes that this one has waited for.
-children_seconds() {
-  times >"$tree/times"
-  awk -F'[ms ]+' 'END { print $1 * 60 + $2 + $3 * 60 + $4 }' "$tree/times"
+# Sets children to the CPU seconds of the processes that this one has waited for.
+count_children() {
+  times >"$tree/times" # not in a subshell, which has no children
+  children=$(awk -F'[ms ]+' 'END { print $1 * 60 + $2 + $3 * 60 + $4 }' "$tree/times")
 }
 
 # phase NAME COMMAND…: runs it and remembers the seconds it took.
 phase() {
-  local name=$1 start=$SECONDS before after
+  local name=$1 start=$SECONDS before children
   shift
-  before=$(children_seconds)
+  count_children
+  before=$children
   say "--- $name"
   "$@" || die "$name failed"
   phases+=("$name $((SECONDS - start)) s")
-  after=$(children_seconds)
-  awk "BEGIN { printf \"%s %.1f\\n\", \"$name\", $after - $before }" >>"$minutes"
+  count_children
+  awk -v name="$name" -v seconds="$children" -v before="$before" \
+    'BEGIN { printf "%s %.1f\n", name, seconds - before }' >>"$minutes"
 }
 
 check_sources() {
