@@ -233,8 +233,8 @@ void register_model_family(ModelFamily family) {
                          family.class_prefix + "\"" + (family.make ? "" : ", no make"),
                      "a family with a class_prefix and make");
   }
-  family.defaults.model_type = family.model_type;
-  detail::family_registry().add(kWhere, family.defaults.model_type, std::move(family));
+  const std::string name = family.defaults.model_type = family.model_type;
+  detail::family_registry().add(kWhere, name, std::move(family));
 }
 
 const ModelFamily& model_family(std::string_view model_type, std::string_view source) {
