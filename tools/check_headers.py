@@ -142,27 +142,21 @@ def cache_folder():
     return pathlib.Path(base) / "hasten"
 
 
-def git(root, *arguments):
-    """The lines that git prints; None if it fails."""
-    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
-    return result.stdout.splitlines() if result.returncode == 0 else None
-
-
 def changed_headers(root):
     """Names of headers that differ from the commit in .headers; None if that is not known."""
     commit = root / ".headers"
     if not commit.is_file():
         return None
-    changed = git(root, "diff", "--name-only", commit.read_text().strip(), "--", "include", "tools/check_headers.py")
-    added = git(root, "ls-files", "--others", "--exclude-standard", "--", "include")
+    changed = tree.git(root, "diff", "--name-only", commit.read_text().strip(), "--", "include", "tools/check_headers.py")
+    added = tree.git(root, "ls-files", "--others", "--exclude-standard", "--", "include")
     if changed is None or added is None or "tools/check_headers.py" in changed:
         return None
     return {name.removeprefix("include/") for name in changed + added}
 
 
 def write_commit(root):
-    head = git(root, "rev-parse", "HEAD")
-    if head and git(root, "status", "--porcelain", "--", "include") == []:
+    head = tree.git(root, "rev-parse", "HEAD")
+    if head and tree.git(root, "status", "--porcelain", "--", "include") == []:
         (root / ".headers").write_text(head[0] + "\n")
 
 

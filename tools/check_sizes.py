@@ -16,7 +16,6 @@ PART_CHAIN of one folder.
 
 import functools
 import re
-import subprocess
 
 import tree
 
@@ -232,9 +231,7 @@ def long_chains(root):
 
 def raised_limits(root):
     """The limits that are above those of the commit before."""
-    before = subprocess.run(
-        ["git", "-C", str(root), "show", "HEAD:tools/check_sizes.py"], capture_output=True, text=True
-    ).stdout
+    before = "\n".join(tree.git(root, "show", "HEAD:tools/check_sizes.py") or ())
     for name, _, limit in LIBRARIES:
         found = re.search(rf'\("{name}", .*, (\d+)\)', before)
         if found and limit > int(found[1]):

@@ -25,6 +25,12 @@ class Problem:
         return f"{self.path}:{self.line}: {self.what}"
 
 
+def git(root, *arguments):
+    """The lines that git prints; None if it fails."""
+    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    return result.stdout.splitlines() if result.returncode == 0 else None
+
+
 def files(root, folders=(), suffixes=None):
     """Paths relative to root, sorted: what git tracks or would track, else all."""
     listed = subprocess.run(
