@@ -101,7 +101,15 @@ DeviceConnections::DeviceConnections(const std::shared_ptr<GroupCore>& core,
                                      const at::Device& device)
     : core_(core), backend_(std::move(backend)), device_(device) {}
 
-DeviceConnections::~DeviceConnections() { abort(); }
+static thread_local bool watches = false; // in the thread that watches
+
+// A back end's destructor may wait for its peers. The watch of the other groups must not.
+DeviceConnections::~DeviceConnections() {
+  abort();
+  if (watches) {
+    std::thread([backend = std::move(backend_)] { const NoBrokenPipeSignal no_signal; }).detach();
+  }
+}
 
 void DeviceConnections::abort() noexcept {
   try {
@@ -203,6 +211,7 @@ void watch_connections(const std::shared_ptr<DeviceConnections>& connections) {
     if (all.empty()) {
       std::thread([] {
         const NoBrokenPipeSignal no_signal; // abort() may write to peers
+        watches = true;
         do {
           std::this_thread::sleep_for(milliseconds(50));
         } while (look_at_all());

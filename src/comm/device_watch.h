@@ -72,7 +72,7 @@ class DeviceConnections {
   void abort() noexcept;
 
   const std::weak_ptr<GroupCore> core_;
-  const c10::intrusive_ptr<c10d::Backend> backend_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
   const at::Device device_;
   std::mutex mutex_; // guards the members below
   std::deque<std::shared_ptr<Flight>> flights_; // in the order of their starts, which they end in

@@ -116,13 +116,14 @@ void Liveness::loop() {
     in_exchange_ = false;
     looks_done_ = look;
     changed_.notify_all();
-    if (stopping_ || last || !store()) {
+    if (last || !store()) {
       return;
     }
-    if (!failed_ || reported) {
+    if (!stopping_ && (!failed_ || reported)) {
       changed_.wait_for(lock, watch_.interval(), wanted);
     }
-    if (stopping_) {
+    // The peers wait for the report of a rank that leaves after a failure.
+    if (stopping_ && !report_) {
       return;
     }
   }

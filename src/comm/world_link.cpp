@@ -386,14 +386,17 @@ void WorldLink::disconnect(milliseconds limit) {
 /// All ranks have agreed to leave.
 void WorldLink::part() {
   liveness_->leave(milliseconds(1000));
-  std::future<bool> gone =
-      store_->post<bool>([others = world().world_size - 1, last = world().rank == 0](
-                             c10d::Store& store, const std::atomic<bool>& cancelled) {
+  std::future<bool> gone = store_->post<bool>(
+      [others = world().world_size - 1, last = world().rank == 0, ends = !launcher_serves(world())](
+          c10d::Store& store, const std::atomic<bool>& cancelled) {
         if (!last) {
           store.add("gone", 1);
         }
+        // The others wait until the store has ended, because a later world at this port would
+        // find it. check() throws then.
         StorePause pause;
-        while (last && !cancelled && store.add("gone", 0) < others) {
+        while (!cancelled &&
+               (last ? store.add("gone", 0) < others : ends && store.check({"gone"}))) {
           pause();
         }
         return true;

@@ -2,12 +2,15 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "hasten/base/error.h"
+#include "hasten/comm/backend.h"
 #include "support/device_backend.h"
 #include "support/spawn.h"
 #include "support/test_device.h"
@@ -92,6 +95,46 @@ TEST(DeviceFault, ARankThatNeverComesIsNamedAtTheTimeout) {
                            {.kind = FaultKind::late, .rank = 1, .delay = milliseconds(4'000)});
   expect_said(ranks[0], "all_reduce \"bucket\": timed out after 2.0 s: rank 1", 3.8);
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "timed out after 2.0 s: rank 1", ranks[1].error);
+}
+
+/// The thread that watches holds this back end when its group goes, and then waits in its
+/// destructor, as in that of a Gloo group whose peers are slow.
+struct SlowEnd final : c10d::Backend {
+  using c10d::Backend::Backend;
+  c10d::ErrorType getError() override {
+    looks = true;
+    while (!gone) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    return c10d::ErrorType::SUCCESS;
+  }
+  ~SlowEnd() override { std::this_thread::sleep_for(milliseconds(6000)); }
+
+  static inline std::atomic<bool> looks{false};
+  static inline std::atomic<bool> gone{false};
+};
+
+HASTEN_RANK_FUNCTION(DeviceReducesAfterASlowEnd) {
+  register_device_backend("slow end", test_device().type(), [](const auto& context) {
+    return c10::make_intrusive<SlowEnd>(context.rank, context.world_size);
+  });
+  const auto slow =
+      Communicator::create(rank.world(), {.device = test_device(), .backend = "slow end"});
+  while (!SlowEnd::looks) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  slow->close();
+  SlowEnd::gone = true;
+  const auto comm = device_world(rank.world(), 0, {});
+  const at::Tensor x = at::ones({1000}, test_device());
+  comm->all_reduce(x, ReduceOp::SUM, "bucket");
+  rank.fault_here();
+  comm->all_reduce(x, ReduceOp::SUM, "bucket");
+}
+
+TEST(DeviceFault, TheSlowEndOfAGroupDoesNotKeepTheNextFromAPeersFailure) {
+  const auto ranks = spawn(2, "DeviceReducesAfterASlowEnd", {.kind = FaultKind::kill, .rank = 1});
+  expect_said(ranks[0], "all_reduce \"bucket\": rank 1 died", 4);
 }
 
 HASTEN_RANK_FUNCTION(DeviceShrinks) {

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <thread>
@@ -22,8 +23,20 @@ static bool comes_true(const std::function<bool()>& condition) {
 
 using Ranks = std::vector<std::shared_ptr<Liveness>>;
 
-static Ranks three_ranks() {
-  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+/// Answers only while it is open.
+class SlowStore final : public c10d::HashStore {
+ public:
+  std::atomic<bool> open{true};
+
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    while (!open) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    HashStore::set(key, value);
+  }
+};
+
+static Ranks three_ranks(const StorePtr& store = c10::make_intrusive<c10d::HashStore>()) {
   store->set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
   std::vector<Hello> hellos;
   for (int rank = 0; rank < 3; ++rank) {
@@ -64,6 +77,21 @@ TEST(Liveness, NamesWhoIsLostBehindAFailureToo) {
 
   ranks[1]->stop(milliseconds(1000));
   EXPECT_TRUE(comes_true([&] { return ranks[0]->lost() == Lost{false, true, true}; }));
+}
+
+// The end of a communicator follows its abort at once. A busy store answers later than both wait.
+TEST(Liveness, ARankThatLeavesBeforeTheStoreAnswersStillReportsItsFailure) {
+  const auto store = c10::make_intrusive<SlowStore>();
+  const Ranks ranks = three_ranks(store);
+  ASSERT_TRUE(ranks[1]->look(milliseconds(5000)));
+  store->open = false;
+  std::this_thread::sleep_for(milliseconds(100)); // its thread waits for the store
+  ranks[1]->fail({11, "", "rank 11 failed: no memory", ""}, milliseconds(50));
+  EXPECT_TRUE(ranks[1]->failed());
+  ranks[1]->stop(milliseconds(50));
+  store->open = true;
+  ASSERT_TRUE(comes_true([&] { return ranks[0]->failed(); }));
+  EXPECT_EQ(ranks[0]->cause().text, "rank 11 failed: no memory");
 }
 
 // If a rank's thread was delayed, its peers may have its value and be in a later operation. Only a
