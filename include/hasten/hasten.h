@@ -10,6 +10,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/core/block_call.h"
 #include "hasten/data/loader.h"
+#include "hasten/exported/exported_module.h"
 #include "hasten/launch/launch.h"
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/metrics/classification.h"

@@ -288,6 +288,18 @@ TEST(Ladder, AHookSendsLessLearnsAndWithFeedbackLosesLittle) {
   }
 }
 
+TEST(Ladder, AModuleThatPythonExportedLearns) {
+  for (const int nproc : {1, 2}) {
+    const std::string out = run_example(nproc, {"19_exported_module", HASTEN_EXAMPLES_FOLDER
+                                                "/../tests/golden/exported/conv_net.pt2"})
+                                .out;
+    EXPECT_NE(out.find(", 3, 6, 6]\noutputs: output\nblocks: blocks.0, blocks.1\n"),
+              std::string::npos)
+        << out;
+    EXPECT_LT(number_after(out, "loss of the last step:"), 0.3) << out;
+  }
+}
+
 TEST(Ladder, EveryWayOfAccumulatingGivesTheSameParameters) {
   for (const int rows : {kRaggedRows, kLonelyRows}) {
     const auto by_hand = run_step("02_accumulation_by_hand", rows).parameters;

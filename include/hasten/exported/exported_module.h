@@ -1,0 +1,158 @@
+// A module that PyTorch's torch.export wrote, as a torch::nn::Module: any model that Python can
+// export trains here, without Python.
+//
+//   auto net = hasten::ExportedModule::load("resnet.pt2");
+//   auto logits = net->forward({{"x", images}}).at("logits");
+//
+// In Python, once, with sizes that may change named by Dim.DYNAMIC:
+//
+//   program = torch.export.export(model.train(), (), {"x": images}, dynamic_shapes={"x": {0: Dim.DYNAMIC}})
+//   torch.export.save(program, "resnet.pt2")
+//
+// The file is a graph of ATen operators, and weights. The operators are called one after the other
+// through LibTorch's dispatcher, so autograd, autocast and devices work as for a module in C++, and
+// with equal inputs results and gradients have the bits of Python's. It has time and memory of Python without
+// compilation: a value is freed after its last use.
+//
+// Modes: a program that was exported in training mode serves both modes. In evaluation, dropout,
+// batch_norm and scaled_dot_product_attention are called with their flag off, and operators that
+// write a buffer do not run. A model whose own code asks for the mode needs two programs in the file,
+// "train" and "eval": package_pt2(path, exported_programs={"train": a, "eval": b}).
+// Blocks: consecutive operators of one numbered submodule (encoder.layer.0) run as one call of
+// call_block, so they are units of FSDP and of activation checkpointing.
+// Threading: one thread per module, as for torch::nn::Module.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "hasten/core/stateful.h"
+
+namespace hasten {
+
+/// An input of an exported module.
+struct ExportedInput {
+  std::string name{};
+  at::ScalarType dtype = at::kFloat;
+  /// Each size: a number where the export fixed it, else the name of what it stands for. Sizes of one
+  /// name are equal in a call.
+  std::vector<std::string> sizes{};
+};
+
+struct ExportedModuleOptions {
+  /// Whether numbered submodules are called as blocks. Without blocks, FSDP gathers the whole module,
+  /// and activation checkpointing finds nothing to recompute. Costs nothing.
+  bool blocks = true;
+  /// Whether hasten's operators run instead of torch's where they are quicker: fast_linear (linear.h) for
+  /// aten.linear. False: the bits of Python. Costs nothing.
+  bool substitutions = true;
+};
+
+namespace detail {
+
+struct ExportedProgram;
+
+/// Runs one segment of a program's graph.
+struct ExportedCall {
+  std::shared_ptr<const ExportedProgram> program{};
+  std::shared_ptr<const torch::nn::Module> root{}; // alive until a recomputation in backward
+  size_t segment = 0;
+  at::Device device = at::kCPU;
+  bool training = true;
+};
+
+/// A submodule: parameters, buffers and, if it is a block, a segment of the graph.
+class ExportedPart : public torch::nn::Module {
+ public:
+  struct Values {
+    std::vector<at::Tensor> tensors{};
+    std::vector<c10::IValue> numbers{}; // sizes
+    template <typename Visit>
+    friend void flatten(Visit& visit, Values& values) {
+      visit(values.tensors);
+    }
+  };
+
+  ExportedPart() : torch::nn::Module("ExportedPart") {}
+  Values forward(Values inputs, const ExportedCall& call);
+  /// The parameter or buffer that is now in this place.
+  const at::Tensor& leaf(bool buffer, size_t index) const;
+  /// Register a tensor and return its place.
+  size_t add_buffer(const std::string& name, const at::Tensor& buffer);
+  size_t add_parameter(const std::string& name, const at::Tensor& parameter, bool requires_grad);
+  using torch::nn::Module::to;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+
+ private:
+  std::vector<at::Tensor> buffers_in_order_{}; // the registered ones
+};
+
+} // namespace detail
+
+class ExportedModuleImpl : public detail::ExportedPart {
+ public:
+  /// Called by ExportedModule::load().
+  ExportedModuleImpl(const std::filesystem::path& path, const ExportedModuleOptions& options);
+
+  /// The outputs by name: keys of a dictionary or of a dataclass; "0", "1" … of a tuple; "output" for a
+  /// single tensor; "hidden_states.0" inside another. Outputs that are None are left out.
+  /// Throws InputError that names the input and the signature for an input that is missing or
+  /// unknown, and for a dtype or a size that was not exported. Errors of operators name the operator, its
+  /// module and the line of Python.
+  NamedTensors forward(const NamedTensors& inputs);
+  /// The same with inputs in the order of inputs().
+  NamedTensors forward(const std::vector<at::Tensor>& inputs);
+
+  /// The inputs of the mode, in the order of Python's forward.
+  const std::vector<ExportedInput>& inputs() const;
+  /// Names of the outputs.
+  const std::vector<std::string>& outputs() const;
+  /// "x: Float [s77, 3, 32, 32]", one line for each input, then one for the outputs and one for the blocks.
+  std::string describe() const;
+  /// Names of the submodules that are called as blocks, in the order of their first call.
+  std::vector<std::string> block_names() const;
+  /// Parameters that no operator reads. They do not require gradients, so DDP needs no
+  /// find_unused_parameters.
+  const std::vector<std::string>& unused_parameters() const { return unused_; }
+
+  /// Writes model.pt2, without weights, and model.safetensors into an existing folder. load() reads the
+  /// folder, and Hugging Face reads the weights. Local: call it on one rank. Throws Error with path and reason.
+  void save(const std::filesystem::path& folder) const;
+  /// Writes model.pt2 alone. Accelerator::save_model() writes the weights of a sharded module.
+  void save_graph(const std::filesystem::path& folder) const;
+
+ private:
+  const detail::ExportedProgram& mode() const;
+  NamedTensors run(const detail::ExportedProgram& program, std::vector<c10::IValue> frame);
+
+  std::filesystem::path file_;
+  /// One program, or those of training and evaluation.
+  std::vector<std::shared_ptr<const detail::ExportedProgram>> programs_{};
+  std::vector<std::string> unused_{};
+};
+
+class ExportedModule : public torch::nn::ModuleHolder<ExportedModuleImpl> {
+ public:
+  using torch::nn::ModuleHolder<ExportedModuleImpl>::ModuleHolder;
+
+  /// Reads a file of torch.export.save() or package_pt2(), or a folder with such a file, model.pt2, and
+  /// model.safetensors or its index. Weights of the folder come before those of the file. Local.
+  /// In deferred_init() weights are read where they are needed, so each rank of FSDP reads its part.
+  /// Memory: the weights.
+  /// Throws InputError if a file is missing or damaged, was written by another major version of the format,
+  /// has an operator that this LibTorch lacks or that hasten does not allow, or a weight is missing or has
+  /// another shape.
+  static ExportedModule load(const std::filesystem::path& path,
+                             const ExportedModuleOptions& options = {});
+};
+
+} // namespace hasten

@@ -1,0 +1,264 @@
+// Programs that PyTorch exported give PyTorch's results and gradients.
+#include <caffe2/serialize/inline_container.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <nlohmann/json.hpp>
+
+#include "exported_rig.h"
+#include "hasten/activation_checkpoint/gradient_checkpointing.h"
+#include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/parallel/fully_shard.h"
+#include "support/error_of.h"
+#include "support/temporary_folder.h"
+
+namespace hasten::exported_test {
+
+using testing_support::error_of;
+
+static const std::vector<std::pair<std::string, int>> kPrograms{
+    {"encoder", 3}, {"conv_net", 3}, {"experts", 3}, {"two_modes", 2}}; // with their cases
+
+static ExportedModule load(const std::string& name, const ExportedModuleOptions& options = {}) {
+  return ExportedModule::load(golden_path(name + ".pt2"), options);
+}
+
+static void expect_close(const NamedTensors& got, const NamedTensors& want,
+                         const std::string& where) {
+  ASSERT_EQ(got.size(), want.size()) << where;
+  for (const auto& [name, tensor] : want) {
+    ASSERT_TRUE(got.contains(name)) << where << " " << name;
+    EXPECT_LE(relative_difference(got.at(name), tensor), 1e-5) << where << " " << name;
+  }
+}
+
+/// A tied parameter has its first name, as in Python.
+static NamedTensors gradients_of(const ExportedModule& module) {
+  NamedTensors gradients;
+  for (const auto& parameter : module->named_parameters()) {
+    if (parameter.value().grad().defined() && parameter.key() != "head.weight") {
+      gradients[parameter.key()] = parameter.value().grad();
+    }
+  }
+  return gradients;
+}
+
+TEST(Exported, ResultsGradientsStatisticsAndEvaluationArePyTorchs) {
+  for (const auto& [program, cases] : kPrograms) {
+    for (int i = 0; i < cases; ++i) {
+      for (const bool substitutions : {false, true}) {
+        const std::string name = program + "/" + std::to_string(i);
+        SCOPED_TRACE(name + (substitutions ? "" : ", PyTorch's operators"));
+        const GoldenCase golden = golden_case(name);
+        ExportedModule module = load(program, {.substitutions = substitutions});
+        const NamedTensors outputs = module->forward(golden.in);
+        expect_close(outputs, golden.out, "output");
+        loss_of(outputs).backward();
+        expect_close(gradients_of(module), golden.grad, "gradient");
+        NamedTensors buffers;
+        for (const auto& buffer : module->named_buffers()) {
+          buffers[buffer.key()] = buffer.value();
+        }
+        expect_close(buffers, golden.after, "buffer");
+        module->eval();
+        const at::NoGradGuard no_grad;
+        expect_close(module->forward(golden.in), golden.eval, "evaluation");
+        for (const auto& [key, buffer] : buffers) { // evaluation writes none
+          EXPECT_TRUE(buffer.equal(golden.after.at(key)) ||
+                      relative_difference(buffer, golden.after.at(key)) < 1e-5);
+        }
+      }
+    }
+  }
+}
+
+TEST(Exported, DropoutFollowsTheModuleWhereItWasOn) {
+  ExportedModule module = load("dropped");
+  const Tensor x = golden_case("dropped/0").in.at("x");
+  const auto run = [&] { return module->forward({{"x", x}}); };
+  torch::manual_seed(1);
+  const NamedTensors first = run();
+  const NamedTensors second = run();
+  EXPECT_FALSE(first.at("0").equal(second.at("0")));
+  EXPECT_FALSE(first.at("1").equal(second.at("1")));
+  EXPECT_TRUE(first.at("2").equal(x));
+  torch::manual_seed(1);
+  EXPECT_TRUE(run().at("0").equal(first.at("0")));
+  module->eval();
+  EXPECT_LE(relative_difference(run().at("0"), golden_case("dropped/0").eval.at("0")), 1e-5);
+  EXPECT_TRUE(run().at("1").equal(run().at("1")));
+  EXPECT_LE(relative_difference(run().at("1"), golden_case("dropped/0").eval.at("1")), 1e-5);
+}
+
+TEST(Exported, ItsModulesAndNamesAreThoseOfPython) {
+  ExportedModule module = load("encoder");
+  const auto parameters = module->named_parameters();
+  EXPECT_EQ(parameters["head.weight"].unsafeGetTensorImpl(),
+            parameters["words.weight"].unsafeGetTensorImpl());
+  EXPECT_TRUE(parameters.contains("layers.1.attention.qkv.bias"));
+  EXPECT_FALSE(parameters["frozen"].requires_grad());
+  EXPECT_FALSE(module->named_buffers().contains("frequencies")); // not part of Python's state
+  EXPECT_EQ(module->unused_parameters(), std::vector<std::string>{"unused"});
+  EXPECT_EQ(module->block_names(), (std::vector<std::string>{"layers.0", "layers.1", "shared.0"}));
+  EXPECT_EQ(repeated_blocks(*module).size(), 3u);
+  EXPECT_EQ(module->outputs(), (std::vector<std::string>{"logits", "more.0", "more.1"}));
+  EXPECT_EQ(module->describe().substr(0, 18), "input_ids: Long [s");
+}
+
+TEST(Exported, AParameterThatIsReplacedIsUsedInTheNextCall) {
+  ExportedModule module = load("two_modes");
+  const Tensor x = golden_case("two_modes/0").in.at("x");
+  const auto weight = module->named_parameters()["linear.weight"];
+  {
+    const at::NoGradGuard no_grad;
+    weight.set_data(at::zeros({4, 4}));
+  }
+  const Tensor y = module->forward({{"x", x}}).at("y");
+  EXPECT_TRUE(y[0].equal(at::tanh(module->named_parameters()["linear.bias"])));
+}
+
+TEST(Exported, BlocksAreRecomputedWithTheSameGradients) {
+  for (const char* name : {"encoder", "conv_net"}) {
+    const GoldenCase golden = golden_case(std::string(name) + "/0");
+    NamedTensors gradients[3];
+    for (const int way : {0, 1, 2}) {
+      ExportedModule module = load(name, {.blocks = way > 0});
+      if (way == 2) {
+        gradient_checkpointing_enable(module);
+      }
+      loss_of(module->forward(golden.in)).backward();
+      gradients[way] = gradients_of(module);
+      EXPECT_EQ(way == 2, gradient_checkpointing_enabled(module.ptr()) &&
+                              gradient_checkpointing_called(module.ptr()));
+    }
+    for (const auto& [key, gradient] : gradients[0]) {
+      EXPECT_TRUE(gradient.equal(gradients[1].at(key)) && gradient.equal(gradients[2].at(key)))
+          << key;
+    }
+  }
+}
+
+TEST(Exported, SavesAFolderThatGivesTheSameModule) {
+  const testing_support::TemporaryFolder folder;
+  ExportedModule module = load("encoder");
+  {
+    const at::NoGradGuard no_grad;
+    for (const Tensor& parameter : module->parameters()) {
+      parameter.mul_(1.25);
+    }
+  }
+  module->save(folder.path());
+  EXPECT_LT(std::filesystem::file_size(folder.path() / "model.pt2"),
+            std::filesystem::file_size(golden_path("encoder.pt2")));
+  ExportedModule again = ExportedModule::load(folder.path());
+  const GoldenCase golden = golden_case("encoder/1");
+  EXPECT_TRUE(
+      again->forward(golden.in).at("logits").equal(module->forward(golden.in).at("logits")));
+  std::filesystem::remove(folder.path() / "model.safetensors");
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "take 0 bytes",
+                      error_of<InputError>([&] { ExportedModule::load(folder.path()); }));
+}
+
+TEST(Exported, AnInputThatWasNotExportedIsRefusedByName) {
+  ExportedModule module = load("encoder");
+  const NamedTensors good = golden_case("encoder/0").in;
+  const auto said = [&](const std::string& name, const Tensor& value) {
+    NamedTensors inputs = good;
+    inputs[name] = value;
+    return error_of<InputError>([&] { module->forward(inputs); });
+  };
+  const auto expect = [](const std::string& part, const std::string& text) {
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, part, text);
+  };
+  const Tensor ids = good.at("input_ids");
+  expect("input labels", said("labels", ids));
+  expect("export the module with a tensor for it", said("labels", ids));
+  expect("input typo", said("typo", ids));
+  expect("input input_ids: dtype=Float", said("input_ids", ids.to(at::kFloat)));
+  expect("2 sizes of Long", said("input_ids", ids[0]));
+  expect("as in input input_ids", said("attention_mask", at::ones({3, 6}, at::kLong)));
+  expect("at least 1 at dimension 0", said("input_ids", ids.slice(0, 0, 0)));
+  expect("input attention_mask is missing",
+         error_of<InputError>([&] { module->forward({{"input_ids", ids}}); }));
+  expect("input images: dtype=Float, sizes=[2, 4, 6, 6]. Expected 3 at dimension 1",
+         error_of<InputError>(
+             [&] { load("conv_net")->forward({{"images", at::zeros({2, 4, 6, 6})}}); }));
+  expect("aten.embedding.default of module words (exported.py:", said("input_ids", ids + 100));
+}
+
+TEST(Exported, AFileThatIsDamagedIsRefused) {
+  const testing_support::TemporaryFolder folder;
+  const auto path = folder.path() / "x.pt2";
+  const auto said = [&](const std::string& bytes) {
+    std::ofstream(path, std::ios::binary) << bytes;
+    return error_of<InputError>([&] { ExportedModule::load(path); });
+  };
+  const std::string good = read_file(golden_path("two_modes.pt2"));
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "is no file",
+                      error_of<InputError>([&] { ExportedModule::load(folder.path() / "y.pt2"); }));
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "damaged", said(""));
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "damaged", said(good.substr(0, good.size() / 2)));
+  std::string changed = good;
+  changed[changed.find("aten.linear.default")] = 'b';
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "damaged", said(changed)); // its checksum differs
+}
+
+/// Writes two_modes.pt2 with another program for training.
+static void write_changed(const std::filesystem::path& path,
+                          const std::function<void(nlohmann::json&)>& change) {
+  caffe2::serialize::PyTorchStreamReader reader(golden_path("two_modes.pt2"));
+  caffe2::serialize::PyTorchStreamWriter writer(path.string());
+  for (const std::string& record : reader.getAllRecords()) {
+    const auto [data, size] = reader.getRecord(record);
+    std::string bytes(static_cast<const char*>(data.get()), size);
+    if (record == "models/train.json") {
+      nlohmann::json program = nlohmann::json::parse(bytes);
+      change(program);
+      bytes = program.dump();
+    }
+    if (!record.starts_with(".data/") && record != "byteorder") {
+      writer.writeRecord(record, bytes.data(), bytes.size());
+    }
+  }
+  writer.writeEndOfFile();
+}
+
+TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
+  const testing_support::TemporaryFolder folder;
+  const auto said = [&](const std::function<void(nlohmann::json&)>& change) {
+    write_changed(folder.path() / "x.pt2", change);
+    return error_of<InputError>([&] { ExportedModule::load(folder.path() / "x.pt2"); });
+  };
+  EXPECT_EQ(said([](nlohmann::json&) {}), "");
+  const auto node = [](nlohmann::json& program) -> nlohmann::json& {
+    return program["graph_module"]["graph"]["nodes"][0];
+  };
+  const std::vector<std::pair<std::string, std::function<void(nlohmann::json&)>>> changes{
+      {"has version 9.", [](auto& p) { p["schema_version"]["major"] = 9; }},
+      {"calls aten.from_file.default",
+       [&](auto& p) { node(p)["target"] = "torch.ops.aten.from_file.default"; }},
+      {"calls mine.linear.default",
+       [&](auto& p) { node(p)["target"] = "torch.ops.mine.linear.default"; }},
+      {"has higher_order.cond",
+       [&](auto& p) { node(p)["target"] = "torch.ops.higher_order.cond"; }},
+      {"aten.linear.default has no argument wight",
+       [&](auto& p) {
+         node(p)["inputs"].push_back(node(p)["inputs"][1]);
+         node(p)["inputs"].back()["name"] = "wight";
+       }},
+      {"lacks its argument weight", [&](auto& p) { node(p)["inputs"].erase(1); }},
+      {"aten.linear.default's weight is",
+       [&](auto& p) { node(p)["inputs"][1]["arg"] = {{"as_string", "w"}}; }},
+      {"reads nothing, which no earlier operator makes",
+       [&](auto& p) { node(p)["inputs"][1]["arg"] = {{"as_tensor", {{"name", "nothing"}}}}; }},
+      {"makes x twice", [&](auto& p) { node(p)["outputs"][0] = {{"as_tensor", {{"name", "x"}}}}; }},
+      {"is damaged", [](auto& p) { p["graph_module"].erase("signature"); }},
+      {"is damaged", [](auto& p) { p["graph_module"]["graph"]["nodes"] = 3; }}};
+  for (const auto& [part, change] : changes) {
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, part, said(change));
+  }
+}
+
+} // namespace hasten::exported_test
