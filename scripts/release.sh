@@ -38,6 +38,7 @@ build/golden/bin/python tools/check_generation.py
 build/golden/bin/python tools/check_adapters.py
 build/golden/bin/python tools/check_tokenizers.py
 build/golden/bin/python tools/check_keys.py
+OMP_NUM_THREADS=1 build/golden/bin/python tools/check_exported.py
 scripts/site.sh
 tools/check_report.py --programs build/release/bin
 mapfile -t benchmarks < <(scripts/bench.sh --list | awk '{ print $1 }')

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "exported_program.h"
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/core/block_call.h"
@@ -110,8 +112,10 @@ class FolderWeights {
   std::optional<ShardedSafetensorsReader> sharded_{};
 };
 
-/// The file's own values, or those of the folder. Tied names share one tensor.
-static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& folder) {
+/// The file's own values, or those of the folder. Tied names share one tensor. `values`: false for
+/// parameters without values.
+static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& folder,
+                                 bool values) {
   if (!folder.present()) {
     return file.values;
   }
@@ -122,10 +126,14 @@ static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& f
   }
   NamedTensors weights;
   for (const auto& [place, names] : tied) {
+    if (const WeightMeta& meta = file.weights.at(names[0]); !values && meta.parameter) {
+      weights[names[0]] = at::empty(meta.sizes, at::TensorOptions(meta.dtype));
+      continue;
+    }
     const auto stored =
         std::ranges::find_if(names, [&](const auto& name) { return folder.contains(name); });
     if (stored == names.end()) {
-      throw InputError(detail::kExportedLoad,
+      throw InputError(kExportedLoad,
                        std::string(kWeightsFile) + " has no tensor " + joined(names, " or "),
                        "each weight of the program", "use the folder that was exported");
     }
@@ -133,7 +141,7 @@ static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& f
     const at::Tensor value = in_deferred_init() ? folder.mapped(*stored) : folder.read(*stored);
     if (value.sizes() != at::IntArrayRef(meta.sizes)) {
       throw InputError(
-          detail::kExportedLoad,
+          kExportedLoad,
           std::string(kWeightsFile) + ": " + *stored + " has sizes=" + c10::str(value.sizes()),
           c10::str(at::IntArrayRef(meta.sizes)), "export the module again with these weights");
     }
@@ -172,9 +180,7 @@ class ModuleTree {
     for (const std::string& path : blocks) {
       add_path(path);
     }
-    for (const auto& [path, children] : children_) {
-      make(path);
-    }
+    std::ranges::for_each(order_, [this](const std::string& path) { make(path); });
   }
 
   ExportedPart& part(const std::string& path) { return path.empty() ? root_ : *parts_.at(path); }
@@ -190,6 +196,7 @@ class ModuleTree {
     if (children_.try_emplace(path).second && !path.empty()) {
       add_path(parent_of(path));
       children_[parent_of(path)].insert(last_of(path));
+      order_.push_back(path);
     }
   }
 
@@ -207,11 +214,7 @@ class ModuleTree {
     return list != lists_.end() ? static_cast<torch::nn::Module&>(*list->second) : part(path);
   }
 
-  /// In the order of paths: a parent comes before its children.
   void make(const std::string& path) {
-    if (path.empty()) {
-      return;
-    }
     const std::string name = last_of(path);
     if (const auto list = lists_.find(parent_of(path)); list != lists_.end()) {
       const size_t index = *parse_number<size_t>(name);
@@ -232,29 +235,37 @@ class ModuleTree {
   const std::set<std::string>& blocks_;
   std::set<std::string> with_tensors_{}; // modules that have parameters or buffers of their own
   std::map<std::string, std::set<std::string>> children_{}; // by path
+  std::vector<std::string> order_{}; // as in Python, a parent before its children
   std::map<std::string, std::shared_ptr<ExportedPart>> parts_{};
   std::map<std::string, std::shared_ptr<torch::nn::ModuleListImpl>> lists_{};
 };
 
-/// Registers the leaf's tensor in its part, unless another program has. `places`: of the leaves so far.
+/// Where tensors have been registered: by name, or by `WeightMeta::place` if tied ones are one.
+using LeafPlaces = std::map<std::string, std::pair<const ExportedPart*, size_t>>;
+
+/// Registers the leaf's tensor in its part, unless another program or a tied name has.
 static void place_leaf(ExportedLeaf& leaf, ExportedPart& part, const ProgramFile& file,
-                       const NamedTensors& weights, std::map<std::string, size_t>& places) {
-  const auto known = places.find(leaf.name);
-  if (known == places.end()) {
+                       const NamedTensors& weights, bool once, LeafPlaces& places) {
+  const auto meta = file.weights.find(leaf.name);
+  if (meta == file.weights.end()) {
+    throw InputError(kExportedLoad,
+                     "the program reads " + leaf.name + ", which the file does not describe",
+                     "each weight in the file");
+  }
+  const std::string& key = once ? meta->second.place : leaf.name;
+  if (!places.contains(key)) {
+    const std::string name = last_of(leaf.name);
     const auto value = weights.find(leaf.name);
     if (value == weights.end()) {
       throw InputError(kExportedLoad, "the program reads " + leaf.name + ", which has no values",
                        "each weight in the file");
     }
-    const std::string name = last_of(leaf.name);
-    leaf.index = leaf.buffer ? part.add_buffer(name, value->second)
-                             : part.add_parameter(name, value->second,
-                                                  file.weights.at(leaf.name).requires_grad);
-    places.emplace(leaf.name, leaf.index);
-  } else {
-    leaf.index = known->second;
+    const size_t index = leaf.buffer
+                             ? part.add_buffer(name, value->second)
+                             : part.add_parameter(name, value->second, meta->second.requires_grad);
+    places.emplace(key, std::pair(&part, index));
   }
-  leaf.owner = &part;
+  std::tie(leaf.owner, leaf.index) = places.at(key);
 }
 
 /// Slots of leaves that are read outside of blocks, and whether any node reads a leaf.
@@ -325,21 +336,29 @@ static std::vector<std::shared_ptr<ExportedProgram>> read_programs(
 
 using detail::ExportedProgram;
 
-ExportedModuleImpl::ExportedModuleImpl(const std::filesystem::path& path,
+std::shared_ptr<const detail::ProgramFile> detail::read_exported_file(const fs::path& path,
+                                                                      bool values) {
+  const bool folder = fs::is_directory(path);
+  const bool beside = folder && FolderWeights(path).present();
+  return std::make_shared<const ProgramFile>(
+      read_program_file(folder ? path / kProgramFile : path, values && !beside));
+}
+
+ExportedModuleImpl::ExportedModuleImpl(const detail::ProgramFile& file,
                                        const ExportedModuleOptions& options)
-    : file_(std::filesystem::is_directory(path) ? path / detail::kProgramFile : path) {
-  const detail::FolderWeights folder(std::filesystem::is_directory(path) ? path : "");
-  const detail::ProgramFile file = detail::read_program_file(file_, !folder.present());
+    : file_(file.path) {
+  const bool in_folder = file_.filename() == detail::kProgramFile;
+  const detail::FolderWeights folder(in_folder ? detail::folder_of(file_) : "");
   const auto programs = detail::read_programs(file, file_, options);
   const std::set<std::string> blocks = detail::whole_blocks(programs);
   detail::ModuleTree tree(*this, programs, blocks);
-  const NamedTensors weights = detail::load_weights(file, folder);
-  std::map<std::string, size_t> places;
+  const NamedTensors weights = detail::load_weights(file, folder, options.weights);
+  detail::LeafPlaces places;
   for (const auto& program : programs) {
     for (detail::ExportedLeaf& leaf : program->leaves) {
       if (!leaf.name.empty()) {
         const std::string parent = detail::parent_of(leaf.name);
-        detail::place_leaf(leaf, tree.part(parent), file, weights, places);
+        detail::place_leaf(leaf, tree.part(parent), file, weights, !options.weights, places);
         if (!parent.empty()) {
           program->owners.push_back(tree.shared_part(parent));
         }
@@ -451,6 +470,24 @@ NamedTensors ExportedModuleImpl::run(const ExportedProgram& program,
 const std::vector<ExportedInput>& ExportedModuleImpl::inputs() const { return mode().inputs; }
 const std::vector<std::string>& ExportedModuleImpl::outputs() const { return mode().outputs; }
 
+std::string ExportedModuleImpl::output_layer(const std::string& output) const {
+  const ExportedProgram& program = *programs_[0];
+  const auto name = std::ranges::find(program.outputs, output);
+  const int slot =
+      name == program.outputs.end()
+          ? -1
+          : program.graph.outputs[static_cast<size_t>(name - program.outputs.begin())].slot;
+  for (const detail::GraphNode& node : program.graph.nodes) {
+    if (slot >= 0 && node.target == "aten.linear.default" && node.outputs[0].slots[0] == slot) {
+      const auto weight = program.leaf_of.find(node.arguments[1].slot);
+      return weight == program.leaf_of.end()
+                 ? ""
+                 : detail::parent_of(program.leaves[weight->second].name);
+    }
+  }
+  return {};
+}
+
 std::vector<std::string> ExportedModuleImpl::block_names() const {
   std::vector<std::string> names;
   for (const detail::GraphSegment& segment : mode().graph.segments) {
@@ -484,7 +521,8 @@ void ExportedModuleImpl::save(const std::filesystem::path& folder) const {
 
 ExportedModule ExportedModule::load(const std::filesystem::path& path,
                                     const ExportedModuleOptions& options) {
-  return ExportedModule(std::make_shared<ExportedModuleImpl>(path, options));
+  return ExportedModule(std::make_shared<ExportedModuleImpl>(
+      *detail::read_exported_file(path, options.weights), options));
 }
 
 } // namespace hasten

@@ -118,7 +118,8 @@ static WeightMeta meta_of(const Archive& archive, const std::string& name, const
   WeightMeta weight{.dtype = scalar_type_of(meta.at("dtype").get<int64_t>()),
                     .sizes = whole_numbers(meta.at("sizes")),
                     .place = entry.at("path_name").get<std::string>() + " " + meta.dump()};
-  weight.requires_grad = entry.at("is_param").get<bool>() && meta.at("requires_grad").get<bool>();
+  weight.parameter = entry.at("is_param").get<bool>();
+  weight.requires_grad = weight.parameter && meta.at("requires_grad").get<bool>();
   if (std::ranges::any_of(weight.sizes, [](int64_t size) { return size < 0; }) ||
       meta.at("layout") != 7) {
     refuse_file(archive.path(), "the weight " + name + " is described by " + meta.dump());
@@ -200,7 +201,7 @@ static void check_version(const std::filesystem::path& path, const json& program
 
 static ProgramFile read_archive(const std::filesystem::path& path, bool read_values) {
   Archive archive(path);
-  ProgramFile file;
+  ProgramFile file{.path = path};
   for (const char* name : {"model", "train", "eval"}) {
     const std::string record = std::string("models/") + name + ".json";
     if (archive.has(record)) {

@@ -17,11 +17,13 @@ namespace hasten::detail {
 struct WeightMeta {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> sizes{};
+  bool parameter = false; // else a buffer
   bool requires_grad = false;
   std::string place{}; // equal for names that share a tensor
 };
 
 struct ProgramFile {
+  std::filesystem::path path{};
   /// "model", or "train" and "eval".
   std::vector<std::string> names{};
   std::vector<nlohmann::json> programs{}; // [name]

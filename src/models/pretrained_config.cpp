@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/known_keys.h"
+#include "exported_model.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
@@ -175,8 +176,10 @@ PreTrainedConfig PreTrainedConfig::from_json(const nlohmann::json& json, std::st
   std::string type;
   detail::take_key(rest, source, "model_type", type);
   const ModelFamily& family = model_family(type, source);
-  detail::check_known_keys(detail::kPretrainedWhere, std::string(source), "config.json", type,
-                           json);
+  if (family.program.empty()) { // a graph has what config.json says
+    detail::check_known_keys(detail::kPretrainedWhere, std::string(source), "config.json", type,
+                             json);
+  }
   PreTrainedConfig config = family.defaults;
   const auto take = [&](const char* field, auto& value) {
     const std::string key = detail::key_of(family, field);
@@ -324,7 +327,11 @@ PreTrainedConfig AutoConfig::from_pretrained(const std::string& folder) {
                      "a Hugging Face model folder, or one of the shapes " + shapes_text(),
                      hf_download_command(folder));
   }
-  return PreTrainedConfig::from_json(read_json_file("models::AutoConfig", path), path.string());
+  const nlohmann::json config = read_json_file("models::AutoConfig", path);
+  if (detail::is_exported_folder(path.parent_path())) {
+    detail::register_exported_family(path.parent_path(), config);
+  }
+  return PreTrainedConfig::from_json(config, path.string());
 }
 
 PreTrainedConfig AutoConfig::for_model(std::string_view model_type) {

@@ -140,6 +140,7 @@ void PreTrainedModelImpl::save_pretrained(const std::filesystem::path& folder) c
   if (!generation_config_.empty()) {
     write_file_atomically(folder / "generation_config.json", generation_config_);
   }
+  save_program(folder);
   write_safetensors(folder / "model.safetensors", weights);
 }
 
@@ -165,8 +166,10 @@ PreTrainedModel model_from_config(const PreTrainedConfig& config, ModelTask task
                                    [](ModelTask each) { return std::string(task_name(each)); })));
   }
   const auto options = parse_json("models::AutoModel", "other_keys", config.other_keys);
-  detail::check_known_keys("models::pretrained", "config.json", "config.json",
-                           config.model_type + ":" + std::string(task_name(task)), options);
+  if (family.program.empty()) { // a graph has what config.json says
+    detail::check_known_keys("models::pretrained", "config.json", "config.json",
+                             config.model_type + ":" + std::string(task_name(task)), options);
+  }
   PreTrainedModel model(family.make(config, task));
   if (initialize) {
     model->init_weights();

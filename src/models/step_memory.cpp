@@ -34,7 +34,7 @@ std::vector<at::Tensor> all_parameters(const PreTrainedModel& model, int64_t lay
   auto parameters = model->parameters();
   const auto blocks = model->blocks();
   const auto of_block = blocks.empty() ? std::vector<at::Tensor>() : blocks.back()->parameters();
-  for (int64_t layer = 2; layer < layers; ++layer) {
+  for (auto layer = std::ssize(blocks); !blocks.empty() && layer < layers; ++layer) {
     parameters.insert(parameters.end(), of_block.begin(), of_block.end());
   }
   return parameters;

@@ -54,11 +54,19 @@ struct ExportedModuleOptions {
   /// Whether hasten's operators run instead of torch's where they are quicker: fast_linear (linear.h) for
   /// aten.linear. False: the bits of Python. Costs nothing.
   bool substitutions = true;
+  /// False: parameters have no values, for a caller that reads them. A tied parameter then has its first name
+  /// alone. Buffers have their values.
+  bool weights = true;
 };
 
 namespace detail {
 
 struct ExportedProgram;
+struct ProgramFile;
+
+/// The file, or the folder's model.pt2, for several modules without `weights`. `values`: whether to read weights.
+std::shared_ptr<const ProgramFile> read_exported_file(const std::filesystem::path& path,
+                                                      bool values);
 
 /// Runs one segment of a program's graph.
 struct ExportedCall {
@@ -101,7 +109,7 @@ class ExportedPart : public torch::nn::Module {
 class ExportedModuleImpl : public detail::ExportedPart {
  public:
   /// Called by ExportedModule::load().
-  ExportedModuleImpl(const std::filesystem::path& path, const ExportedModuleOptions& options);
+  ExportedModuleImpl(const detail::ProgramFile& file, const ExportedModuleOptions& options);
 
   /// The outputs by name: keys of a dictionary or of a dataclass; "0", "1" … of a tuple; "output" for a
   /// single tensor; "hidden_states.0" inside another. Outputs that are None are left out.
@@ -114,6 +122,8 @@ class ExportedModuleImpl : public detail::ExportedPart {
 
   /// The inputs of the mode, in the order of Python's forward.
   const std::vector<ExportedInput>& inputs() const;
+  /// The module whose linear layer computes this output: "classifier". Empty if another operator does.
+  std::string output_layer(const std::string& output) const;
   /// Names of the outputs.
   const std::vector<std::string>& outputs() const;
   /// "x: Float [s77, 3, 32, 32]", one line for each input, then one for the outputs and one for the blocks.

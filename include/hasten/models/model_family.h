@@ -4,6 +4,7 @@
 // Threading: any thread may call every function.
 #pragma once
 
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -47,6 +48,9 @@ struct ModelFamily {
   /// Optional: the parameter's name for a tensor's name in a file, such as an older one; empty for
   /// buffers, which the model makes itself.
   std::function<std::string(const std::string& name)> current_name{};
+
+  /// The folder of a model that hasten export wrote, whose graph runs. Empty for other families.
+  std::filesystem::path program{};
 
   /// Name of transformers' class for a task.
   std::string class_name(ModelTask task) const;

@@ -98,6 +98,8 @@ class PreTrainedModelImpl : public torch::nn::Module {
   /// Draws new values for a parameter, without gradient: normal(0, initializer_range) for matrices,
   /// 0 for biases, 1 for other vectors. Draws from torch's default generator.
   virtual void init_weight(const std::string& name, const at::Tensor& weight);
+  /// Writes what a folder has in addition to configuration and weights: the graph of an exported model.
+  virtual void save_program(const std::filesystem::path& /*folder*/) const {}
   /// Name of the module with the head's last projection, whose rows are the labels.
   virtual std::string output_layer() const { return "classifier"; }
 

@@ -14,14 +14,15 @@ int main(int argc, char** argv) {
       throw std::runtime_error("four arguments");
     }
     at::set_num_threads(1);
-    auto module = hasten::ExportedModule::load(
-        argv[1], {.substitutions = std::string(argv[2]) == "hasten"});
+    auto module =
+        hasten::ExportedModule::load(argv[1], {.substitutions = std::string(argv[2]) == "hasten"});
     hasten::NamedTensors results;
     at::Tensor loss;
     for (const auto& [name, output] :
          module->forward(hasten::SafetensorsReader(argv[3]).read_all())) {
       results["out/" + name] = output.detach().clone();
-      const at::Tensor weights = at::sin(at::arange(output.numel(), at::kLong).to(output.scalar_type()));
+      const at::Tensor weights =
+          at::sin(at::arange(output.numel(), at::kLong).to(output.scalar_type()));
       const at::Tensor part = (output * weights.view_as(output)).sum();
       loss = loss.defined() ? loss + part : part;
     }
