@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a machine ready to build hasten: compilers and libraries from the system's
-# package manager, LibTorch and clang-format from pip's index. Looks first, and
+# package manager, LibTorch, clang-format and clang-tidy from pip's index. Looks first, and
 # touches nothing that is there; a second run takes a second.
 #
 #   scripts/setup.sh           LibTorch for the CPU, 0.2 to 0.6 GB to fetch
@@ -12,7 +12,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 torch_version=2.13.0
-clang_format_version=18.1.8
+clang_version=18.1.8
 
 cuda=''
 while (($#)); do
@@ -67,17 +67,29 @@ check_compiler() {
     die "$compiler cannot compile C++20. Install g++ 12 or newer, or set CXX to it."
 }
 
-# Versions of clang-format differ in taste, so the one that the tree is formatted
-# with is pinned.
+# Versions of clang-format and clang-tidy differ in taste, so those that the tree passes are pinned.
 fetch_clang_format() {
-  local target=$cache/clang-format-$clang_format_version work
+  local target=$cache/clang-format-$clang_version work
   [[ -x $target ]] && return
   work=$(mktemp -d "$cache/.tmp-clang-format-XXXXXX")
-  say "fetching clang-format $clang_format_version"
-  pip_fetch "$work" "clang-format==$clang_format_version"
+  say "fetching clang-format $clang_version"
+  pip_fetch "$work" "clang-format==$clang_version"
   unzip_parts "$work"/*.whl "$work" clang_format/data/bin/
   chmod +x "$work/clang_format/data/bin/clang-format"
   mv "$work/clang_format/data/bin/clang-format" "$target"
+  rm -rf "$work"
+}
+
+# With its own headers, in a folder: bin/clang-tidy.
+fetch_clang_tidy() {
+  local target=$cache/clang-tidy-$clang_version work
+  [[ -d $target ]] && return
+  work=$(mktemp -d "$cache/.tmp-clang-tidy-XXXXXX")
+  say "fetching clang-tidy $clang_version"
+  pip_fetch "$work" "clang-tidy==$clang_version"
+  unzip_parts "$work"/*.whl "$work" clang_tidy/data/
+  chmod +x "$work/clang_tidy/data/bin/clang-tidy"
+  mv "$work/clang_tidy/data" "$target"
   rm -rf "$work"
 }
 
@@ -112,6 +124,7 @@ else
   torch=$cache/$torch
 fi
 with_cache_lock fetch_clang_format
+with_cache_lock fetch_clang_tidy
 [[ -n $cuda ]] || with_cache_lock fetch_cuda_headers
 say "ready: LibTorch in $torch"
 [[ -z $cuda ]] || say "Give it to CMake: cmake --preset release -DHASTEN_TORCH=$torch"

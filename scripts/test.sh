@@ -47,6 +47,7 @@ check_sources() {
     "$root/tools/check_$check.py" || failed=1
   done
   "$root/tools/check_headers.py" --remember --jobs "$(compile_jobs)" || failed=1
+  "$root/tools/check_tidy.py" --remember --jobs "$(compile_jobs)" || failed=1
   return $failed
 }
 
@@ -98,7 +99,7 @@ phase "build of the programs" build_release hasten hasten-worker
 phase "build of the tests" build_release all
 phase tests run_ctest "$@"
 phase report "$root/tools/test_report.py" "$report"
-if [[ $* == "-C whole" && -z $(git status --porcelain --untracked-files=normal -- . :!.headers) ]]; then
+if [[ $* == "-C whole" && -z $(git status --porcelain --untracked-files=normal -- . :!.headers :!.tidy) ]]; then
   git rev-parse HEAD >.whole
   say "--- .whole names $(cat .whole): commit it"
 fi

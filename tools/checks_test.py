@@ -13,6 +13,8 @@ import tempfile
 import unittest
 
 TOOLS = pathlib.Path(__file__).resolve().parent
+CACHE = pathlib.Path(os.environ.get("HASTEN_CACHE") or pathlib.Path.home() / ".cache/hasten")
+TIDY = CACHE / "clang-tidy-18.1.8"
 
 GOOD = {
     "docs/architecture.md": "| layer | folders |\n|---|---|\n| 0 | `base` |\n| 1 | `core`, `launch` |\n| 2 | `comm` |\n"
@@ -345,6 +347,28 @@ class ChecksTest(unittest.TestCase):
     def test_headers_remembers_good_ones_only(self):
         self.assert_bad("headers", {"include/hasten/base/a.h": "std::string a();\n"}, "a.h", "b.h")
         self.assertEqual(self.run_check("headers")[0], 1)
+
+    @unittest.skipUnless(TIDY.is_dir(), "clang-tidy is not there: scripts/setup.sh fetches it")
+    def test_tidy(self):
+        write(
+            self.root,
+            {
+                "CMakeLists.txt": "cmake_minimum_required(VERSION 3.25)\nproject(t CXX)\nadd_library(t src/comm/c.cpp)\n",
+                "CMakePresets.json": '{"version": 6, "configurePresets": [{"name": "dev", "generator": "Ninja",'
+                ' "cacheVariables": {"CMAKE_EXPORT_COMPILE_COMMANDS": "ON"}}]}',
+                ".clang-tidy": (TOOLS.parent / ".clang-tidy").read_text(),
+                "src/comm/c.cpp": "double c(int a) { return a / 2; }\n",
+            },
+        )
+        (self.root / "src/comm/b.cpp").unlink()
+        tidy = pathlib.Path(self.folder.name, "cache", TIDY.name)
+        tidy.parent.mkdir(exist_ok=True)
+        tidy.symlink_to(TIDY)
+        code, output = self.run_check("tidy")
+        self.assertEqual(code, 1)
+        self.assertIn("c.cpp:1: result of integer division", output)
+        write(self.root, {"src/comm/c.cpp": "double c(double a) { return a / 2; }\n"})
+        self.assertEqual(self.run_check("tidy"), (0, ""))
 
     def git(self, *command):
         identity = ["-c", "user.name=n", "-c", "user.email=e"]

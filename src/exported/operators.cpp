@@ -48,7 +48,7 @@ template <typename F>
 static GraphFunction of_numbers(F f) {
   return [f](GraphValues& stack, const GraphContext&) {
     c10::IValue result = f(std::as_const(stack));
-    stack.assign(1, std::move(result));
+    stack.assign(1, result);
   };
 }
 
@@ -195,7 +195,7 @@ static void run_inner(const Graph& inner, size_t settings, GraphValues& stack,
 }
 
 GraphFunction higher_order(const std::string& target, const GraphValues& settings,
-                           std::shared_ptr<const Graph> inner) {
+                           const std::shared_ptr<const Graph>& inner) {
   const size_t count = settings.size();
   if (target == "higher_order.wrap_with_set_grad_enabled" && count == 1) {
     return
@@ -209,13 +209,10 @@ GraphFunction higher_order(const std::string& target, const GraphValues& setting
         settings[1].isNone() ? std::nullopt : std::optional(settings[1].toScalarType());
     return [inner, dtype, enabled = settings[2].toBool()](GraphValues& stack,
                                                           const GraphContext& context) {
-      AutocastOptions options{.device = context.device.type(),
-                              .enabled = enabled,
-                              .fp32_ops = Fp32Ops::torch_list}; // as Python's
-      if (dtype) {
-        options.dtype = *dtype;
-      }
-      const Autocast scope(options);
+      const Autocast scope({.device = context.device.type(),
+                            .dtype = dtype,
+                            .enabled = enabled,
+                            .fp32_ops = Fp32Ops::torch_list}); // as Python's
       run_inner(*inner, 0, stack, context);
     };
   }

@@ -21,6 +21,6 @@ std::pair<int, c10::IValue> mode_argument(const std::string& target);
 /// "higher_order.wrap_with_set_grad_enabled" and "…wrap_with_autocast" around `inner`. `settings`: the arguments
 /// before it. Empty for other targets.
 GraphFunction higher_order(const std::string& target, const GraphValues& settings,
-                           std::shared_ptr<const Graph> inner);
+                           const std::shared_ptr<const Graph>& inner);
 
 } // namespace hasten::detail

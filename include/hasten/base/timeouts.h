@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <string_view>
 
@@ -18,7 +19,7 @@ std::chrono::milliseconds default_heartbeat_timeout();
 void check_timeout(std::string_view where, const char* name, double seconds);
 
 inline std::chrono::milliseconds from_seconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000 + 0.5));
+  return std::chrono::milliseconds(std::llround(seconds * 1000));
 }
 
 } // namespace hasten

@@ -240,7 +240,8 @@ struct TensorCall {
 };
 
 template <typename Result, typename Block, typename... Args>
-Result call_intercepted(Block& block, std::shared_ptr<const BlockChain> chain, Args&&... args) {
+Result call_intercepted(Block& block, const std::shared_ptr<const BlockChain>& chain,
+                        Args&&... args) {
   const auto run = [&block](auto&&... value) {
     return block.forward(std::forward<decltype(value)>(value)...);
   };
@@ -307,11 +308,11 @@ auto call_block(Block&& holder, Args&&... args) {
   if (detail::attached_blocks.load(std::memory_order_relaxed) == 0) {
     return Result(block.forward(std::forward<Args>(args)...));
   }
-  auto chain = detail::find_block_chain(&block);
+  const auto chain = detail::find_block_chain(&block);
   if (!chain) {
     return Result(block.forward(std::forward<Args>(args)...));
   }
-  return detail::call_intercepted<Result>(block, std::move(chain), std::forward<Args>(args)...);
+  return detail::call_intercepted<Result>(block, chain, std::forward<Args>(args)...);
 }
 
 } // namespace hasten
