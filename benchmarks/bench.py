@@ -387,6 +387,43 @@ class CheckpointOverhead(Bench):
                 yield case, None, value
 
 
+class Exported(Bench):
+    """A step of a model that Python exported, compared with PyTorch's own and with hasten's family."""
+
+    name = "exported"
+    rounds = 5
+    peer_name = "PyTorch, eager"
+    shapes = {"bert-mini": (16, 64), "gpt2": (4, 128)}
+    cases = [
+        Case("bert-mini", "s/step", 1.0),
+        Case("bert-mini_of_family", "s/step", 1.15, peer="the family"),
+        Case("bert-mini_peak", "bytes", 1.02, 0),
+        Case("gpt2", "s/step", 1.0),
+        Case("gpt2_of_family", "s/step", 1.15, peer="the family"),
+        Case("gpt2_peak", "bytes", 1.02, 0),
+    ]
+
+    def __init__(self, options):
+        self.empty_work(options)
+        self.skipped = None if options.peers else "only Python exports a model"
+        for model in self.shapes if options.peers else ():
+            script = [options.peer_python, ROOT / "benchmarks/peers/exported_step.py"]
+            wait_all([([*map(str, script), model, "--export", str(self.work / f"{model}.pt2")], environment())])
+
+    def step(self, command, model):
+        command = [*command, *self.shapes[model]] + ["--smoke"] * self.options.smoke
+        return json.loads(wait_all([(list(map(str, command)), environment())]).output.splitlines()[-1])
+
+    def round(self):
+        program = self.options.programs / "exported_step"
+        for model in self.shapes:
+            ours = self.step([program, self.work / f"{model}.pt2"], model)
+            peer = self.step([self.options.peer_python, ROOT / "benchmarks/peers/exported_step.py", model], model)
+            yield model, ours["seconds"], peer["seconds"]
+            yield f"{model}_of_family", ours["seconds"], self.step([program, model], model)["seconds"]
+            yield f"{model}_peak", ours["peak"], peer["peak"]
+
+
 class ActivationPlan(Bench):
     """Plans under a budget compared with simple rules: all of it ours, the rule is the other side."""
 
@@ -445,6 +482,7 @@ BENCHMARKS = {
         LocalSGDReviews,
         CheckpointOverhead,
         ActivationPlan,
+        Exported,
         OptimizerStep,
         Precision,
         ResidentMemory,

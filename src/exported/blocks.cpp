@@ -30,7 +30,7 @@ static void each_output(const GraphNode& node, const std::function<void(int)>& v
 
 /// Index of the last node that reads the slot; the number of nodes for outputs of the graph. [slot]
 static std::vector<size_t> last_uses(const Graph& graph) {
-  std::vector<size_t> last(graph.slots(), 0);
+  std::vector<size_t> last(graph.is_tensor.size(), 0);
   for (size_t i = 0; i < graph.nodes.size(); ++i) {
     const auto use = [&](int slot) { last[static_cast<size_t>(slot)] = i; };
     each_input(graph.nodes[i], use);
@@ -88,12 +88,11 @@ static void find_crossing(const Graph& graph, const std::vector<size_t>& last,
     if (made.contains(slot) || !taken.insert(slot).second) {
       return;
     }
-    const auto at = static_cast<size_t>(slot);
-    (graph.is_leaf[at]     ? segment.leaves
-     : graph.is_tensor[at] ? segment.tensors_in
-                           : segment.numbers_in)
+    (graph.leaf(slot)     ? segment.leaves
+     : graph.tensor(slot) ? segment.tensors_in
+                          : segment.numbers_in)
         .push_back(slot);
-    if (last[at] < segment.end && !graph.is_leaf[at]) {
+    if (last[static_cast<size_t>(slot)] < segment.end && !graph.leaf(slot)) {
       segment.released.push_back(slot);
     }
   };
@@ -102,9 +101,8 @@ static void find_crossing(const Graph& graph, const std::vector<size_t>& last,
     each_output(graph.nodes[i], [&](int slot) { made.insert(slot); });
   }
   for (const int slot : made) {
-    const auto at = static_cast<size_t>(slot);
-    if (last[at] >= segment.end) {
-      (graph.is_tensor[at] ? segment.tensors_out : segment.numbers_out).push_back(slot);
+    if (last[static_cast<size_t>(slot)] >= segment.end) {
+      (graph.tensor(slot) ? segment.tensors_out : segment.numbers_out).push_back(slot);
     }
   }
 }

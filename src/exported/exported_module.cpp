@@ -66,21 +66,21 @@ void ExportedPart::to(torch::Device device, torch::Dtype dtype, bool non_blockin
 ExportedPart::Values ExportedPart::forward(Values inputs, const ExportedCall& call) {
   const ExportedProgram& program = *call.program;
   const GraphSegment& segment = program.graph.segments[call.segment];
-  GraphValues frame(program.graph.slots());
+  GraphFrame frame(program.graph);
   program.fill(segment.leaves, call.device, frame);
   for (size_t i = 0; i < segment.tensors_in.size(); ++i) {
-    frame[static_cast<size_t>(segment.tensors_in[i])] = std::move(inputs.tensors[i]);
+    frame[segment.tensors_in[i]] = std::move(inputs.tensors[i]);
   }
   for (size_t i = 0; i < segment.numbers_in.size(); ++i) {
-    frame[static_cast<size_t>(segment.numbers_in[i])] = std::move(inputs.numbers[i]);
+    frame[segment.numbers_in[i]] = std::move(inputs.numbers[i]);
   }
   run_nodes(program.graph, segment.begin, segment.end, frame, {call.device, call.training});
   Values outputs;
   for (const int slot : segment.tensors_out) {
-    outputs.tensors.push_back(frame[static_cast<size_t>(slot)].toTensor());
+    outputs.tensors.push_back(frame[slot].toTensor());
   }
   for (const int slot : segment.numbers_out) {
-    outputs.numbers.push_back(frame[static_cast<size_t>(slot)]);
+    outputs.numbers.push_back(frame[slot]);
   }
   return outputs;
 }
@@ -91,25 +91,21 @@ class FolderWeights {
   explicit FolderWeights(const fs::path& folder) {
     const fs::path index = folder / (std::string(kWeightsFile) + ".index.json");
     if (fs::exists(folder / kWeightsFile)) {
-      single_.emplace(folder / kWeightsFile);
+      files_.emplace_back(folder / kWeightsFile);
     } else if (fs::exists(index)) {
-      sharded_.emplace(index);
+      files_ = ShardedSafetensorsReader(index).shards();
     }
   }
-  bool present() const { return single_ || sharded_; }
-  bool contains(const std::string& name) const {
-    return single_ ? single_->contains(name) : sharded_ && sharded_->contains(name);
-  }
-  at::Tensor mapped(const std::string& name) const {
-    return single_ ? single_->tensor(name) : sharded_->tensor(name);
-  }
-  at::Tensor read(const std::string& name) const {
-    return single_ ? single_->read(name) : sharded_->tensor(name).clone();
+  bool present() const { return !files_.empty(); }
+  /// The file that has the tensor; null if none has.
+  const SafetensorsReader* find(const std::string& name) const {
+    const auto found =
+        std::ranges::find_if(files_, [&](const auto& file) { return file.contains(name); });
+    return found == files_.end() ? nullptr : &*found;
   }
 
  private:
-  std::optional<SafetensorsReader> single_{};
-  std::optional<ShardedSafetensorsReader> sharded_{};
+  std::vector<SafetensorsReader> files_{};
 };
 
 /// The file's own values, or those of the folder. Tied names share one tensor. `values`: false for
@@ -131,14 +127,15 @@ static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& f
       continue;
     }
     const auto stored =
-        std::ranges::find_if(names, [&](const auto& name) { return folder.contains(name); });
+        std::ranges::find_if(names, [&](const auto& name) { return folder.find(name) != nullptr; });
     if (stored == names.end()) {
       throw InputError(kExportedLoad,
                        std::string(kWeightsFile) + " has no tensor " + joined(names, " or "),
                        "each weight of the program", "use the folder that was exported");
     }
     const WeightMeta& meta = file.weights.at(*stored);
-    const at::Tensor value = in_deferred_init() ? folder.mapped(*stored) : folder.read(*stored);
+    const SafetensorsReader& reader = *folder.find(*stored);
+    const at::Tensor value = in_deferred_init() ? reader.tensor(*stored) : reader.read(*stored);
     if (value.sizes() != at::IntArrayRef(meta.sizes)) {
       throw InputError(
           kExportedLoad,
@@ -382,26 +379,22 @@ const ExportedProgram& ExportedModuleImpl::mode() const {
   return *programs_[is_training() || programs_.size() < 2 ? 0 : 1];
 }
 
+static std::string input_names(const ExportedProgram& program) {
+  return joined(mapped(program.inputs, [](const ExportedInput& input) { return input.name; }));
+}
+
 NamedTensors ExportedModuleImpl::forward(const NamedTensors& inputs) {
   const ExportedProgram& program = mode();
-  std::vector<at::Tensor> ordered;
-  size_t used = 0;
-  for (const ExportedInput& input : program.inputs) {
-    const auto found = inputs.find(input.name);
-    ordered.push_back(found == inputs.end() ? at::Tensor() : found->second);
-    used += found != inputs.end();
-  }
-  if (used < inputs.size()) {
-    for (const auto& [name, tensor] : inputs) {
-      const bool known = std::ranges::any_of(
-          program.inputs, [&name = name](const auto& input) { return input.name == name; });
-      if (!known && tensor.defined()) {
-        throw InputError(
-            "exported::forward", "input " + name,
-            joined(mapped(program.inputs, [](const auto& input) { return input.name; })),
-            program.constant_inputs.contains(name) ? "export the module with a tensor for it"
-                                                   : "write the name as in Python's forward");
-      }
+  std::vector<at::Tensor> ordered(program.inputs.size());
+  for (const auto& [name, tensor] : inputs) {
+    const auto input = std::ranges::find(program.inputs, name, &ExportedInput::name);
+    if (input != program.inputs.end()) {
+      ordered[static_cast<size_t>(input - program.inputs.begin())] = tensor;
+    } else if (tensor.defined()) {
+      throw InputError("exported::forward", "input " + name, input_names(program),
+                       program.constant_inputs.contains(name)
+                           ? "export the module with a tensor for it"
+                           : "write the name as in Python's forward");
     }
   }
   return forward(ordered);
@@ -410,21 +403,18 @@ NamedTensors ExportedModuleImpl::forward(const NamedTensors& inputs) {
 NamedTensors ExportedModuleImpl::forward(const std::vector<at::Tensor>& inputs) {
   const ExportedProgram& program = mode();
   if (inputs.size() != program.inputs.size()) {
-    throw InputError(
-        "exported::forward", std::to_string(inputs.size()) + " inputs",
-        std::to_string(program.inputs.size()) + ": " +
-            joined(mapped(program.inputs, [](const auto& input) { return input.name; })));
+    throw InputError("exported::forward", std::to_string(inputs.size()) + " inputs",
+                     std::to_string(program.inputs.size()) + ": " + input_names(program));
   }
   detail::check_inputs(program, inputs);
-  std::vector<c10::IValue> frame(program.graph.slots());
+  detail::GraphFrame frame(program.graph);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    frame[static_cast<size_t>(program.input_slots[i])] = inputs[i];
+    frame[program.input_slots[i]] = inputs[i];
   }
   return run(program, std::move(frame));
 }
 
-NamedTensors ExportedModuleImpl::run(const ExportedProgram& program,
-                                     std::vector<c10::IValue> frame) {
+NamedTensors ExportedModuleImpl::run(const ExportedProgram& program, detail::GraphFrame frame) {
   detail::ExportedCall call{.program = programs_[&program == programs_[0].get() ? 0 : 1],
                             .root = shared_from_this(),
                             .training = is_training() || !program.decides_mode};
@@ -440,20 +430,20 @@ NamedTensors ExportedModuleImpl::run(const ExportedProgram& program,
     }
     Values values;
     for (const int slot : segment.tensors_in) {
-      values.tensors.push_back(frame[static_cast<size_t>(slot)].toTensor());
+      values.tensors.push_back(frame[slot].toTensor());
     }
     for (const int slot : segment.numbers_in) {
-      values.numbers.push_back(frame[static_cast<size_t>(slot)]);
+      values.numbers.push_back(frame[slot]);
     }
     for (const int slot : segment.released) {
-      frame[static_cast<size_t>(slot)] = {};
+      frame[slot] = {};
     }
     values = call_block(block->second, std::move(values), call);
     for (size_t i = 0; i < segment.tensors_out.size(); ++i) {
-      frame[static_cast<size_t>(segment.tensors_out[i])] = std::move(values.tensors[i]);
+      frame[segment.tensors_out[i]] = std::move(values.tensors[i]);
     }
     for (size_t i = 0; i < segment.numbers_out.size(); ++i) {
-      frame[static_cast<size_t>(segment.numbers_out[i])] = std::move(values.numbers[i]);
+      frame[segment.numbers_out[i]] = std::move(values.numbers[i]);
     }
   }
   NamedTensors outputs;

@@ -25,23 +25,21 @@ at::Tensor ExportedProgram::constant_on(const ExportedLeaf& leaf, const at::Devi
   return moved;
 }
 
-at::Device ExportedProgram::device(const GraphValues& frame) const {
+at::Device ExportedProgram::device(const GraphFrame& frame) const {
   const auto placed =
       std::ranges::find_if(leaves, [](const ExportedLeaf& leaf) { return leaf.owner != nullptr; });
   if (placed != leaves.end()) {
     return placed->owner->leaf(placed->buffer, placed->index).device();
   }
-  return input_slots.empty() ? at::Device(at::kCPU)
-                             : frame[static_cast<size_t>(input_slots[0])].toTensor().device();
+  return input_slots.empty() ? at::Device(at::kCPU) : frame[input_slots[0]].toTensor().device();
 }
 
 void ExportedProgram::fill(const std::vector<int>& slots, const at::Device& device,
-                           GraphValues& frame) const {
+                           GraphFrame& frame) const {
   for (const int slot : slots) {
     const ExportedLeaf& leaf = leaves[leaf_of.at(slot)];
-    frame[static_cast<size_t>(slot)] = leaf.constant.defined()
-                                           ? constant_on(leaf, device)
-                                           : leaf.owner->leaf(leaf.buffer, leaf.index);
+    frame[slot] = leaf.constant.defined() ? constant_on(leaf, device)
+                                          : leaf.owner->leaf(leaf.buffer, leaf.index);
   }
 }
 
@@ -144,8 +142,7 @@ class ProgramReader {
                 .name = value.at("buffer_name").get<std::string>(),
                 .buffer = true});
     } else if (kind == "buffer" || kind == "tensor_constant") {
-      const auto name =
-          value.at(kind == "buffer" ? "buffer_name" : "tensor_constant_name").get<std::string>();
+      const auto name = value.at(kind + "_name").get<std::string>();
       const auto found = constants_.find(name);
       if (found == constants_.end()) {
         refuse("no values of the constant " + name, "each constant in the file");

@@ -53,9 +53,9 @@ struct ExportedProgram {
   bool decides_mode = true; // its flags follow train() and eval()
 
   /// The device of the first parameter, else of the first input.
-  at::Device device(const GraphValues& frame) const;
+  at::Device device(const GraphFrame& frame) const;
   /// Puts the values of the leaves into the frame.
-  void fill(const std::vector<int>& slots, const at::Device& device, GraphValues& frame) const;
+  void fill(const std::vector<int>& slots, const at::Device& device, GraphFrame& frame) const;
 
  private:
   at::Tensor constant_on(const ExportedLeaf& leaf, const at::Device& device) const;

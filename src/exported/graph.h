@@ -15,6 +15,7 @@ namespace hasten::detail {
 
 inline constexpr const char* kExportedLoad = "exported::load"; // of errors
 
+/// The arguments of a call, then its results.
 using GraphValues = std::vector<c10::IValue>;
 
 /// Where a call takes an argument from.
@@ -80,14 +81,27 @@ struct Graph {
   std::vector<GraphSegment> segments{};
   std::vector<bool> is_tensor{}; // [slot]
   std::vector<bool> is_leaf{}; // [slot] a parameter, a buffer or a constant
-  size_t slots() const { return is_tensor.size(); }
+
+  bool tensor(int slot) const { return is_tensor[static_cast<size_t>(slot)]; }
+  bool leaf(int slot) const { return is_leaf[static_cast<size_t>(slot)]; }
+};
+
+/// The values of a run, by slot.
+class GraphFrame {
+ public:
+  explicit GraphFrame(const Graph& graph) : values_(graph.is_tensor.size()) {}
+  c10::IValue& operator[](int slot) { return values_[static_cast<size_t>(slot)]; }
+  const c10::IValue& operator[](int slot) const { return values_[static_cast<size_t>(slot)]; }
+
+ private:
+  std::vector<c10::IValue> values_;
 };
 
 /// Runs the nodes [begin, end).
-void run_nodes(const Graph& graph, size_t begin, size_t end, GraphValues& frame,
+void run_nodes(const Graph& graph, size_t begin, size_t end, GraphFrame& frame,
                const GraphContext& context);
 /// The value of an argument or output.
-c10::IValue value_of(const GraphArgument& argument, const GraphValues& frame,
+c10::IValue value_of(const GraphArgument& argument, const GraphFrame& frame,
                      const GraphContext& context);
 
 /// Finds the segments, blocks where `blocks`, and where slots are released. `log`: the blocks

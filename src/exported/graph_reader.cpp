@@ -191,9 +191,7 @@ class GraphReader {
     return argument;
   }
 
-  bool is_tensor(const GraphArgument& argument) const {
-    return graph_.is_tensor[static_cast<size_t>(argument.slot)];
-  }
+  bool is_tensor(const GraphArgument& argument) const { return graph_.tensor(argument.slot); }
 
   GraphArgument list_argument(Kind kind, const json& values, const std::string& reader) const {
     GraphArgument list;

@@ -183,9 +183,9 @@ std::pair<int, c10::IValue> mode_argument(const std::string& target) {
 
 static void run_inner(const Graph& inner, size_t settings, GraphValues& stack,
                       const GraphContext& context) {
-  GraphValues frame(inner.slots());
+  GraphFrame frame(inner);
   for (size_t i = 0; i < inner.inputs.size(); ++i) {
-    frame[static_cast<size_t>(inner.inputs[i])] = stack.at(settings + i);
+    frame[inner.inputs[i]] = stack.at(settings + i);
   }
   stack.clear();
   run_nodes(inner, 0, inner.nodes.size(), frame, context);

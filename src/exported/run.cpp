@@ -15,23 +15,23 @@ static c10::IValue wrapped_number(const c10::IValue& value) {
 }
 
 template <typename T>
-static c10::IValue list_of(const GraphArgument& argument, const GraphValues& frame) {
+static c10::IValue list_of(const GraphArgument& argument, const GraphFrame& frame) {
   c10::List<T> list;
   list.reserve(argument.items.size());
   for (const GraphArgument& item : argument.items) {
-    list.push_back((item.slot < 0 ? item.constant : frame[static_cast<size_t>(item.slot)]).to<T>());
+    list.push_back((item.slot < 0 ? item.constant : frame[item.slot]).to<T>());
   }
   return list;
 }
 
-c10::IValue value_of(const GraphArgument& argument, const GraphValues& frame,
+c10::IValue value_of(const GraphArgument& argument, const GraphFrame& frame,
                      const GraphContext& context) {
   using Kind = GraphArgument::Kind;
   switch (argument.kind) {
     case Kind::slot:
-      return frame[static_cast<size_t>(argument.slot)];
+      return frame[argument.slot];
     case Kind::wrapped_number:
-      return wrapped_number(frame[static_cast<size_t>(argument.slot)]);
+      return wrapped_number(frame[argument.slot]);
     case Kind::tensors:
       return list_of<at::Tensor>(argument, frame);
     case Kind::optional_tensors:
@@ -46,28 +46,28 @@ c10::IValue value_of(const GraphArgument& argument, const GraphValues& frame,
   return argument.constant;
 }
 
-static void keep_outputs(const GraphNode& node, GraphValues& stack, GraphValues& frame) {
+static void keep_outputs(const GraphNode& node, GraphValues& stack, GraphFrame& frame) {
   for (size_t i = 0; i < node.outputs.size(); ++i) {
     const GraphOutput& output = node.outputs[i];
     if (!output.list) {
       if (output.slots[0] >= 0) {
-        frame[static_cast<size_t>(output.slots[0])] = std::move(stack.at(i));
+        frame[output.slots[0]] = std::move(stack.at(i));
       }
       continue;
     }
     const c10::List<at::Tensor> list = stack.at(i).toTensorList();
     for (size_t k = 0; k < output.slots.size(); ++k) {
       if (output.slots[k] >= 0) {
-        frame[static_cast<size_t>(output.slots[k])] = list.get(k);
+        frame[output.slots[k]] = list.get(k);
       }
     }
   }
 }
 
-static void run_node(const GraphNode& node, GraphValues& stack, GraphValues& frame,
+static void run_node(const GraphNode& node, GraphValues& stack, GraphFrame& frame,
                      const GraphContext& context) {
   if (!context.training && node.written_buffer >= 0) { // the statistics stay as they are
-    stack.assign(1, frame[static_cast<size_t>(node.written_buffer)]);
+    stack.assign(1, frame[node.written_buffer]);
     keep_outputs(node, stack, frame);
     return;
   }
@@ -86,7 +86,7 @@ static void run_node(const GraphNode& node, GraphValues& stack, GraphValues& fra
   keep_outputs(node, stack, frame);
 }
 
-void run_nodes(const Graph& graph, size_t begin, size_t end, GraphValues& frame,
+void run_nodes(const Graph& graph, size_t begin, size_t end, GraphFrame& frame,
                const GraphContext& context) {
   GraphValues stack;
   for (size_t i = begin; i < end; ++i) {
@@ -108,7 +108,7 @@ void run_nodes(const Graph& graph, size_t begin, size_t end, GraphValues& frame,
                        "compare the inputs with describe()");
     }
     for (const int slot : node.released) {
-      frame[static_cast<size_t>(slot)] = {};
+      frame[slot] = {};
     }
   }
 }

@@ -61,6 +61,7 @@ struct ExportedModuleOptions {
 
 namespace detail {
 
+class GraphFrame;
 struct ExportedProgram;
 struct ProgramFile;
 
@@ -142,7 +143,7 @@ class ExportedModuleImpl : public detail::ExportedPart {
 
  private:
   const detail::ExportedProgram& mode() const;
-  NamedTensors run(const detail::ExportedProgram& program, std::vector<c10::IValue> frame);
+  NamedTensors run(const detail::ExportedProgram& program, detail::GraphFrame frame);
 
   std::filesystem::path file_;
   /// One program, or those of training and evaluation.
