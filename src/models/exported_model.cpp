@@ -129,9 +129,8 @@ static std::string base_of(const ProgramFile& file) {
 
 void register_exported_family(const fs::path& folder, const nlohmann::json& config) {
   const std::string type = config.value("model_type", "");
-  const std::vector<std::string> known = model_types();
-  if (std::ranges::count(known, type) > 0) {
-    const fs::path& other = model_family(type).program;
+  if (const ModelFamily* known = find_model_family(type)) {
+    const fs::path& other = known->program;
     if (!other.empty() && other != folder &&
         read_exported_file(other, false)->programs != read_exported_file(folder, false)->programs) {
       throw InputError(kExportedModelWhere,

@@ -3,6 +3,9 @@
 
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
+#include <string_view>
+
+#include "hasten/models/model_family.h"
 
 namespace hasten::detail {
 
@@ -13,5 +16,8 @@ bool is_exported_folder(const std::filesystem::path& folder);
 /// has that family. Throws InputError if another folder of this model_type has another graph, and if
 /// config.json names no class with a head that hasten knows.
 void register_exported_family(const std::filesystem::path& folder, const nlohmann::json& config);
+
+/// Null if there is none of that type.
+const ModelFamily* find_model_family(std::string_view model_type);
 
 } // namespace hasten::detail

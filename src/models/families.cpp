@@ -1,6 +1,7 @@
 #include "base/registry.h"
 #include "decoder.h"
 #include "encoder.h"
+#include "exported_model.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"
@@ -251,6 +252,14 @@ const ModelFamily& model_family(std::string_view model_type, std::string_view so
   return *found;
 }
 
-std::vector<std::string> model_types() { return detail::family_registry().names(); }
+const ModelFamily* detail::find_model_family(std::string_view model_type) {
+  return family_registry().find(model_type);
+}
+
+std::vector<std::string> model_types() {
+  std::vector<std::string> types = detail::family_registry().names();
+  std::erase_if(types, [](const auto& type) { return !model_family(type).program.empty(); });
+  return types;
+}
 
 } // namespace hasten

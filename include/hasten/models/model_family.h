@@ -63,7 +63,7 @@ void register_model_family(ModelFamily family);
 /// Throws InputError that names `source` and all families if there is none of that type.
 const ModelFamily& model_family(std::string_view model_type, std::string_view source = "model");
 
-/// The model_type of each family, sorted.
+/// The model_type of each family, sorted, without those of single folders (ModelFamily::program).
 std::vector<std::string> model_types();
 
 } // namespace hasten
