@@ -31,7 +31,7 @@ class ExportedModel final : public PreTrainedModelImpl {
     if (!module_->parameters(false).empty() ||
         std::ranges::count(module_->outputs(), "logits") == 0) {
       throw InputError(kExportedModelWhere, "outputs " + joined(module_->outputs()),
-                       "a model with logits, exported by hasten export");
+                       "a model with logits, exported by python -m hasten.export");
     }
     for (const auto& child : module_->named_children()) {
       register_module(child.key(), child.value());
@@ -77,7 +77,7 @@ class ExportedModel final : public PreTrainedModelImpl {
     }
     throw InputError(kExportedModelWhere, "the graph takes " + name,
                      "input_ids, attention_mask and token_type_ids",
-                     "export the model by hasten export");
+                     "export the model by python -m hasten.export");
   }
 
   ExportedModule module_;
@@ -106,7 +106,7 @@ static std::pair<std::string, ModelTask> class_and_task(const fs::path& folder,
   throw InputError(kExportedModelWhere,
                    (folder / "config.json").string() + ": architectures=" + classes.dump(),
                    "a class …ForSequenceClassification, …ForTokenClassification or …ForMaskedLM",
-                   "export the model by hasten export --task");
+                   "export the model by python -m hasten.export --task");
 }
 
 /// The submodule with most of the parameters: "deberta".
@@ -128,7 +128,8 @@ static std::string base_of(const ProgramFile& file) {
 }
 
 void register_exported_family(const fs::path& folder, const nlohmann::json& config) {
-  const std::string type = config.value("model_type", "");
+  const nlohmann::json name = config.value("model_type", nlohmann::json());
+  const std::string type = name.is_string() ? name.get<std::string>() : "";
   if (const ModelFamily* known = find_model_family(type)) {
     const fs::path& other = known->program;
     if (!other.empty() && other != folder &&

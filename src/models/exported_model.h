@@ -1,4 +1,4 @@
-// Models of folders that hasten export wrote: config.json, weights, and the graph of their logits.
+// Models of folders that hasten.export wrote: config.json, weights, and the graph of their logits.
 #pragma once
 
 #include <filesystem>

@@ -328,7 +328,7 @@ PreTrainedConfig AutoConfig::from_pretrained(const std::string& folder) {
                      hf_download_command(folder));
   }
   const nlohmann::json config = read_json_file("models::AutoConfig", path);
-  if (detail::is_exported_folder(path.parent_path())) {
+  if (config.is_object() && detail::is_exported_folder(path.parent_path())) {
     detail::register_exported_family(path.parent_path(), config);
   }
   return PreTrainedConfig::from_json(config, path.string());

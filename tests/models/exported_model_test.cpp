@@ -1,4 +1,4 @@
-// A folder that hasten export wrote is a model of its own family.
+// A folder that hasten.export wrote is a model of its own family.
 #include <filesystem>
 
 #include "exported/exported_rig.h"

@@ -142,7 +142,7 @@ class Encoding(nn.Module):
 
 
 class Reader(nn.Module):
-    """Named as a model of transformers is, with the folder that hasten export writes."""
+    """Named as a model of transformers is, with the folder that hasten.export writes."""
 
     def __init__(self):
         super().__init__()

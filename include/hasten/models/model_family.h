@@ -49,7 +49,7 @@ struct ModelFamily {
   /// buffers, which the model makes itself.
   std::function<std::string(const std::string& name)> current_name{};
 
-  /// The folder of a model that hasten export wrote, whose graph runs. Empty for other families.
+  /// The folder of a model that hasten.export wrote, whose graph runs. Empty for other families.
   std::filesystem::path program{};
 
   /// Name of transformers' class for a task.

@@ -91,7 +91,7 @@ def write(programs, path):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="hasten export", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m hasten.export", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--task", required=True, choices=TASKS)
     parser.add_argument("--num-labels", type=int, help="labels of a new head; default: the model's")
