@@ -32,10 +32,13 @@ def problems_in(root, program, build, source):
     run = subprocess.run(
         [program, "-p", build, "--quiet", str(root / source)], capture_output=True, text=True
     )
-    return [
+    problems = [
         tree.Problem(found["path"].removeprefix(f"{root}/"), int(found["line"]), found["what"])
         for found in FOUND.finditer(run.stdout)
     ]
+    if run.returncode and not problems:  # it could not read the source
+        problems.append(tree.Problem(source, 1, run.stderr.strip()[-500:]))
+    return problems
 
 
 def check(root, jobs=2, remember=False):
