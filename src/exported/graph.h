@@ -97,6 +97,8 @@ class GraphFrame {
   std::vector<c10::IValue> values_;
 };
 
+/// The number as a tensor that takes no part in type promotion, as Python passes it.
+c10::IValue wrapped_number(const c10::IValue& value);
 /// Runs the nodes [begin, end).
 void run_nodes(const Graph& graph, size_t begin, size_t end, GraphFrame& frame,
                const GraphContext& context);

@@ -1,7 +1,5 @@
 #include "graph_reader.h"
 
-#include <ATen/ScalarOps.h>
-
 #include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -105,14 +103,8 @@ static std::optional<c10::IValue> fitted(const c10::IValue& value, const Expecte
   }
   const bool number = value.isInt() || value.isDouble() || value.isBool();
   switch (expected.type->kind()) {
-    case T::TensorType: { // a number stands for a tensor without dimensions
-      if (!number) {
-        return std::nullopt;
-      }
-      at::Tensor tensor = c10::scalar_to_tensor(value.toScalar());
-      tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-      return tensor;
-    }
+    case T::TensorType: // a number stands for a tensor without dimensions
+      return number ? std::optional(wrapped_number(value)) : std::nullopt;
     case T::FloatType:
       return value.isInt()      ? std::optional<c10::IValue>(static_cast<double>(value.toInt()))
              : value.isDouble() ? std::optional(value)

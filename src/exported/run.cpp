@@ -8,7 +8,7 @@
 
 namespace hasten::detail {
 
-static c10::IValue wrapped_number(const c10::IValue& value) {
+c10::IValue wrapped_number(const c10::IValue& value) {
   at::Tensor tensor = c10::scalar_to_tensor(value.toScalar());
   tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
