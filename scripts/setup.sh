@@ -68,28 +68,16 @@ check_compiler() {
 }
 
 # Versions of clang-format and clang-tidy differ in taste, so those that the tree passes are pinned.
-fetch_clang_format() {
-  local target=$cache/clang-format-$clang_version work
+# fetch_clang NAME [PART]: a part of the wheel's data, else all: clang-tidy has its own headers.
+fetch_clang() {
+  local target=$cache/$1-$clang_version data=${1/-/_}/data work
   [[ -x $target ]] && return
-  work=$(mktemp -d "$cache/.tmp-clang-format-XXXXXX")
-  say "fetching clang-format $clang_version"
-  pip_fetch "$work" "clang-format==$clang_version"
-  unzip_parts "$work"/*.whl "$work" clang_format/data/bin/
-  chmod +x "$work/clang_format/data/bin/clang-format"
-  mv "$work/clang_format/data/bin/clang-format" "$target"
-  rm -rf "$work"
-}
-
-# With its own headers, in a folder: bin/clang-tidy.
-fetch_clang_tidy() {
-  local target=$cache/clang-tidy-$clang_version work
-  [[ -d $target ]] && return
-  work=$(mktemp -d "$cache/.tmp-clang-tidy-XXXXXX")
-  say "fetching clang-tidy $clang_version"
-  pip_fetch "$work" "clang-tidy==$clang_version"
-  unzip_parts "$work"/*.whl "$work" clang_tidy/data/
-  chmod +x "$work/clang_tidy/data/bin/clang-tidy"
-  mv "$work/clang_tidy/data" "$target"
+  work=$(mktemp -d "$cache/.tmp-$1-XXXXXX")
+  say "fetching $1 $clang_version"
+  pip_fetch "$work" "$1==$clang_version"
+  unzip_parts "$work"/*.whl "$work" "$data/"
+  chmod +x "$work/$data/bin/$1"
+  mv "$work/$data${2:+/$2}" "$target"
   rm -rf "$work"
 }
 
@@ -123,8 +111,8 @@ else
   with_cache_lock fetch_torch "$torch_version" "$torch" $cuda
   torch=$cache/$torch
 fi
-with_cache_lock fetch_clang_format
-with_cache_lock fetch_clang_tidy
+with_cache_lock fetch_clang clang-format bin/clang-format
+with_cache_lock fetch_clang clang-tidy
 [[ -n $cuda ]] || with_cache_lock fetch_cuda_headers
 say "ready: LibTorch in $torch"
 [[ -z $cuda ]] || say "Give it to CMake: cmake --preset release -DHASTEN_TORCH=$torch"

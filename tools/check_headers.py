@@ -144,20 +144,10 @@ def cache_folder():
 
 def changed_headers(root):
     """Names of headers that differ from the commit in .headers; None if that is not known."""
-    commit = root / ".headers"
-    if not commit.is_file():
+    changed = tree.changed(root, ".headers", "include", "tools/check_headers.py")
+    if changed is None or "tools/check_headers.py" in changed:
         return None
-    changed = tree.git(root, "diff", "--name-only", commit.read_text().strip(), "--", "include", "tools/check_headers.py")
-    added = tree.git(root, "ls-files", "--others", "--exclude-standard", "--", "include")
-    if changed is None or added is None or "tools/check_headers.py" in changed:
-        return None
-    return {name.removeprefix("include/") for name in changed + added}
-
-
-def write_commit(root):
-    head = tree.git(root, "rev-parse", "HEAD")
-    if head and tree.git(root, "status", "--porcelain", "--", "include") == []:
-        (root / ".headers").write_text(head[0] + "\n")
+    return {name.removeprefix("include/") for name in changed}
 
 
 def check(root, jobs=2, all=False):
@@ -205,7 +195,7 @@ def check_and_remember(root, remember=False, **options):
     changed = changed_headers(root)
     problems = check(root, **options)
     if remember and not problems and (changed is None or changed):
-        write_commit(root)
+        tree.remember(root, ".headers", "include")
     return problems
 
 

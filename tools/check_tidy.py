@@ -17,17 +17,6 @@ import tree
 FOUND = re.compile(r"^(?P<path>[^:\n]+):(?P<line>\d+):\d+: (?:warning|error): (?P<what>.*)$", re.M)
 
 
-def changed_sources(root):
-    """Those in src/ that differ from the commit in .tidy, or all."""
-    sources = [str(path) for path in tree.files(root, ("src",), (".cpp",))]
-    commit = root / ".tidy"
-    if not commit.is_file():
-        return sources
-    changed = tree.git(root, "diff", "--name-only", commit.read_text().strip(), "--", "src")
-    added = tree.git(root, "ls-files", "--others", "--exclude-standard", "--", "src")
-    return sources if changed is None else [name for name in sources if name in {*changed, *added}]
-
-
 def problems_in(root, program, build, source):
     run = subprocess.run(
         [program, "-p", build, "--quiet", str(root / source)], capture_output=True, text=True
@@ -42,7 +31,10 @@ def problems_in(root, program, build, source):
 
 
 def check(root, jobs=2, remember=False):
-    sources = changed_sources(root)
+    changed = tree.changed(root, ".tidy", "src")
+    sources = [str(path) for path in tree.files(root, ("src",), (".cpp",))]
+    if changed is not None:
+        sources = [name for name in sources if name in changed]
     if not sources:
         return []
     program = max(check_headers.cache_folder().glob("clang-tidy-[0-9]*"), default=None)
@@ -61,9 +53,8 @@ def check(root, jobs=2, remember=False):
                 for source in sources
             ]
         problems = sorted({problem for run in runs for problem in run.result()}, key=str)
-    head = tree.git(root, "rev-parse", "HEAD")
-    if remember and not problems and head and tree.git(root, "status", "--porcelain", "--", "src") == []:
-        (root / ".tidy").write_text(head[0] + "\n")
+    if remember and not problems:
+        tree.remember(root, ".tidy", "src")
     return problems
 
 

@@ -31,6 +31,23 @@ def git(root, *arguments):
     return result.stdout.splitlines() if result.returncode == 0 else None
 
 
+def changed(root, marker, *paths):
+    """What differs from the commit that the file `marker` names; None if that is not known."""
+    commit = root / marker
+    if not commit.is_file():
+        return None
+    differing = git(root, "diff", "--name-only", commit.read_text().strip(), "--", *paths)
+    added = git(root, "ls-files", "--others", "--exclude-standard", "--", *paths)
+    return None if differing is None or added is None else {*differing, *added}
+
+
+def remember(root, marker, folder):
+    """Writes the commit into the file `marker` if nothing in the folder is uncommitted."""
+    head = git(root, "rev-parse", "HEAD")
+    if head and git(root, "status", "--porcelain", "--", folder) == []:
+        (root / marker).write_text(head[0] + "\n")
+
+
 def files(root, folders=(), suffixes=None):
     """Paths relative to root, sorted: what git tracks or would track, else all."""
     listed = subprocess.run(
