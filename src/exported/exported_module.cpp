@@ -2,11 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
-#include <torch/nn/modules/container/modulelist.h>
 
 #include <algorithm>
 #include <optional>
-#include <tuple>
 #include <utility>
 
 #include "exported_program.h"
@@ -16,9 +14,11 @@
 #include "hasten/base/text.h"
 #include "hasten/core/block_call.h"
 #include "hasten/core/deferred_init.h"
+#include "hasten/core/linear.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/io/sharded_safetensors.h"
+#include "module_tree.h"
 
 namespace hasten {
 
@@ -61,6 +61,31 @@ void ExportedPart::to(torch::Dtype dtype, bool non_blocking) {
 void ExportedPart::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
   to(dtype, non_blocking);
   to(device, non_blocking);
+}
+
+void ExportedPart::set_layer(Layer layer, std::string settings) {
+  layer_ = layer;
+  settings_ = std::move(settings);
+}
+
+at::Tensor ExportedPart::tensor(const std::string& name) const {
+  for (const auto& tensors : {named_parameters(false), named_buffers(false)}) {
+    if (const at::Tensor* found = tensors.find(name)) {
+      return *found;
+    }
+  }
+  return {};
+}
+
+at::Tensor ExportedPart::product(const at::Tensor& x, const at::Tensor& weight,
+                                 const at::Tensor& bias) const {
+  const at::Tensor read = layer_ == Layer::conv1d ? weight.t() : weight;
+  return product_ != nullptr ? product_(x, read, bias, weight) : fast_linear(x, read, bias);
+}
+
+at::Tensor ExportedPart::batch_norm_identity() const {
+  const at::Tensor mean = layer_ == Layer::batch_norm ? tensor("running_mean") : at::Tensor();
+  return mean.defined() || layer_ != Layer::batch_norm ? mean : tensor("weight");
 }
 
 ExportedPart::Values ExportedPart::forward(Values inputs, const ExportedCall& call) {
@@ -108,205 +133,86 @@ class FolderWeights {
   std::vector<SafetensorsReader> files_{};
 };
 
-/// The file's own values, or those of the folder. Tied names share one tensor. `values`: false for
-/// parameters without values.
-static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& folder,
-                                 bool values) {
-  if (!folder.present()) {
-    return file.values;
+/// The node of a linear layer that computes the output and nothing else.
+static std::optional<size_t> output_node(const ExportedProgram& program,
+                                         const std::string& output) {
+  const auto name = std::ranges::find(program.outputs, output);
+  if (name == program.outputs.end()) {
+    return std::nullopt;
   }
+  const int slot = program.graph.outputs[static_cast<size_t>(name - program.outputs.begin())].slot;
+  const auto& nodes = program.graph.nodes;
+  const auto found = std::ranges::find_if(nodes, [&](const GraphNode& node) {
+    return slot >= 0 && node.target == "aten.linear.default" && node.outputs[0].slots[0] == slot;
+  });
+  return found == nodes.end() ? std::nullopt : std::optional<size_t>(found - nodes.begin());
+}
+
+/// The module whose weight it reads; empty if there is none.
+static std::string output_module(const ExportedProgram& program, const std::string& output) {
+  const std::optional<size_t> node = output_node(program, output);
+  const auto weight = node ? program.leaf_of.find(program.graph.nodes[*node].arguments[1].slot)
+                           : program.leaf_of.end();
+  return weight == program.leaf_of.end() ? "" : parent_of(program.leaves[weight->second].name);
+}
+
+static std::set<std::string> output_modules(const ExportedProgram& program) {
+  std::set<std::string> modules;
+  for (const std::string& output : program.outputs) {
+    modules.insert(output_module(program, output));
+  }
+  modules.erase("");
+  return modules;
+}
+
+/// The folder's tensor under one of the names. `any_rows`: it may have other rows than the program.
+static at::Tensor read_weight(const FolderWeights& folder, const std::vector<std::string>& names,
+                              const WeightMeta& meta, bool any_rows) {
+  const auto stored =
+      std::ranges::find_if(names, [&](const auto& name) { return folder.find(name) != nullptr; });
+  if (stored == names.end()) {
+    throw InputError(kExportedLoad,
+                     std::string(kWeightsFile) + " has no tensor " + joined(names, " or "),
+                     "each weight of the program", "use the folder that was exported");
+  }
+  const SafetensorsReader& reader = *folder.find(*stored);
+  const at::Tensor value = in_deferred_init() ? reader.tensor(*stored) : reader.read(*stored);
+  std::vector<int64_t> sizes = meta.sizes;
+  if (any_rows && value.dim() > 0 && !sizes.empty()) {
+    sizes[0] = value.size(0);
+  }
+  if (value.sizes() != at::IntArrayRef(sizes)) {
+    throw InputError(
+        kExportedLoad,
+        std::string(kWeightsFile) + ": " + *stored + " has sizes=" + c10::str(value.sizes()),
+        c10::str(at::IntArrayRef(sizes)), "export the module again with these weights");
+  }
+  return in_deferred_init() || value.scalar_type() != meta.dtype
+             ? at::empty(sizes, at::TensorOptions(meta.dtype)).copy_(value)
+             : value;
+}
+
+/// The file's own values, or those of the folder. Tied names share one tensor. `values`: false for
+/// parameters without values. `outputs`: modules that compute outputs, whose rows may be others.
+static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& folder, bool values,
+                                 const std::set<std::string>& outputs) {
   const at::NoGradGuard no_grad;
   std::map<std::string, std::vector<std::string>> tied; // names by place
   for (const auto& [name, meta] : file.weights) {
     tied[meta.place].push_back(name);
   }
-  NamedTensors weights;
+  NamedTensors weights = file.values;
   for (const auto& [place, names] : tied) {
-    if (const WeightMeta& meta = file.weights.at(names[0]); !values && meta.parameter) {
-      weights[names[0]] = at::empty(meta.sizes, at::TensorOptions(meta.dtype));
-      continue;
-    }
-    const auto stored =
-        std::ranges::find_if(names, [&](const auto& name) { return folder.find(name) != nullptr; });
-    if (stored == names.end()) {
-      throw InputError(kExportedLoad,
-                       std::string(kWeightsFile) + " has no tensor " + joined(names, " or "),
-                       "each weight of the program", "use the folder that was exported");
-    }
-    const WeightMeta& meta = file.weights.at(*stored);
-    const SafetensorsReader& reader = *folder.find(*stored);
-    const at::Tensor value = in_deferred_init() ? reader.tensor(*stored) : reader.read(*stored);
-    if (value.sizes() != at::IntArrayRef(meta.sizes)) {
-      throw InputError(
-          kExportedLoad,
-          std::string(kWeightsFile) + ": " + *stored + " has sizes=" + c10::str(value.sizes()),
-          c10::str(at::IntArrayRef(meta.sizes)), "export the module again with these weights");
-    }
-    at::Tensor weight = value;
-    if (in_deferred_init() || value.scalar_type() != meta.dtype) {
-      weight = at::empty(meta.sizes, at::TensorOptions(meta.dtype)).copy_(value);
-    }
-    for (const std::string& name : names) {
-      weights[name] = weight;
+    const WeightMeta& meta = file.weights.at(names[0]);
+    const bool empty = !values && meta.parameter;
+    if (empty || folder.present()) {
+      const at::Tensor weight =
+          empty ? at::empty(meta.sizes, at::TensorOptions(meta.dtype))
+                : read_weight(folder, names, meta, outputs.contains(parent_of(names[0])));
+      std::ranges::for_each(names, [&](const auto& name) { weights[name] = weight; });
     }
   }
   return weights;
-}
-
-static std::string parent_of(const std::string& path) {
-  const size_t dot = path.rfind('.');
-  return dot == std::string::npos ? "" : path.substr(0, dot);
-}
-static std::string last_of(const std::string& path) { return path.substr(path.rfind('.') + 1); }
-
-/// Makes submodules where Python has them. Lists whose entries are blocks are ModuleLists, in which FSDP
-/// finds its units.
-class ModuleTree {
- public:
-  ModuleTree(ExportedPart& root, const std::vector<std::shared_ptr<ExportedProgram>>& programs,
-             const std::set<std::string>& blocks)
-      : root_(root), blocks_(blocks) {
-    for (const auto& program : programs) {
-      for (const ExportedLeaf& leaf : program->leaves) {
-        if (!leaf.name.empty()) {
-          with_tensors_.insert(parent_of(leaf.name));
-          add_path(parent_of(leaf.name));
-        }
-      }
-    }
-    for (const std::string& path : blocks) {
-      add_path(path);
-    }
-    std::ranges::for_each(order_, [this](const std::string& path) { make(path); });
-  }
-
-  ExportedPart& part(const std::string& path) { return path.empty() ? root_ : *parts_.at(path); }
-  std::shared_ptr<ExportedPart> shared_part(const std::string& path) const {
-    const auto found = parts_.find(path);
-    return found == parts_.end() ? nullptr : found->second;
-  }
-
- private:
-  static constexpr size_t kMostEntries = 10'000;
-
-  void add_path(const std::string& path) {
-    if (children_.try_emplace(path).second && !path.empty()) {
-      add_path(parent_of(path));
-      children_[parent_of(path)].insert(last_of(path));
-      order_.push_back(path);
-    }
-  }
-
-  bool is_list(const std::string& path) const {
-    const std::set<std::string>& names = children_.at(path);
-    return !path.empty() && !names.empty() && !with_tensors_.contains(path) &&
-           std::ranges::all_of(names, [&](const std::string& name) {
-             const auto index = parse_number<size_t>(name);
-             return index && *index < kMostEntries && blocks_.contains(path + "." + name);
-           });
-  }
-
-  torch::nn::Module& module_at(const std::string& path) {
-    const auto list = lists_.find(path);
-    return list != lists_.end() ? static_cast<torch::nn::Module&>(*list->second) : part(path);
-  }
-
-  void make(const std::string& path) {
-    const std::string name = last_of(path);
-    if (const auto list = lists_.find(parent_of(path)); list != lists_.end()) {
-      const size_t index = *parse_number<size_t>(name);
-      while (list->second->size() <= index) {
-        list->second->push_back(std::make_shared<ExportedPart>());
-      }
-      parts_[path] = std::dynamic_pointer_cast<ExportedPart>((*list->second)[index]);
-    } else if (is_list(path)) {
-      lists_[path] = module_at(parent_of(path))
-                         .register_module(name, std::make_shared<torch::nn::ModuleListImpl>());
-    } else {
-      parts_[path] =
-          module_at(parent_of(path)).register_module(name, std::make_shared<ExportedPart>());
-    }
-  }
-
-  ExportedPart& root_;
-  const std::set<std::string>& blocks_;
-  std::set<std::string> with_tensors_{}; // modules that have parameters or buffers of their own
-  std::map<std::string, std::set<std::string>> children_{}; // by path
-  std::vector<std::string> order_{}; // as in Python, a parent before its children
-  std::map<std::string, std::shared_ptr<ExportedPart>> parts_{};
-  std::map<std::string, std::shared_ptr<torch::nn::ModuleListImpl>> lists_{};
-};
-
-/// Where tensors have been registered: by name, or by `WeightMeta::place` if tied ones are one.
-using LeafPlaces = std::map<std::string, std::pair<const ExportedPart*, size_t>>;
-
-/// Registers the leaf's tensor in its part, unless another program or a tied name has.
-static void place_leaf(ExportedLeaf& leaf, ExportedPart& part, const ProgramFile& file,
-                       const NamedTensors& weights, bool once, LeafPlaces& places) {
-  const auto meta = file.weights.find(leaf.name);
-  if (meta == file.weights.end()) {
-    throw InputError(kExportedLoad,
-                     "the program reads " + leaf.name + ", which the file does not describe",
-                     "each weight in the file");
-  }
-  const std::string& key = once ? meta->second.place : leaf.name;
-  if (!places.contains(key)) {
-    const std::string name = last_of(leaf.name);
-    const auto value = weights.find(leaf.name);
-    if (value == weights.end()) {
-      throw InputError(kExportedLoad, "the program reads " + leaf.name + ", which has no values",
-                       "each weight in the file");
-    }
-    const size_t index = leaf.buffer
-                             ? part.add_buffer(name, value->second)
-                             : part.add_parameter(name, value->second, meta->second.requires_grad);
-    places.emplace(key, std::pair(&part, index));
-  }
-  std::tie(leaf.owner, leaf.index) = places.at(key);
-}
-
-/// Slots of leaves that are read outside of blocks, and whether any node reads a leaf.
-static void find_inline_leaves(ExportedProgram& program) {
-  std::set<int> slots;
-  for (const GraphSegment& segment : program.graph.segments) {
-    if (!program.blocks.contains(segment.path())) {
-      slots.insert(segment.leaves.begin(), segment.leaves.end());
-    }
-  }
-  for (const GraphArgument& output : program.graph.outputs) {
-    each_slot(output, [&](int slot) {
-      if (program.leaf_of.contains(slot)) {
-        slots.insert(slot);
-      }
-    });
-  }
-  program.inline_leaves.assign(slots.begin(), slots.end());
-}
-
-/// Parameters without a reader in any program. They lose requires_grad.
-static std::vector<std::string> freeze_unused(
-    torch::nn::Module& module, const std::vector<std::shared_ptr<ExportedProgram>>& programs) {
-  std::set<const at::TensorImpl*> read;
-  for (const auto& program : programs) {
-    std::set<int> slots(program->inline_leaves.begin(), program->inline_leaves.end());
-    for (const GraphSegment& segment : program->graph.segments) {
-      slots.insert(segment.leaves.begin(), segment.leaves.end());
-    }
-    for (const int slot : slots) {
-      const ExportedLeaf& leaf = program->leaves[program->leaf_of.at(slot)];
-      if (leaf.owner != nullptr) {
-        read.insert(leaf.owner->leaf(leaf.buffer, leaf.index).unsafeGetTensorImpl());
-      }
-    }
-  }
-  std::vector<std::string> unused;
-  for (auto& parameter : module.named_parameters()) {
-    if (!read.contains(parameter.value().unsafeGetTensorImpl())) {
-      parameter.value().set_requires_grad(false);
-      unused.push_back(parameter.key());
-    }
-  }
-  return unused;
 }
 
 static std::vector<std::shared_ptr<ExportedProgram>> read_programs(
@@ -333,12 +239,11 @@ static std::vector<std::shared_ptr<ExportedProgram>> read_programs(
 
 using detail::ExportedProgram;
 
-std::shared_ptr<const detail::ProgramFile> detail::read_exported_file(const fs::path& path,
-                                                                      bool values) {
+std::shared_ptr<const detail::ProgramFile> detail::read_exported_file(const fs::path& path) {
   const bool folder = fs::is_directory(path);
   const bool beside = folder && FolderWeights(path).present();
   return std::make_shared<const ProgramFile>(
-      read_program_file(folder ? path / kProgramFile : path, values && !beside));
+      read_program_file(folder ? path / kProgramFile : path, !beside));
 }
 
 ExportedModuleImpl::ExportedModuleImpl(const detail::ProgramFile& file,
@@ -349,7 +254,8 @@ ExportedModuleImpl::ExportedModuleImpl(const detail::ProgramFile& file,
   const auto programs = detail::read_programs(file, file_, options);
   const std::set<std::string> blocks = detail::whole_blocks(programs);
   detail::ModuleTree tree(*this, programs, blocks);
-  const NamedTensors weights = detail::load_weights(file, folder, options.weights);
+  const NamedTensors weights =
+      detail::load_weights(file, folder, options.weights, detail::output_modules(*programs[0]));
   detail::LeafPlaces places;
   for (const auto& program : programs) {
     for (detail::ExportedLeaf& leaf : program->leaves) {
@@ -361,6 +267,7 @@ ExportedModuleImpl::ExportedModuleImpl(const detail::ProgramFile& file,
         }
       }
     }
+    detail::bind_layers(*program, tree, options.substitutions);
     for (const std::string& block : blocks) {
       program->blocks.emplace(block, tree.shared_part(block));
     }
@@ -383,7 +290,7 @@ static std::string input_names(const ExportedProgram& program) {
   return joined(mapped(program.inputs, [](const ExportedInput& input) { return input.name; }));
 }
 
-NamedTensors ExportedModuleImpl::forward(const NamedTensors& inputs) {
+std::vector<at::Tensor> ExportedModuleImpl::in_order(const NamedTensors& inputs) const {
   const ExportedProgram& program = mode();
   std::vector<at::Tensor> ordered(program.inputs.size());
   for (const auto& [name, tensor] : inputs) {
@@ -397,10 +304,10 @@ NamedTensors ExportedModuleImpl::forward(const NamedTensors& inputs) {
                            : "write the name as in Python's forward");
     }
   }
-  return forward(ordered);
+  return ordered;
 }
 
-NamedTensors ExportedModuleImpl::forward(const std::vector<at::Tensor>& inputs) {
+detail::GraphFrame ExportedModuleImpl::frame_of(const std::vector<at::Tensor>& inputs) const {
   const ExportedProgram& program = mode();
   if (inputs.size() != program.inputs.size()) {
     throw InputError("exported::forward", std::to_string(inputs.size()) + " inputs",
@@ -411,10 +318,49 @@ NamedTensors ExportedModuleImpl::forward(const std::vector<at::Tensor>& inputs) 
   for (size_t i = 0; i < inputs.size(); ++i) {
     frame[program.input_slots[i]] = inputs[i];
   }
-  return run(program, std::move(frame));
+  return frame;
 }
 
-NamedTensors ExportedModuleImpl::run(const ExportedProgram& program, detail::GraphFrame frame) {
+NamedTensors ExportedModuleImpl::forward(const NamedTensors& inputs) {
+  return forward(in_order(inputs));
+}
+
+NamedTensors ExportedModuleImpl::forward(const std::vector<at::Tensor>& inputs) {
+  const ExportedProgram& program = mode();
+  detail::GraphFrame frame = frame_of(inputs);
+  const detail::ExportedCall call = run(program.graph.nodes.size(), frame);
+  NamedTensors outputs;
+  for (size_t i = 0; i < program.graph.outputs.size(); ++i) {
+    const c10::IValue value =
+        detail::value_of(program.graph.outputs[i], frame, {call.device, call.training});
+    if (value.isTensor()) {
+      outputs[program.outputs[i]] = value.toTensor();
+    }
+  }
+  return outputs;
+}
+
+std::optional<ExportedOutputLayer> ExportedModuleImpl::forward_to_output_layer(
+    const NamedTensors& inputs, const std::string& output) {
+  const ExportedProgram& program = mode();
+  const std::optional<size_t> node = detail::output_node(program, output);
+  const auto segment = std::ranges::find_if(
+      program.graph.segments, [&](const auto& each) { return node && *node < each.end; });
+  if (!node || program.blocks.contains(segment->path())) { // a block runs as a whole
+    return std::nullopt;
+  }
+  detail::GraphFrame frame = frame_of(in_order(inputs));
+  const detail::ExportedCall call = run(*node, frame);
+  const auto read = [&](size_t argument) {
+    const c10::IValue value = detail::value_of(program.graph.nodes[*node].arguments[argument],
+                                               frame, {call.device, call.training});
+    return value.isTensor() ? value.toTensor() : at::Tensor();
+  };
+  return ExportedOutputLayer{.input = read(0), .weight = read(1), .bias = read(2)};
+}
+
+detail::ExportedCall ExportedModuleImpl::run(size_t end, detail::GraphFrame& frame) {
+  const ExportedProgram& program = mode();
   detail::ExportedCall call{.program = programs_[&program == programs_[0].get() ? 0 : 1],
                             .root = shared_from_this(),
                             .training = is_training() || !program.decides_mode};
@@ -423,9 +369,13 @@ NamedTensors ExportedModuleImpl::run(const ExportedProgram& program, detail::Gra
   program.fill(program.inline_leaves, call.device, frame);
   for (call.segment = 0; call.segment < graph.segments.size(); ++call.segment) {
     const detail::GraphSegment& segment = graph.segments[call.segment];
+    if (segment.begin >= end) {
+      break;
+    }
     const auto block = program.blocks.find(segment.path());
     if (block == program.blocks.end()) {
-      detail::run_nodes(graph, segment.begin, segment.end, frame, {call.device, call.training});
+      detail::run_nodes(graph, segment.begin, std::min(segment.end, end), frame,
+                        {call.device, call.training});
       continue;
     }
     Values values;
@@ -446,36 +396,14 @@ NamedTensors ExportedModuleImpl::run(const ExportedProgram& program, detail::Gra
       frame[segment.numbers_out[i]] = std::move(values.numbers[i]);
     }
   }
-  NamedTensors outputs;
-  for (size_t i = 0; i < graph.outputs.size(); ++i) {
-    const c10::IValue value =
-        detail::value_of(graph.outputs[i], frame, {call.device, call.training});
-    if (value.isTensor()) {
-      outputs[program.outputs[i]] = value.toTensor();
-    }
-  }
-  return outputs;
+  return call;
 }
 
 const std::vector<ExportedInput>& ExportedModuleImpl::inputs() const { return mode().inputs; }
 const std::vector<std::string>& ExportedModuleImpl::outputs() const { return mode().outputs; }
 
 std::string ExportedModuleImpl::output_layer(const std::string& output) const {
-  const ExportedProgram& program = *programs_[0];
-  const auto name = std::ranges::find(program.outputs, output);
-  const int slot =
-      name == program.outputs.end()
-          ? -1
-          : program.graph.outputs[static_cast<size_t>(name - program.outputs.begin())].slot;
-  for (const detail::GraphNode& node : program.graph.nodes) {
-    if (slot >= 0 && node.target == "aten.linear.default" && node.outputs[0].slots[0] == slot) {
-      const auto weight = program.leaf_of.find(node.arguments[1].slot);
-      return weight == program.leaf_of.end()
-                 ? ""
-                 : detail::parent_of(program.leaves[weight->second].name);
-    }
-  }
-  return {};
+  return detail::output_module(*programs_[0], output);
 }
 
 std::vector<std::string> ExportedModuleImpl::block_names() const {
@@ -511,8 +439,8 @@ void ExportedModuleImpl::save(const std::filesystem::path& folder) const {
 
 ExportedModule ExportedModule::load(const std::filesystem::path& path,
                                     const ExportedModuleOptions& options) {
-  return ExportedModule(std::make_shared<ExportedModuleImpl>(
-      *detail::read_exported_file(path, options.weights), options));
+  return ExportedModule(
+      std::make_shared<ExportedModuleImpl>(*detail::read_exported_file(path), options));
 }
 
 } // namespace hasten

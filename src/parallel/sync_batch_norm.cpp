@@ -52,6 +52,17 @@ bool find_batch_norm(const std::string& name, const std::shared_ptr<torch::nn::M
   return true;
 }
 
+static bool find_exported(const std::string& name, const std::shared_ptr<torch::nn::Module>& module,
+                          std::vector<FoundBatchNorm>& found) {
+  const auto* layer = dynamic_cast<const CallsBatchNorm*>(module.get());
+  const at::Tensor identity = layer == nullptr ? at::Tensor() : layer->batch_norm_identity();
+  if (identity.defined()) {
+    found.push_back({name, module, identity.size(0),
+                     describe_tensor(identity, true) + layer->batch_norm_settings(), identity});
+  }
+  return identity.defined();
+}
+
 // Each once, even if a module is registered under several names.
 static std::vector<FoundBatchNorm> find_batch_norms(const torch::nn::Module& model) {
   using namespace torch::nn;
@@ -61,7 +72,8 @@ static std::vector<FoundBatchNorm> find_batch_norms(const torch::nn::Module& mod
     if (seen.insert(item.value().get()).second) {
       find_batch_norm<BatchNorm1dImpl>(item.key(), item.value(), found) ||
           find_batch_norm<BatchNorm2dImpl>(item.key(), item.value(), found) ||
-          find_batch_norm<BatchNorm3dImpl>(item.key(), item.value(), found);
+          find_batch_norm<BatchNorm3dImpl>(item.key(), item.value(), found) ||
+          find_exported(item.key(), item.value(), found);
     }
   }
   return found;

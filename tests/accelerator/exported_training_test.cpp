@@ -3,6 +3,7 @@
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/core/deferred_init.h"
+#include "hasten/parallel/sync_batch_norm.h"
 #include "support/communicator.h"
 #include "support/on_device.h"
 #include "support/run_device.h"
@@ -120,6 +121,36 @@ TEST(ExportedTraining, EveryStrategyGivesTheParametersOfAPlainLoop) {
             << parameter.key();
       }
     }
+  }
+}
+
+TEST(ExportedTraining, SynchronisedBatchNormHasTheStatisticsOfTheJoinedBatch) {
+  const NamedTensors all = rows_of(golden_case("conv_net/2").in, 0, 5);
+  ExportedModule plain = ExportedModule::load(golden_path("conv_net.pt2"));
+  plain->to(testing_support::run_device());
+  const Tensor joined = plain->forward(all).at("output");
+  loss_of({{"output", joined}}).backward();
+
+  const auto communicator = testing_support::fresh_communicator();
+  ExportedModule module = ExportedModule::load(golden_path("conv_net.pt2"));
+  module->to(testing_support::run_device());
+  const auto synced = convert_sync_batchnorm(module, communicator);
+  EXPECT_EQ(synced.layers, (std::vector<std::string>{"blocks.0.norm", "blocks.1.norm"}));
+  const int64_t begin = 5 * communicator->rank() / communicator->world_size();
+  const int64_t end = 5 * (communicator->rank() + 1) / communicator->world_size();
+  const Tensor own = module->forward(rows_of(all, begin, end)).at("output");
+  EXPECT_LE(relative_difference(own, joined.slice(0, begin, end)), 1e-5);
+  const Tensor weights = at::sin(at::arange(joined.numel(), joined.options())).view_as(joined);
+  (own * weights.slice(0, begin, end)).sum().backward();
+  auto expected = plain->named_parameters();
+  for (auto& parameter : module->named_parameters()) {
+    Tensor sum = parameter.value().grad().clone();
+    communicator->all_reduce(sum, ReduceOp::SUM, "gradient");
+    EXPECT_LE(relative_difference(sum, expected[parameter.key()].grad()), 1e-4) << parameter.key();
+  }
+  auto buffers = plain->named_buffers();
+  for (const auto& buffer : module->named_buffers()) {
+    EXPECT_LE(relative_difference(buffer.value(), buffers[buffer.key()]), 1e-5) << buffer.key();
   }
 }
 

@@ -140,6 +140,19 @@ TEST(Exported, BlocksAreRecomputedWithTheSameGradients) {
   }
 }
 
+TEST(Exported, ForwardStopsBeforeTheLinearLayerOfAnOutput) {
+  const NamedTensors inputs = golden_case("encoder/0").in;
+  ExportedModule module = load("encoder");
+  EXPECT_EQ(module->output_layer("logits"), "head");
+  const auto layer = module->forward_to_output_layer(inputs, "logits");
+  ASSERT_TRUE(layer);
+  const Tensor logits = module->forward(inputs).at("logits");
+  EXPECT_LE(relative_difference(at::linear(layer->input, layer->weight, layer->bias), logits),
+            1e-6);
+  EXPECT_TRUE(layer->weight.is_same(module->named_parameters()["head.weight"]));
+  EXPECT_FALSE(module->forward_to_output_layer(inputs, "more.0"));
+}
+
 TEST(Exported, SavesAFolderThatGivesTheSameModule) {
   const testing_support::TemporaryFolder folder;
   ExportedModule module = load("encoder");

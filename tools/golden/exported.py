@@ -154,6 +154,62 @@ class Reader(nn.Module):
         return {"logits": self.classifier((self.reader(input_ids) * mask).sum(1) / mask.sum(1))}
 
 
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, whose weight is [in, out]."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, out))
+        self.bias = nn.Parameter(torch.empty(out))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class WriterBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_attn = Conv1D(6, 18)
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x, mask):
+        q, k, v = self.c_attn(x).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+class Decoding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.places = nn.Embedding(16, 6)
+        self.layer = nn.ModuleList([WriterBlock(), WriterBlock()])
+
+    def forward(self, ids, positions, apart):
+        t = ids.shape[1]
+        mask = torch.ones(t, t, dtype=torch.bool).tril()[None]
+        if apart:  # a text begins where the position is not the next one
+            text = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+            mask = mask & (text[:, :, None] == text[:, None, :])
+        x = self.words(ids) + self.places(positions)
+        for block in self.layer:
+            x = block(x, mask)
+        return x
+
+
+class Writer(nn.Module):
+    """A language model with a tied output layer. `apart`: it keeps the texts of a row apart."""
+
+    def __init__(self, apart=True):
+        super().__init__()
+        self.apart = apart
+        self.writer = Decoding()
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.writer.words.weight
+
+    def forward(self, input_ids, position_ids):
+        return {"logits": self.head(self.writer(input_ids, position_ids, self.apart))}
+
+
 class Dropped(nn.Module):
     def __init__(self):
         super().__init__()
@@ -186,6 +242,14 @@ READER = {
     "pad_token_id": 0,
     "vocab_size": 11,
     "window": [1, 2],
+}
+WRITER = {
+    "architectures": ["WriterLMHeadModel"],
+    "max_position_embeddings": 16,
+    "model_type": "golden-writer",
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "vocab_size": 11,
 }
 
 BATCH, TOKENS = {0: Dim.DYNAMIC}, {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
@@ -275,14 +339,23 @@ def main():
             put("grad", {k: p.grad for k, p in model.named_parameters() if p.grad is not None})
             put("after", dict(model.named_buffers()) if cls is ConvNet else {})
             put("eval", flat(model.eval()(**values)))
-    reader = make(Reader)
     inputs = {k: v.remainder(11) for k, v in text(3, 5).items()}
-    (folder / "reader").mkdir(exist_ok=True)
-    (folder / "reader/config.json").write_text(json.dumps(READER, indent=2) + "\n")
-    program = exported(reader, inputs, dict.fromkeys(inputs, TOKENS), True)
-    package_pt2(str(folder / "reader/model.pt2"), exported_programs={"model": program})
-    safetensors.torch.save_file(dict(reader.state_dict()), str(folder / "reader/model.safetensors"), {"format": "pt"})
-    golden |= {f"reader/0/in/{k}": v for k, v in inputs.items()} | {"reader/0/out/logits": reader(**inputs)["logits"].detach()}
+    ids = inputs["input_ids"]
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [0, 0, 1, 2, 3]])}
+    for name, cls, config, values in (
+        ("reader", Reader, READER, inputs),
+        ("writer", Writer, WRITER, packed),
+        ("mixing_writer", lambda: Writer(apart=False), WRITER | {"model_type": "golden-mixing-writer"}, packed),
+    ):
+        model = make(cls)
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        program = exported(model, values, dict.fromkeys(values, TOKENS), True)
+        package_pt2(str(folder / name / "model.pt2"), exported_programs={"model": program})
+        weights = {k: v for k, v in model.state_dict().items() if k != "head.weight"}  # tied
+        safetensors.torch.save_file(weights, str(folder / name / "model.safetensors"), {"format": "pt"})
+        golden |= {f"{name}/0/in/{k}": v.clone() for k, v in values.items()}
+        golden |= {f"{name}/0/out/logits": model(**values)["logits"].detach()}
     safetensors.torch.save_file(golden, str(folder / "golden.safetensors"))
 
 

@@ -35,6 +35,7 @@
 #include <vector>
 
 #include "hasten/core/stateful.h"
+#include "hasten/parallel/sync_batch_norm.h"
 
 namespace hasten {
 
@@ -47,12 +48,19 @@ struct ExportedInput {
   std::vector<std::string> sizes{};
 };
 
+/// The linear layer that computes an output.
+struct ExportedOutputLayer {
+  at::Tensor input{}; // [..., in]
+  at::Tensor weight{}; // [out, in]
+  at::Tensor bias{}; // [out]; undefined: none
+};
+
 struct ExportedModuleOptions {
   /// Whether numbered submodules are called as blocks. Without blocks, FSDP gathers the whole module,
   /// and activation checkpointing finds nothing to recompute. Costs nothing.
   bool blocks = true;
   /// Whether hasten's operators run instead of torch's where they are quicker: fast_linear (linear.h) for
-  /// aten.linear. False: the bits of Python. Costs nothing.
+  /// linear, and for addmm of a weight as GPT-2 has it. False: the bits of Python. Costs nothing.
   bool substitutions = true;
   /// False: parameters have no values, for a caller that reads them. A tied parameter then has its first name
   /// alone. Buffers have their values.
@@ -65,9 +73,8 @@ class GraphFrame;
 struct ExportedProgram;
 struct ProgramFile;
 
-/// The file, or the folder's model.pt2, for several modules without `weights`. `values`: whether to read weights.
-std::shared_ptr<const ProgramFile> read_exported_file(const std::filesystem::path& path,
-                                                      bool values);
+/// The file, or the folder's model.pt2, for several modules. If the folder has weights, those of the file are not read.
+std::shared_ptr<const ProgramFile> read_exported_file(const std::filesystem::path& path);
 
 /// Runs one segment of a program's graph.
 struct ExportedCall {
@@ -79,8 +86,14 @@ struct ExportedCall {
 };
 
 /// A submodule: parameters, buffers and, if it is a block, a segment of the graph.
-class ExportedPart : public torch::nn::Module {
+class ExportedPart : public torch::nn::Module, public CallsBatchNorm {
  public:
+  /// What operators do with its tensors `weight` and `bias`. conv1d: linear with a weight [in, out].
+  enum class Layer { other, linear, conv1d, batch_norm };
+  /// linear(x, weight, bias). `parameter`: the module's, of which weight may be the transpose.
+  using Product = at::Tensor (*)(const at::Tensor& x, const at::Tensor& weight,
+                                 const at::Tensor& bias, const at::Tensor& parameter);
+
   struct Values {
     std::vector<at::Tensor> tensors{};
     std::vector<c10::IValue> numbers{}; // sizes
@@ -101,8 +114,21 @@ class ExportedPart : public torch::nn::Module {
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
 
+  void set_layer(Layer layer, std::string settings);
+  Layer layer() const { return layer_; }
+  /// Its own tensor; undefined if it has none of that name.
+  at::Tensor tensor(const std::string& name) const;
+  /// Replaces the products of a linear or conv1d layer. Null: fast_linear.
+  void set_product(Product product) { product_ = product; }
+  at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) const;
+  at::Tensor batch_norm_identity() const override;
+  std::string batch_norm_settings() const override { return settings_; }
+
  private:
   std::vector<at::Tensor> buffers_in_order_{}; // the registered ones
+  Layer layer_ = Layer::other;
+  std::string settings_{};
+  Product product_ = nullptr;
 };
 
 } // namespace detail
@@ -120,6 +146,11 @@ class ExportedModuleImpl : public detail::ExportedPart {
   NamedTensors forward(const NamedTensors& inputs);
   /// The same with inputs in the order of inputs().
   NamedTensors forward(const std::vector<at::Tensor>& inputs);
+
+  /// forward() up to the linear layer that computes this output, for a loss that needs no logits in
+  /// memory (linear_cross_entropy.h). None if another operator computes it. Throws as forward() does.
+  std::optional<ExportedOutputLayer> forward_to_output_layer(const NamedTensors& inputs,
+                                                             const std::string& output);
 
   /// The inputs of the mode, in the order of Python's forward.
   const std::vector<ExportedInput>& inputs() const;
@@ -143,7 +174,11 @@ class ExportedModuleImpl : public detail::ExportedPart {
 
  private:
   const detail::ExportedProgram& mode() const;
-  NamedTensors run(const detail::ExportedProgram& program, detail::GraphFrame frame);
+  /// Checks the inputs and puts them into a frame.
+  detail::GraphFrame frame_of(const std::vector<at::Tensor>& inputs) const;
+  std::vector<at::Tensor> in_order(const NamedTensors& inputs) const;
+  /// Runs the nodes before `end`, and returns the call.
+  detail::ExportedCall run(size_t end, detail::GraphFrame& frame);
 
   std::filesystem::path file_;
   /// One program, or those of training and evaluation.
@@ -156,7 +191,8 @@ class ExportedModule : public torch::nn::ModuleHolder<ExportedModuleImpl> {
   using torch::nn::ModuleHolder<ExportedModuleImpl>::ModuleHolder;
 
   /// Reads a file of torch.export.save() or package_pt2(), or a folder with such a file, model.pt2, and
-  /// model.safetensors or its index. Weights of the folder come before those of the file. Local.
+  /// model.safetensors or its index. Weights of the folder come before those of the file. A linear layer
+  /// that computes an output may have another number of rows there: labels of a fine-tuned model. Local.
   /// In deferred_init() weights are read where they are needed, so each rank of FSDP reads its part.
   /// Memory: the weights.
   /// Throws InputError if a file is missing or damaged, was written by another major version of the format,

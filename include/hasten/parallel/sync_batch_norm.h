@@ -42,6 +42,19 @@ namespace hasten {
 namespace detail {
 struct SyncLayer;
 struct BatchNormMark;
+
+/// A module that is none of torch's, but calls torch's batch_norm with its own tensors: an exported one.
+class CallsBatchNorm {
+ public:
+  CallsBatchNorm() = default;
+  CallsBatchNorm(const CallsBatchNorm&) = default;
+  CallsBatchNorm& operator=(const CallsBatchNorm&) = default;
+  virtual ~CallsBatchNorm() = default;
+  /// running_mean, or the weight if there is none. Undefined: it calls none.
+  virtual at::Tensor batch_norm_identity() const = 0;
+  /// What must be equal on all ranks, in words.
+  virtual std::string batch_norm_settings() const = 0;
+};
 } // namespace detail
 
 /// Parameters, buffers and their names are those of torch's BatchNorm layers, so state dicts are
@@ -90,7 +103,8 @@ struct [[nodiscard]] SyncBatchNormConversion {
   void remove() noexcept { marks.clear(); }
 };
 
-/// Synchronises the training forwards of every BatchNorm1d, 2d and 3d of `model`. C++ cannot
+/// Synchronises the training forwards of every BatchNorm1d, 2d and 3d of `model`, exported ones
+/// (exported_module.h) too. C++ cannot
 /// replace a model's typed members, so layers stay the same objects. They are identified by their
 /// running statistics, or by their weight if they track none, and torch's batch_norm is redirected
 /// for these layers only. Nothing is registered with torch before the first conversion on several
