@@ -16,8 +16,10 @@
 
 #include "decoder.h"
 #include "dropout.h"
+#include "encoder.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/linear.h"
+#include "hasten/exported/exported_module.h"
 
 namespace hasten::detail {
 
@@ -34,6 +36,13 @@ std::vector<LinearPlace> linear_places(const torch::nn::Module& model) {
       places.push_back({item.key(), module, linear->weight, linear->bias, false});
     } else if (const auto* conv = dynamic_cast<const Conv1DImpl*>(module.get())) {
       places.push_back({item.key(), module, conv->weight(), conv->bias(), true});
+    } else if (const auto* part = dynamic_cast<const ExportedPart*>(module.get())) {
+      const bool conv1d = part->layer() == ExportedPart::Layer::conv1d;
+      const bool linear = conv1d || part->layer() == ExportedPart::Layer::linear;
+      if (linear && part->tensor("weight").defined()) { // else it is tied to another module's
+        places.push_back(
+            {item.key(), module, part->tensor("weight"), part->tensor("bias"), conv1d});
+      }
     }
   }
   return places;
@@ -100,10 +109,11 @@ at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight, c
   return update.defined() ? at::add(product, update.to(product.scalar_type()), alpha) : product;
 }
 
-// What a product reads, if it is the transpose of a whole parameter.
+// What a product reads, if it is the transpose of a whole parameter, or an adapted weight [in, out].
 static at::Tensor transposed_parameter(const at::Tensor& matrix) {
   if (matrix.dim() != 2 || !matrix.is_view()) {
-    return {};
+    const auto mark = lora_mark(matrix);
+    return mark && mark->fan_in_fan_out ? matrix : at::Tensor();
   }
   const at::Tensor base(matrix._base());
   const bool whole = base.dim() == 2 && base.size(0) == matrix.size(1) &&
@@ -230,7 +240,12 @@ void adapt_layer(const LinearPlace& place, const torch::nn::Linear& a, const tor
   auto mark = std::make_shared<LoraMark>(
       LoraMark{c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
                    place.weight.getIntrusivePtr()),
-               place.module, a.ptr(), b.ptr(), scaling, dropout});
+               place.module, a.ptr(), b.ptr(), scaling, dropout, place.fan_in_fan_out});
+  if (auto* part = dynamic_cast<ExportedPart*>(place.module.get())) {
+    part->set_product(
+        [](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+           const at::Tensor& parameter) { return product_of({}, x, weight, bias, &parameter); });
+  }
   LoraMarks& marks = lora_marks();
   const std::unique_lock lock(marks.mutex);
   std::erase_if(marks.by_weight,
@@ -242,6 +257,9 @@ void adapt_layer(const LinearPlace& place, const torch::nn::Linear& a, const tor
 void release_layer(const LinearPlace& place) {
   place.module->unregister_module("lora_A");
   place.module->unregister_module("lora_B");
+  if (auto* part = dynamic_cast<ExportedPart*>(place.module.get())) {
+    part->set_product(nullptr);
+  }
   LoraMarks& marks = lora_marks();
   const std::unique_lock lock(marks.mutex);
   marks.by_weight.erase(place.weight.unsafeGetTensorImpl());

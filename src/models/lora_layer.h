@@ -11,7 +11,7 @@
 
 namespace hasten::detail {
 
-/// A linear layer: torch::nn::Linear, or GPT-2's with a weight [in, out].
+/// A linear layer: torch::nn::Linear, GPT-2's with a weight [in, out], or an exported one of both kinds.
 struct LinearPlace {
   std::string name{};
   std::shared_ptr<torch::nn::Module> module{};
@@ -34,6 +34,7 @@ struct LoraMark {
   std::weak_ptr<torch::nn::LinearImpl> a{}, b{};
   double scaling = 1;
   double dropout = 0;
+  bool fan_in_fan_out = false;
   bool merged = false; // into the weight
 };
 /// Makes `a` and `b` children of the layer, whose products they change from now on.

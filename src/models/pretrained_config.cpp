@@ -330,6 +330,9 @@ PreTrainedConfig AutoConfig::from_pretrained(const std::string& folder) {
   const nlohmann::json config = read_json_file("models::AutoConfig", path);
   if (config.is_object() && detail::is_exported_folder(path.parent_path())) {
     detail::register_exported_family(path.parent_path(), config);
+  } else if (LoraConfig::is_adapter(path.parent_path()) && config.is_object() &&
+             detail::find_model_family(config.value("model_type", "")) == nullptr) {
+    from_pretrained(LoraConfig::base_of(path.parent_path())); // may be exported
   }
   return PreTrainedConfig::from_json(config, path.string());
 }

@@ -93,6 +93,9 @@ class PreTrainedModelImpl : public torch::nn::Module {
 
   /// The head's result for the inputs; it does not read the labels.
   virtual at::Tensor logits(const ModelInputs& inputs) = 0;
+  /// Whether a row may have several texts (ModelInputs::position_ids). An exported model answers by
+  /// computing the logits of a few tokens.
+  virtual bool supports_packing() { return true; }
   /// Whether logits() reads and fills past_key_values.
   virtual bool supports_cache() const { return false; }
   /// Draws new values for a parameter, without gradient: normal(0, initializer_range) for matrices,
