@@ -126,6 +126,7 @@ TextModel load_text_model(const ModelFlags& flags) {
   named("precision", precision);
   named("sample_by", sample_by);
   named("packing_strategy", data.packing_strategy);
+  data.packing_strategy = packing_of(model, task, data.packing_strategy);
   const int64_t labels = model->config().num_labels();
   return {&task,
           std::move(model),
@@ -136,6 +137,12 @@ TextModel load_text_model(const ModelFlags& flags) {
           trained_class_weights(folder, labels),
           data,
           sample_by};
+}
+
+PackingStrategy packing_of(PreTrainedModel model, const Task& task, PackingStrategy wanted) {
+  const bool apart = task.head != ModelTask::causal_lm || wanted != PackingStrategy::bfd_split ||
+                     model->supports_packing();
+  return apart ? wanted : PackingStrategy::none;
 }
 
 ProblemType problem_type(const Task& task, const PreTrainedConfig& config) {

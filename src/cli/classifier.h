@@ -17,6 +17,9 @@
 
 namespace hasten::detail {
 
+/// `wanted`, or none where the model does not keep the texts of a row apart.
+PackingStrategy packing_of(PreTrainedModel model, const Task& task, PackingStrategy wanted);
+
 /// What the labels of a task's model are: problem_type_of() where the task has several kinds.
 ProblemType problem_type(const Task& task, const PreTrainedConfig& config);
 

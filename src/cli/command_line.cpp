@@ -458,6 +458,8 @@ constexpr CommandEntry kCommands[] = {
     {"compare", "compare strategies: largest batch and samples/s in a memory limit", parse_compare},
     {"state", "inspect a checkpoint, or merge its shards into one model file", parse_state},
     {"merge", "write a whole model of a LoRA adapter and its base", parse_merge},
+    {"export", "write a PyTorch model as a graph that hasten trains, by Python, once",
+     parse_export},
     {"tokenizer", "learn a WordPiece vocabulary from texts", parse_tokenizer},
     {"synth", "generate customer reviews from a seed", parse_synth},
     {"report", "write an HTML page of one run, or of several side by side", parse_report},

@@ -248,6 +248,16 @@ struct MergeCommand {
   std::string output_dir{};
 };
 
+/// hasten export: writes a model of Python as a graph that hasten trains.
+struct ExportCommand {
+  /// All of them, which packaging/wheel/hasten/export.py reads again.
+  std::vector<std::string> arguments{};
+  /// A folder or file to describe instead.
+  std::string describe{};
+};
+/// Replaces this process by Python. Throws InputError if there is none.
+[[noreturn]] void export_model(const ExportCommand& command);
+
 /// hasten tokenizer: learns a WordPiece vocabulary, or prints texts as ids.
 struct TokenizerCommand {
   /// train or encode.
@@ -303,7 +313,7 @@ struct Answer {
 
 using Command =
     std::variant<Answer, TrainCommand, PredictCommand, GenerateCommand, EvalCommand, PlanCommand,
-                 EstimateMemoryCommand, CompareCommand, StateCommand, MergeCommand,
+                 EstimateMemoryCommand, CompareCommand, StateCommand, MergeCommand, ExportCommand,
                  TokenizerCommand, SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
 
 /// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as

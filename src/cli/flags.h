@@ -417,6 +417,7 @@ void complete_checkpointing(std::vector<std::string>& arguments);
 void validate_arguments(const FlagTable& flags, const TrainingArguments& arguments);
 Command parse_train(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_merge(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_export(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_generate(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_report(const CommandEntry& entry, std::vector<std::string> arguments);

@@ -3,6 +3,7 @@
 #include "classifier.h"
 #include "hasten/base/error.h"
 #include "hasten/base/exit_code.h"
+#include "hasten/base/log.h"
 #include "hasten/models/auto_model.h"
 #include "hasten/tasks/pipelines.h"
 #include "hasten/text/pretrained_folder.h"
@@ -49,6 +50,10 @@ PreTrainedModel load_generator(const GenerateCommand& command, const Tokenizer& 
   }
   PreTrainedModel model = model_from_pretrained(command.model, ModelTask::causal_lm);
   check_vocabulary(command.model, model->config(), tokenizer);
+  if (!model->supports_cache()) {
+    log_info(command.model +
+             " is a graph without a cache: each token computes its whole text again");
+  }
   if (LoraConfig::is_adapter(pretrained_folder(command.model))) {
     merge_and_unload(*model); // each token then costs what it costs the base
   }

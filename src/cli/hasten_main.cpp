@@ -167,6 +167,12 @@ class Hasten {
     check_nproc("env", command.nproc, command.oversubscribe, world_from_environment());
     return report(launch_workers({.nproc = command.nproc}), true);
   }
+  int operator()(const ExportCommand& command) {
+    if (command.describe.empty()) {
+      export_model(command);
+    }
+    become_worker(arguments_);
+  }
   int operator()(const ReportCommand& command) {
     make_report(command);
     return kExitOk;

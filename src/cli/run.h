@@ -63,6 +63,8 @@ MemoryEstimate estimate_memory(const EstimateMemoryCommand& command);
 
 int run_command(const StateCommand& command);
 int run_command(const MergeCommand& command);
+/// Describes a graph.
+int run_command(const ExportCommand& command);
 int run_command(const TokenizerCommand& command);
 int run_command(const SynthCommand& command);
 /// Local without --nproc; otherwise collective, and rank 0 prints.

@@ -288,7 +288,12 @@ TrainInputs read_train_inputs(const TrainCommand& command, int world_size, bool 
   inputs.options.masking.mlm_probability = command.mlm_probability;
   inputs.options.masking.whole_word_mask = command.whole_word_mask;
   inputs.options.masking.seed = command.arguments.seed;
-  inputs.options.packing_strategy = command.packing_strategy;
+  inputs.options.packing_strategy =
+      packing_of(inputs.model, *inputs.task, command.packing_strategy);
+  if (is_main && inputs.options.packing_strategy != command.packing_strategy) {
+    log_info("a row has one text: the graph of " + command.model +
+             " does not keep the texts of a row apart");
+  }
   const auto samples = [&](const TokenTable& table) {
     return task_dataset(*inputs.task, table, inputs.data->tokenizer, inputs.options);
   };

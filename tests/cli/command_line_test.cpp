@@ -187,7 +187,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, generate, eval, "
-       "plan, estimate-memory, compare, state, merge, tokenizer, synth, report, launch or env. "
+       "plan, estimate-memory, compare, state, merge, export, tokenizer, synth, report, launch or env. "
        "Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
        "[cli::train] unknown flag: --learning-rte. Fix: write --learning-rate."},
@@ -252,7 +252,12 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
 
 TEST(CommandLine, MistakesOfTheCommandsThatMakeDataAreNamedToo) {
   detail::expect_mistakes(
-      {{"tokenizer", "[cli::tokenizer] the action is missing."},
+      {{"export --model m --task fill-mask",
+        "[cli::export] --model, --task or --output-dir is missing. Expected --model, --task and "
+        "--output-dir, or --describe alone."},
+       {"export --model m --task fill-mask --output-dir o --describe g",
+        "[cli::export] --describe with --model."},
+       {"tokenizer", "[cli::tokenizer] the action is missing."},
        {"tokenizer train --output o", "[cli::tokenizer] a file is missing."},
        {"tokenizer train a.txt",
         "[cli::tokenizer] train with --output= and --tokenizer=. Expected --output FOLDER alone."},

@@ -1,14 +1,15 @@
 """Exports a model of transformers once, so that hasten trains it without Python.
 
-    python -m hasten.export --model microsoft/deberta-v3-small --task text-classification --output-dir deberta
+    hasten export --model microsoft/deberta-v3-small --task text-classification --output-dir deberta
     hasten train --model deberta --train-file reviews.csv --output-dir out
 
-The folder has what a model's folder of transformers has, and model.pt2, the graph of its logits, without
-weights. Batch and length are free. Needs torch and transformers. The format is that of the torch that
-runs: do not use a newer one than hasten's.
+`python -m hasten.export` is the same command. The folder has what a model's folder of transformers has,
+and model.pt2, the graph of its logits, without weights. Needs torch and transformers. The format is
+that of the torch that runs: do not use a newer one than hasten's.
 """
 
 import argparse
+import inspect
 import pathlib
 import re
 import sys
@@ -17,40 +18,67 @@ TASKS = {
     "text-classification": "SequenceClassification",
     "token-classification": "TokenClassification",
     "fill-mask": "MaskedLM",
+    "text-generation": "CausalLM",
+    "image-classification": "ImageClassification",
 }
+# Their flags are those of the mode, so they are no difference between two graphs.
+FOLLOW_MODE = ("dropout", "batch_norm", "scaled_dot_product_attention")
 
 
-def cure(model):
+def fail(text):
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
+def cure(model, pad_token_id):
     """Changes what an export cannot take, and says so. Nothing of it changes a result of training."""
     said = []
-    for module in [model, *model.modules()]:
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
-            said.append("use_cache=False (a graph returns no cache)")
-        if getattr(config, "layerdrop", 0):
-            config.layerdrop = 0.0
-            said.append("layerdrop=0 (the graph has every layer)")
     config = model.config
+    for module in model.modules():
+        part = getattr(module, "config", None)
+        if getattr(part, "use_cache", False):
+            part.use_cache = False
+            said.append("use_cache=False (a graph returns no cache)")
+        for name, why in (("layerdrop", "the graph has every layer"), ("apply_spec_augment", "the graph masks nothing")):
+            if getattr(part, name, 0):
+                setattr(part, name, type(getattr(part, name))(0))
+                said.append(f"{name}={getattr(part, name)} ({why})")
     if getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
         model.set_experts_implementation("batched_mm")
         said.append("experts_implementation=batched_mm (the others loop over data)")
+    if getattr(config, "pad_token_id", None) is None and pad_token_id is not None:
+        config.pad_token_id = pad_token_id
+        said.append(f"pad_token_id={pad_token_id} (the tokenizer's)")
     return list(dict.fromkeys(said))
 
 
-def export_graph(model, names, train):
+def example_inputs(model, task, tokenizer):
+    """Inputs by name, and their sizes that may change."""
     import torch
-    from torch.export import Dim, export
+    from torch.export import Dim
 
-    model.train(train)
+    takes = inspect.signature(model.forward).parameters
+    if task == "image-classification":
+        config = model.config
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return {"pixel_values": torch.ones(3, getattr(config, "num_channels", 3), height, width)}, {"pixel_values": {0: Dim.DYNAMIC}}
+    names = [n for n in ("input_ids", "attention_mask", "token_type_ids") if n in [*tokenizer.model_input_names, "input_ids"] and n in takes]
+    if task == "text-generation":  # transformers keeps the texts of a row apart by their positions, if there is no mask
+        names = [n for n in ("input_ids", "position_ids") if n in takes]
     example = {name: torch.ones(3, 17, dtype=torch.long) for name in names}
-    free = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in names}
-    return export(model, (), example, dynamic_shapes=free, strict=False)
+    if "position_ids" in example:
+        example["position_ids"] = torch.arange(17).repeat(3, 1)
+    return example, {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in names}
 
 
-def operators(program):
-    """What it calls. Flags of the mode are arguments and no part of this."""
-    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+def calls(program):
+    """What a graph calls, with its arguments."""
+    return [
+        (str(node.target), "" if any(name in str(node.target) for name in FOLLOW_MODE) else str((node.args, node.kwargs)))
+        for node in program.graph.nodes
+        if node.op == "call_function"
+    ]
 
 
 def blocks(program):
@@ -90,38 +118,66 @@ def write(programs, path):
     pathlib.Path(whole).unlink()
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m hasten.export", description=__doc__.splitlines()[0])
+def arguments_of(arguments):
+    parser = argparse.ArgumentParser(prog="hasten export", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--task", required=True, choices=TASKS)
     parser.add_argument("--num-labels", type=int, help="labels of a new head; default: the model's")
+    parser.add_argument("--from-config", action="store_true", help="random weights, of the configuration alone")
+    parser.add_argument("--seed", type=int, default=42, help="of the random weights")
     parser.add_argument("--output-dir", required=True, type=pathlib.Path, help="a folder that does not exist, or is empty")
-    flags = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def load(flags):
+    import torch
+    import transformers
+
+    options = {"num_labels": flags.num_labels} if flags.num_labels else {}
+    auto = getattr(transformers, f"AutoModelFor{TASKS[flags.task]}")
+    torch.manual_seed(flags.seed)
+    if flags.from_config:
+        config = transformers.AutoConfig.from_pretrained(flags.model, **options)
+        model = auto.from_config(config, torch_dtype=torch.float32)
+    else:
+        model = auto.from_pretrained(flags.model, torch_dtype=torch.float32, ignore_mismatched_sizes=True, **options)
+    image = flags.task == "image-classification"
+    processor = (transformers.AutoImageProcessor if image else transformers.AutoTokenizer).from_pretrained(flags.model)
+    return model, processor
+
+
+def main(arguments=None):
+    flags = arguments_of(arguments)
     if flags.output_dir.exists() and any(flags.output_dir.iterdir()):
-        sys.exit(f"error: {flags.output_dir} is not empty")
+        fail(f"{flags.output_dir} is not empty")
     try:
         import torch
         import transformers
     except ImportError as error:
-        sys.exit(f"error: {error.name} is missing. Run: {sys.executable} -m pip install torch transformers")
+        fail(f"{error.name} is missing. Run: {sys.executable} -m pip install torch transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    options = {"num_labels": flags.num_labels} if flags.num_labels else {}
-    auto = getattr(transformers, f"AutoModelFor{TASKS[flags.task]}")
-    model = auto.from_pretrained(flags.model, torch_dtype=torch.float32, ignore_mismatched_sizes=True, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(flags.model)
-    cures = cure(model)
-    names = [n for n in ("input_ids", "attention_mask", "token_type_ids") if n in [*tokenizer.model_input_names, "input_ids"]]
     try:
-        train, evaluation = (export_graph(model, names, mode) for mode in (True, False))
+        model, processor = load(flags)
+    except (OSError, ValueError) as error:  # transformers' words: no such model, no class for the task
+        fail(f"{str(error).splitlines()[0]}")
+    cures = cure(model, getattr(processor, "pad_token_id", None))
+    example, free = example_inputs(model, flags.task, processor)
+
+    def export(mode):
+        return torch.export.export(model.train(mode), (), example, dynamic_shapes=free, strict=False)
+
+    try:
+        train, evaluation = export(True), export(False)
     except Exception as error:  # whatever the model's code raises
-        sys.exit(f"error: torch.export cannot export {model.config.model_type}: {type(error).__name__}: {error}")
-    one = operators(train) == operators(evaluation)
+        fail(f"torch.export cannot export {model.config.model_type}: {type(error).__name__}: {error}")
+    one = calls(train) == calls(evaluation)
     flags.output_dir.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(flags.output_dir)
-    tokenizer.save_pretrained(flags.output_dir)
+    processor.save_pretrained(flags.output_dir)
     write({"model": train} if one else {"train": train, "eval": evaluation}, flags.output_dir / "model.pt2")
-    print(f"exported {model.config.model_type}: {len(blocks(train))} blocks, free batch and length"
+    length = "" if flags.task == "image-classification" else " and length"
+    print(f"exported {model.config.model_type}: {len(blocks(train))} blocks, free batch{length}"
           + ("" if one else ", one graph for training and one for evaluation")
           + "".join(f"; set {said}" for said in cures))
 
