@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
 """Do exported models of transformers have PyTorch's results and gradients, bit for bit?
 
-  check_exported.py [--program PROGRAM] [TYPE…]
+  check_exported.py [--programs FOLDER] [TYPE…]
 
 For each model type a tiny model with random weights and without dropout is exported once, in training
 mode, and run at two other shapes, one of them with batch 1. The outputs and the gradient of each
 parameter must be PyTorch's bits with torch's operators, within 1e-6 of the largest element with
-hasten's, and no gradient may be all zero that PyTorch's is not. Exit code 0 when all is so. Needs torch
-and transformers. Run it with OMP_NUM_THREADS=1.
+hasten's, and no gradient may be all zero that PyTorch's is not. On two ranks, each with half of a batch,
+outputs must have PyTorch's bits, and gradients of DDP and FSDP be the sum of PyTorch's within 1e-6.
+transformers reads the saved weights and has the same outputs.
+
+Then `hasten export`, train, and predict or generate run for each task, and transformers reads what
+they saved. Exit code 0 when all is so. Needs torch and transformers. Run it with OMP_NUM_THREADS=1.
 """
 
 import argparse
+import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -93,49 +99,160 @@ def results_of(model, inputs):
     return made | {f"grad/{k}": p.grad.clone().contiguous() for k, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(program, model, head, folder):
-    example = inputs_of(head, 2, 10)
-    free = {k: {0: Dim.DYNAMIC} | ({} if head == IMAGE else {1: Dim.DYNAMIC}) for k in example}
-    torch.export.save(export(model, (), example, dynamic_shapes=free, strict=False), folder / "model.pt2")
+def difference(ours, theirs, bits, where):
+    """What differs, or an empty text. `bits`: nothing may."""
+    for name, want in theirs.items():
+        got = ours.get(name)
+        if got is None:
+            return f"{where}: no {name}"
+        apart = ((got - want).abs().max() / want.abs().max().clamp_min(1e-30)).item() if want.numel() else 0.0
+        if not (torch.equal(got, want) if bits else apart <= 1e-6 or torch.allclose(got, want, atol=1e-9)):
+            return f"{where}: {name} differs by {apart:.2g}"
+    return ""
+
+
+def run(*command):
+    made = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if made.returncode:
+        raise RuntimeError(f"{command[:2]}: {made.stderr.strip().splitlines()[-1]}")
+    return made.stdout
+
+
+def compare_alone(programs, model, head, folder):
     for batch, length in ((3, 13), (1, 7)):
         inputs = inputs_of(head, batch, length)
         save_file(inputs, folder / "in.safetensors")
         theirs = results_of(model, inputs)
         for way in ("torch", "hasten"):
-            run = subprocess.run([program, folder / "model.pt2", way, folder / "in.safetensors", folder / "out.safetensors"],
-                                 capture_output=True, text=True)
-            if run.returncode:
-                return f"{batch} x {length}: {run.stderr.strip()}"
-            ours = load_file(folder / "out.safetensors")
-            for name, want in theirs.items():
-                got = ours.get(name)
-                if got is None:
-                    return f"{batch} x {length}, {way}'s operators: no {name}"
-                apart = ((got - want).abs().max() / want.abs().max().clamp_min(1e-30)).item() if want.numel() else 0.0
-                if not (torch.equal(got, want) if way == "torch" else apart <= 1e-6 or torch.allclose(got, want, atol=1e-9)):
-                    return f"{batch} x {length}, {way}'s operators: {name} differs by {apart:.2g}"
+            run(programs / "exported_gradients", folder / "model.pt2", way, folder / "in.safetensors", folder / "out")
+            problem = difference(load_file(folder / "out.safetensors"), theirs, way == "torch", f"{batch} x {length}, {way}'s operators")
+            if problem:
+                return problem
+    model.config.save_pretrained(folder / "out")
+    again = type(model).from_pretrained(folder / "out").train()
+    if getattr(again.config, "num_local_experts", 0) or getattr(again.config, "num_experts", 0):
+        again.set_experts_implementation("batched_mm")
+    mine = {name: value for name, value in results_of(again, inputs).items() if name.startswith("out/")}
+    return difference(mine, {k: v for k, v in theirs.items() if k in mine}, False, "what transformers reads")
+
+
+def compare_ranks(programs, model, head, folder):
+    inputs = inputs_of(head, 4, 11)
+    save_file(inputs, folder / "in.safetensors")
+    halves = [{name: value[2 * rank : 2 * rank + 2] for name, value in inputs.items()} for rank in range(2)]
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    theirs = []
+    for half in halves:
+        for name, value in model.named_buffers():
+            value.copy_(before[name])
+        theirs.append(results_of(model, half))
+    joined = {k: v + theirs[1][k] for k, v in theirs[0].items() if k.startswith("grad/")}
+    for strategy in ("ddp", "fsdp"):
+        run(programs / "hasten", "launch", "--nproc", 2, "--oversubscribe", programs / "exported_gradients",
+            folder / "model.pt2", strategy, folder / "in.safetensors", folder / "out")
+        problem = difference(load_file(folder / "out.safetensors"), joined, False, f"{strategy} on 2 ranks")
+        for rank in range(2):
+            outputs = {k: v for k, v in theirs[rank].items() if k.startswith("out/")}
+            problem = problem or difference(load_file(folder / f"out.{rank}.safetensors"), outputs, True, f"{strategy}, rank {rank}")
+        if problem:
+            return problem
+    return ""
+
+
+def compare(programs, model, head, folder):
+    example = inputs_of(head, 2, 10)
+    free = {k: {0: Dim.DYNAMIC} | ({} if head == IMAGE else {1: Dim.DYNAMIC}) for k in example}
+    torch.export.save(export(model, (), example, dynamic_shapes=free, strict=False), folder / "model.pt2")
+    return compare_alone(programs, model, head, folder) or compare_ranks(programs, model, head, folder)
+
+
+TEXTS = ["a good film with great actors", "a bad plot and two hours lost", "good music , bad jokes", "the plot is great ."]
+SHARDED = ["--strategy", "fsdp", "--bf16", "--gradient-checkpointing", "full"]
+LINES = [  # type, head, task, more flags of hasten train
+    ("deberta-v2", SEQUENCE, "text-classification", []),
+    ("convbert", SEQUENCE, "text-classification", ["--lora-r", "2"]),
+    ("gemma2", SEQUENCE, "text-classification", SHARDED),
+    ("mpnet", MASKED, "fill-mask", SHARDED),
+    ("roformer", TOKEN, "token-classification", []),
+    ("gemma3_text", CAUSAL, "text-generation", SHARDED),
+    ("bloom", CAUSAL, "text-generation", ["--lora-r", "2"]),
+]
+
+
+def tokenizer_of(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"] + sorted({word for text in TEXTS for word in text.split()})
+    words += [f"[unused{i}]" for i in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", mask_token="<mask>",
+        model_input_names=["input_ids", "attention_mask"], model_max_length=40)
+    made.save_pretrained(folder)
+    return made
+
+
+def lines(programs, model_type, head, task, more, folder):
+    """The commands of the guide. transformers must have the logits, or the words, of what they saved."""
+    model = model_of(model_type, head, {})
+    model.save_pretrained(folder / "model")
+    tokenizer = tokenizer_of(folder / "model")
+    run(programs / "hasten", "export", "--model", folder / "model", "--task", task, "--output-dir", folder / "graph")
+    tagged = "".join("".join(f"{word} {'B-X' if word in ('good', 'bad') else 'O'}\n" for word in text.split()) + "\n" for text in TEXTS)
+    rows = "text,label\n" + "".join(f"\"{text}\",{'yes' if 'good' in text else 'no'}\n" for text in TEXTS * 4)
+    data, content = {"token-classification": ("data.conll", tagged * 4), "text-classification": ("data.csv", rows), "fill-mask": ("data.csv", rows)}.get(
+        task, ("data.txt", "\n".join(TEXTS * 4) + "\n"))
+    (folder / data).write_text(content)
+    columns = ["--text-column", "text"] if data == "data.csv" else []
+    run(programs / "hasten", "train", "--model", folder / "graph", "--task", task, "--train-file", folder / data, "--nproc", 2, "--batch-size", 2,
+        "--max-steps", 3, "--save-strategy", "no", "--output-dir", folder / "out", *columns, *more)
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    if "--lora-r" in more:
+        import peft
+
+        trained = peft.PeftModel.from_pretrained(auto.from_pretrained(folder / "graph", num_labels=2, ignore_mismatched_sizes=True)
+                                                 if head == SEQUENCE else auto.from_pretrained(folder / "graph"), folder / "out").eval()
+    else:
+        trained = auto.from_pretrained(folder / "out").eval()
+    ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
+    if task == "text-generation":
+        words = run(programs / "hasten", "generate", "--model", folder / "out", TEXTS[0], "--max-new-tokens", 4, "--json")
+        mine = trained.generate(input_ids=ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+        return "" if mine == json.loads(words)["token_ids"] else f"transformers continues with {mine}: {words}"
+    if task == "text-classification":
+        logits = json.loads(run(programs / "hasten", "predict", "--model", folder / "out", "--json", "--with-logits", TEXTS[0]))["logits"]
+        mine = trained(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+        return difference({"logits": torch.tensor(logits)}, {"logits": mine.detach()}, False, "predict") and \
+            ("" if torch.allclose(torch.tensor(logits), mine, atol=1e-5) else f"transformers has the logits {mine.tolist()}: {logits}")
+    run(programs / "hasten", "predict", "--model", folder / "out", TEXTS[0] if task != "fill-mask" else TEXTS[0].replace("good", "<mask>"))
+    trained(input_ids=ids)
     return ""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--program", default=str(ROOT / "build/release/bin/exported_gradients"))
+    parser.add_argument("--programs", default=ROOT / "build/release/bin", type=pathlib.Path)
     parser.add_argument("types", nargs="*")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    os.environ["PATH"] = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"  # hasten export runs its python3
     good = 0
-    rows = [row for row in ROWS if not arguments.types or row[0] in arguments.types]
-    for model_type, head, options in rows:
-        with tempfile.TemporaryDirectory() as name:
+    checks = [(row[0], lambda folder, row=row: compare(arguments.programs, model_of(*row), row[1], folder)) for row in ROWS]
+    checks += [(f"{row[0]} {row[2]}", lambda folder, row=row: lines(arguments.programs, *row, folder)) for row in LINES]
+    checks = [check for check in checks if not arguments.types or check[0].split()[0] in arguments.types]
+    for name, check in checks:
+        with tempfile.TemporaryDirectory() as folder:
             try:
-                problem = compare(arguments.program, model_of(model_type, head, options), head, pathlib.Path(name))
-            except Exception as error:  # of the export: said, and counted
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+                problem = check(pathlib.Path(folder))
+            except Exception as error:  # of the export or a program: said, and counted
+                problem = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
         good += not problem
-        print(f"{model_type:22} {problem or 'equal'}", flush=True)
-    print(f"{good} of {len(rows)} model types are equal")
-    sys.exit(0 if good == len(rows) else 1)
+        print(f"{name:32} {problem or 'equal'}", flush=True)
+    print(f"{good} of {len(checks)} are equal")
+    sys.exit(0 if good == len(checks) else 1)
 
 
 if __name__ == "__main__":

@@ -414,7 +414,7 @@ class GraphReader {
       bind_higher_order(node, source);
     } else {
       bind_operator(node, source);
-      node.function = replacement(node.target, substitutions_);
+      node.function = replacement(node.target, *node.op, substitutions_);
     }
     read_outputs(node, source.at("outputs"));
     graph_.nodes.push_back(std::move(node));

@@ -1,7 +1,10 @@
 #include "operators.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/masked_fill.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/softmax.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -12,6 +15,7 @@
 #include <map>
 #include <utility>
 
+#include "core/dropout.h"
 #include "hasten/base/error.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/linear.h"
@@ -163,11 +167,55 @@ static void linear(GraphValues& stack, const GraphContext&) {
   stack.assign(1, std::move(result));
 }
 
-GraphFunction replacement(const std::string& target, bool substitutions) {
+static void dropout(GraphValues& stack, const GraphContext&) {
+  at::Tensor result =
+      dropout_add(stack[0].toTensor(), {}, stack[2].toBool() ? stack[1].toDouble() : 0.0);
+  stack.assign(1, std::move(result));
+}
+
+/// torch has no kernel for attention with dropout on a CPU. Whether its operators are called one by one.
+static bool composes_attention(const GraphValues& stack) {
+  const at::Tensor q = stack[0].toTensor();
+  return stack[4].toDouble() > 0 && !stack[5].toBool() && !stack[7].toBool() && q.is_cpu() &&
+         q.scalar_type() == at::kFloat && !autocast_dtype(at::kCPU);
+}
+
+// softmax(q k^T scale + mask), dropout, times v, as torch composes it.
+static void attention(const c10::OperatorHandle& op, GraphValues& stack) {
+  if (!composes_attention(stack)) {
+    return op.callBoxed(stack);
+  }
+  const at::Tensor q = stack[0].toTensor();
+  const double scale = stack[6].isNone() ? 1.0 / std::sqrt(static_cast<double>(q.size(-1)))
+                                         : stack[6].toScalar().toDouble();
+  at::Tensor scores = at::matmul(q * scale, stack[1].toTensor().transpose(-2, -1));
+  const bool masked = !stack[3].isNone();
+  if (masked) {
+    const at::Tensor mask = stack[3].toTensor();
+    scores = mask.scalar_type() == at::kBool
+                 ? scores.masked_fill(mask.logical_not(), -std::numeric_limits<float>::infinity())
+                 : scores + mask;
+  }
+  // A row without a token to attend to has probabilities of 0.
+  const at::Tensor p = masked ? at::_safe_softmax(scores, -1) : at::softmax(scores, -1);
+  at::Tensor result = at::matmul(dropout_add(p, {}, stack[4].toDouble()), stack[2].toTensor());
+  stack.assign(1, std::move(result));
+}
+
+GraphFunction replacement(const std::string& target, const c10::OperatorHandle& op,
+                          bool substitutions) {
   if (target == "aten.masked_fill.Scalar") {
     return fill_with_finite;
   }
-  return substitutions && target == "aten.linear.default" ? linear : GraphFunction();
+  if (!substitutions) {
+    return {};
+  }
+  if (target == "aten.scaled_dot_product_attention.default") {
+    return [op](GraphValues& stack, const GraphContext&) { attention(op, stack); };
+  }
+  return target == "aten.linear.default"    ? linear
+         : target == "aten.dropout.default" ? dropout
+                                            : GraphFunction();
 }
 
 std::pair<int, c10::IValue> mode_argument(const std::string& target) {

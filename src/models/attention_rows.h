@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "dropout.h"
+#include "core/dropout.h"
 
 namespace hasten::detail {
 

@@ -6,8 +6,8 @@
 #include <cmath>
 
 #include "attention.h"
+#include "core/dropout.h"
 #include "decoder.h"
-#include "dropout.h"
 #include "encoder.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"

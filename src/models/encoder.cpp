@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "attention.h"
-#include "dropout.h"
+#include "core/dropout.h"
 #include "few_rows.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"

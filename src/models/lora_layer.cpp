@@ -14,8 +14,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "core/dropout.h"
 #include "decoder.h"
-#include "dropout.h"
 #include "encoder.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/linear.h"

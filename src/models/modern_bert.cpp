@@ -8,7 +8,7 @@
 
 #include "attention.h"
 #include "base/known_keys.h"
-#include "dropout.h"
+#include "core/dropout.h"
 #include "encoder.h"
 #include "hasten/base/json.h"
 #include "hasten/base/text.h"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "attention_rows.h"
-#include "dropout.h"
+#include "core/dropout.h"
 #include "hasten/base/error.h"
 #include "hasten/core/memory_rehearsal.h"
 

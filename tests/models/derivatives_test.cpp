@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "attention_rows.h"
-#include "dropout.h"
+#include "core/dropout.h"
 #include "few_rows.h"
 #include "hasten/activation_checkpoint/activation_checkpoint.h"
 #include "hasten/core/autocast.h"

@@ -9,7 +9,7 @@
 #include <set>
 #include <sstream>
 
-#include "dropout.h"
+#include "core/dropout.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/op_scope.h"
 #include "hasten/models/auto_model.h"

@@ -1,4 +1,4 @@
-#include "dropout.h"
+#include "core/dropout.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
