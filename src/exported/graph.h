@@ -34,6 +34,8 @@ struct GraphContext {
 
 /// Takes the arguments of the operator's schema and leaves its results in their place.
 using GraphFunction = std::function<void(GraphValues& stack, const GraphContext& context)>;
+/// Throws for arguments that would end the process.
+using GraphCheck = void (*)(const GraphValues& stack);
 
 struct GraphOutput {
   bool list = false;
@@ -43,6 +45,7 @@ struct GraphOutput {
 struct GraphNode {
   std::optional<c10::OperatorHandle> op{};
   GraphFunction function{}; // if set, it runs instead of `op`
+  GraphCheck check = nullptr; // before either
   std::vector<GraphArgument> arguments{};
   std::vector<GraphOutput> outputs{};
   std::vector<int> released{}; // slots whose last use this is

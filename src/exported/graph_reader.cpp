@@ -415,6 +415,7 @@ class GraphReader {
     } else {
       bind_operator(node, source);
       node.function = replacement(node.target, *node.op, substitutions_);
+      node.check = argument_check(node.target);
     }
     read_outputs(node, source.at("outputs"));
     graph_.nodes.push_back(std::move(node));

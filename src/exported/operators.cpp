@@ -13,6 +13,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <stdexcept>
 #include <utility>
 
 #include "core/dropout.h"
@@ -216,6 +217,36 @@ GraphFunction replacement(const std::string& target, const c10::OperatorHandle& 
   return target == "aten.linear.default"    ? linear
          : target == "aten.dropout.default" ? dropout
                                             : GraphFunction();
+}
+
+static void require(bool good, const std::string& problem) {
+  if (!good) {
+    throw std::invalid_argument(problem);
+  }
+}
+
+/// Tensors of a list take memory that no limit counts.
+static void require_few(int64_t tensors) {
+  require(tensors <= 1'000'000, "it makes " + std::to_string(tensors) + " tensors");
+}
+
+static int64_t size_at(const GraphValues& stack, size_t dim) {
+  return stack[0].toTensor().size(stack[dim].toInt());
+}
+
+static int64_t pieces_at(const GraphValues& stack) {
+  return std::max<int64_t>(1, stack[1].toInt());
+}
+
+GraphCheck argument_check(const std::string& target) {
+  using V = const GraphValues&;
+  static const std::map<std::string, GraphCheck> kChecks{
+      {"aten.unbind.int", [](V v) { require_few(size_at(v, 1)); }},
+      {"aten.split.Tensor", [](V v) { require_few(size_at(v, 2) / pieces_at(v)); }},
+      {"aten.chunk.default", [](V v) { require_few(std::min(size_at(v, 2), pieces_at(v))); }},
+      {"aten.tensor_split.sections", [](V v) { require_few(pieces_at(v)); }}};
+  const auto found = kChecks.find(target);
+  return found == kChecks.end() ? nullptr : found->second;
 }
 
 std::pair<int, c10::IValue> mode_argument(const std::string& target) {

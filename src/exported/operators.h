@@ -17,6 +17,8 @@ GraphFunction size_function(const std::string& target);
 /// What hasten runs instead of an operator for every caller, or with `substitutions`. Empty: nothing.
 GraphFunction replacement(const std::string& target, const c10::OperatorHandle& op,
                           bool substitutions);
+/// For operators that do not check all their arguments. Null for others.
+GraphCheck argument_check(const std::string& target);
 /// Index of the argument that the module's mode decides, and its value in evaluation. -1: none.
 std::pair<int, c10::IValue> mode_argument(const std::string& target);
 /// "higher_order.wrap_with_set_grad_enabled" and "…wrap_with_autocast" around `inner`. `settings`: the arguments

@@ -1,10 +1,17 @@
 #include <ATen/ScalarOps.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <limits>
+#include <optional>
+#include <stdexcept>
 #include <utility>
 
 #include "graph.h"
 #include "hasten/base/error.h"
 #include "hasten/core/memory.h"
+#include "hasten/core/memory_rehearsal.h"
 
 namespace hasten::detail {
 
@@ -46,6 +53,27 @@ c10::IValue value_of(const GraphArgument& argument, const GraphFrame& frame,
   return argument.constant;
 }
 
+// Note [Memory of a graph]. Numbers of a graph are untrusted input: full([10^12]) must not end the process.
+// An allocation above a MemoryLimit throws. A view costs nothing, but operators that read it need
+// a byte and more for each element.
+
+/// Bytes that CPU tensors may have: those alive and what the host has left, which is read once a second.
+static int64_t most_bytes(const at::Device& device) {
+  if (!device.is_cpu() || in_memory_rehearsal()) { // other devices refuse what they cannot give
+    return std::numeric_limits<int64_t>::max();
+  }
+  using Clock = std::chrono::steady_clock;
+  static std::atomic<Clock::rep> read_at{0};
+  static std::atomic<int64_t> most{0};
+  const Clock::rep now = Clock::now().time_since_epoch().count();
+  if (most == 0 || now - read_at > Clock::duration(std::chrono::seconds(1)).count()) {
+    const int64_t left = memory_left();
+    most = left > 0 ? memory_stats().live_bytes + left : std::numeric_limits<int64_t>::max();
+    read_at = now;
+  }
+  return most;
+}
+
 static void keep_outputs(const GraphNode& node, GraphValues& stack, GraphFrame& frame) {
   for (size_t i = 0; i < node.outputs.size(); ++i) {
     const GraphOutput& output = node.outputs[i];
@@ -65,7 +93,7 @@ static void keep_outputs(const GraphNode& node, GraphValues& stack, GraphFrame& 
 }
 
 static void run_node(const GraphNode& node, GraphValues& stack, GraphFrame& frame,
-                     const GraphContext& context) {
+                     const GraphContext& context, int64_t most) {
   if (!context.training && node.written_buffer >= 0) { // the statistics stay as they are
     stack.assign(1, frame[node.written_buffer]);
     keep_outputs(node, stack, frame);
@@ -78,34 +106,53 @@ static void run_node(const GraphNode& node, GraphValues& stack, GraphFrame& fram
   if (!context.training && node.mode_argument >= 0) {
     stack[static_cast<size_t>(node.mode_argument)] = node.off;
   }
+  if (node.check != nullptr) {
+    node.check(stack);
+  }
   if (node.function) {
     node.function(stack, context);
   } else {
     node.op->callBoxed(stack);
   }
+  if (!stack.empty() && stack[0].isTensor() && stack[0].toTensor().defined() &&
+      stack[0].toTensor().numel() > most) {
+    throw std::length_error("its result has sizes=" + c10::str(stack[0].toTensor().sizes()));
+  }
   keep_outputs(node, stack, frame);
+}
+
+[[noreturn]] static void fail(const GraphNode& node, const std::exception& error) {
+  const std::string what = error.what();
+  const bool memory = is_out_of_memory(error);
+  throw InputError("exported::forward",
+                   node.target + (node.module.empty() ? "" : " of module " + node.module) +
+                       (node.line.empty() ? "" : " (" + node.line + ")") + ": " +
+                       what.substr(0, what.find('\n')),
+                   memory ? "results that fit into the memory that is left"
+                          : "inputs as those that the module was exported with",
+                   memory ? "use a smaller batch" : "compare the inputs with describe()",
+                   memory ? ErrorKind::out_of_memory : ErrorKind::other);
 }
 
 void run_nodes(const Graph& graph, size_t begin, size_t end, GraphFrame& frame,
                const GraphContext& context) {
+  const int64_t most = most_bytes(context.device);
+  std::optional<MemoryLimit> limit;
+  if (most != std::numeric_limits<int64_t>::max()) {
+    limit.emplace(most);
+  }
   GraphValues stack;
   for (size_t i = begin; i < end; ++i) {
     const GraphNode& node = graph.nodes[i];
     try {
-      run_node(node, stack, frame, context);
+      run_node(node, stack, frame, context, most);
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      if (is_out_of_memory(error)) { // the caller says more
+      if (is_out_of_memory(error) && !context.device.is_cpu()) { // the caller says more
         throw;
       }
-      const std::string what = error.what();
-      throw InputError("exported::forward",
-                       node.target + (node.module.empty() ? "" : " of module " + node.module) +
-                           (node.line.empty() ? "" : " (" + node.line + ")") + ": " +
-                           what.substr(0, what.find('\n')),
-                       "inputs as those that the module was exported with",
-                       "compare the inputs with describe()");
+      fail(node, error);
     }
     for (const int slot : node.released) {
       frame[slot] = {};

@@ -1,6 +1,4 @@
 // Programs that PyTorch exported give PyTorch's results and gradients.
-#include <caffe2/serialize/inline_container.h>
-
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -10,6 +8,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/core/memory.h"
 #include "hasten/parallel/fully_shard.h"
 #include "support/error_of.h"
 #include "support/temporary_folder.h"
@@ -218,37 +217,65 @@ TEST(Exported, AFileThatIsDamagedIsRefused) {
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "damaged", said(changed)); // its checksum differs
 }
 
+using ChangeProgram = std::function<void(nlohmann::json&)>;
+
 /// Writes two_modes.pt2 with another program for training.
-static void write_changed(const std::filesystem::path& path,
-                          const std::function<void(nlohmann::json&)>& change) {
-  caffe2::serialize::PyTorchStreamReader reader(golden_path("two_modes.pt2"));
-  caffe2::serialize::PyTorchStreamWriter writer(path.string());
-  for (const std::string& record : reader.getAllRecords()) {
-    const auto [data, size] = reader.getRecord(record);
-    std::string bytes(static_cast<const char*>(data.get()), size);
-    if (record == "models/train.json") {
-      nlohmann::json program = nlohmann::json::parse(bytes);
-      change(program);
-      bytes = program.dump();
-    }
-    if (!record.starts_with(".data/") && record != "byteorder") {
-      writer.writeRecord(record, bytes.data(), bytes.size());
-    }
-  }
-  writer.writeEndOfFile();
+static void write_program(const std::filesystem::path& path, const ChangeProgram& change) {
+  write_changed(golden_path("two_modes.pt2"), path,
+                [&](const std::string& record, std::string& bytes) {
+                  if (record == "models/train.json") {
+                    nlohmann::json program = nlohmann::json::parse(bytes);
+                    change(program);
+                    bytes = program.dump();
+                  }
+                });
 }
+
+static nlohmann::json call_of(const std::string& target,
+                              const std::vector<std::pair<std::string, nlohmann::json>>& arguments,
+                              const nlohmann::json& output) {
+  nlohmann::json node{{"target", "torch.ops.aten." + target},
+                      {"inputs", nlohmann::json::array()},
+                      {"outputs", {output}},
+                      {"metadata",
+                       {{"nn_module_stack", "L__self__,,M;L__self___linear,linear,Linear"},
+                        {"stack_trace", "File \"m.py\", line 3, in forward"}}}};
+  for (const auto& [name, value] : arguments) {
+    node["inputs"].push_back({{"name", name}, {"arg", value}});
+  }
+  return node;
+}
+
+/// The error of forward() where these calls, of which the last makes "linear", replace the first operator.
+static std::string error_of_calls(const std::vector<nlohmann::json>& calls) {
+  const testing_support::TemporaryFolder folder;
+  write_program(folder / "x.pt2", [&](nlohmann::json& program) {
+    nlohmann::json& nodes = program["graph_module"]["graph"]["nodes"];
+    nodes.erase(0);
+    for (auto call = calls.rbegin(); call != calls.rend(); ++call) {
+      nodes.insert(nodes.begin(), *call);
+    }
+  });
+  ExportedModule module = ExportedModule::load(folder / "x.pt2");
+  return error_of<InputError>(
+      [&] { module->forward({{"x", golden_case("two_modes/0").in.at("x")}}); });
+}
+
+static nlohmann::json tensor(const std::string& name) { return {{"as_tensor", {{"name", name}}}}; }
+static nlohmann::json whole(int64_t number) { return {{"as_int", number}}; }
+static nlohmann::json wholes(const std::vector<int64_t>& numbers) { return {{"as_ints", numbers}}; }
 
 TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
   const testing_support::TemporaryFolder folder;
-  const auto said = [&](const std::function<void(nlohmann::json&)>& change) {
-    write_changed(folder.path() / "x.pt2", change);
+  const auto said = [&](const ChangeProgram& change) {
+    write_program(folder.path() / "x.pt2", change);
     return error_of<InputError>([&] { ExportedModule::load(folder.path() / "x.pt2"); });
   };
   EXPECT_EQ(said([](nlohmann::json&) {}), "");
   const auto node = [](nlohmann::json& program) -> nlohmann::json& {
     return program["graph_module"]["graph"]["nodes"][0];
   };
-  const std::vector<std::pair<std::string, std::function<void(nlohmann::json&)>>> changes{
+  const std::vector<std::pair<std::string, ChangeProgram>> changes{
       {"has version 9.", [](auto& p) { p["schema_version"]["major"] = 9; }},
       {"calls aten.from_file.default",
        [&](auto& p) { node(p)["target"] = "torch.ops.aten.from_file.default"; }},
@@ -272,6 +299,27 @@ TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
   for (const auto& [part, change] : changes) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, part, said(change));
   }
+}
+
+TEST(Exported, AnOperatorThatNeedsMoreMemoryThanThereIsIsRefusedByName) {
+  const auto expect = [](const nlohmann::json& node) {
+    const std::string where = node["target"].get<std::string>().substr(10);
+    EXPECT_PRED_FORMAT2(testing::IsSubstring,
+                        where + " of module linear (m.py:3): ", error_of_calls({node}));
+  };
+  const auto made = tensor("linear");
+  const int64_t left = memory_left();
+  expect(call_of("full.default", {{"size", wholes({1 << 20, 1 << 20})}, {"fill_value", whole(1)}},
+                 made));
+  expect(call_of("empty.memory_format", {{"size", wholes({left})}}, made)); // of floats
+  expect(call_of("arange.default", {{"end", whole(int64_t{1} << 50)}}, made));
+  expect(call_of("repeat.default", {{"self", tensor("x")}, {"repeats", wholes({left, 1})}}, made));
+  expect(call_of("expand.default", {{"self", tensor("x")}, {"size", wholes({4 * left, -1, -1})}},
+                 made));
+  expect(call_of("constant_pad_nd.default", {{"self", tensor("x")}, {"pad", wholes({left, 0})}},
+                 made));
+  expect(call_of("tensor_split.sections", {{"self", tensor("x")}, {"sections", whole(1'500'000)}},
+                 {{"as_tensors", {{{"name", "linear"}}}}}));
 }
 
 } // namespace hasten::exported_test

@@ -1,9 +1,11 @@
 // The programs of tests/golden/exported, and what PyTorch computes with them.
 #pragma once
 
+#include <caffe2/serialize/inline_container.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,23 @@ inline Tensor loss_of(const NamedTensors& outputs) {
 /// The largest difference, relative to the largest element.
 inline double relative_difference(const Tensor& a, const Tensor& b) {
   return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item<double>();
+}
+
+/// Copies the file `from` to `to`, each record as `change` leaves it.
+inline void write_changed(
+    const std::string& from, const std::string& to,
+    const std::function<void(const std::string& record, std::string& bytes)>& change) {
+  caffe2::serialize::PyTorchStreamReader reader(from);
+  caffe2::serialize::PyTorchStreamWriter writer(to);
+  for (const std::string& record : reader.getAllRecords()) {
+    const auto [data, size] = reader.getRecord(record);
+    std::string bytes(static_cast<const char*>(data.get()), size);
+    change(record, bytes);
+    if (!record.starts_with(".data/") && record != "byteorder") {
+      writer.writeRecord(record, bytes.data(), bytes.size());
+    }
+  }
+  writer.writeEndOfFile();
 }
 
 } // namespace hasten::exported_test

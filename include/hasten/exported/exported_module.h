@@ -14,6 +14,10 @@
 // with equal inputs results and gradients have the bits of Python's. It has time and memory of Python without
 // compilation: a value is freed after its last use.
 //
+// The file is untrusted input. On the CPU an operator that asks for more memory than the host has left
+// (host_memory.h), or makes a list of more than a million tensors, is an InputError that names it. forward()
+// installs the memory meter (memory.h) and limits it.
+//
 // Modes: a program that was exported in training mode serves both modes. In evaluation, dropout,
 // batch_norm and scaled_dot_product_attention are called with their flag off, and operators that
 // write a buffer do not run. A model whose own code asks for the mode needs two programs in the file,
