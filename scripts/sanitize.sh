@@ -16,7 +16,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 lower=(base config launch core comm io data text)
 # What --all builds: the lower layers and those above them.
 parts=$(IFS=';' && echo "${lower[*]}")
-parts+=';tracking;report;flat;metrics;state;optim;models;loader;parallel;amp'
+parts+=';tracking;report;flat;metrics;state;optim;exported;models;loader;parallel;amp'
 parts+=';activation_checkpoint;accumulation;accelerator;local_sgd;trainer'
 # The tests that kill ranks hold them to seconds, which ranks do not keep here.
 threads='TransferQueue.*:Liveness.*:Handshake.*:*Loader*:*Prefetch*:*Workers*:*Cache*'

@@ -15,6 +15,7 @@
 #include "hasten/core/block_call.h"
 #include "hasten/core/deferred_init.h"
 #include "hasten/core/linear.h"
+#include "hasten/core/memory.h"
 #include "hasten/core/named_tensors.h"
 #include "hasten/io/safetensors.h"
 #include "hasten/io/sharded_safetensors.h"
@@ -143,7 +144,8 @@ static std::optional<size_t> output_node(const ExportedProgram& program,
   const int slot = program.graph.outputs[static_cast<size_t>(name - program.outputs.begin())].slot;
   const auto& nodes = program.graph.nodes;
   const auto found = std::ranges::find_if(nodes, [&](const GraphNode& node) {
-    return slot >= 0 && node.target == "aten.linear.default" && node.outputs[0].slots[0] == slot;
+    return slot >= 0 && node.target == "aten.linear.default" && !node.outputs.empty() &&
+           node.outputs[0].tensor && node.outputs[0].slots[0] == slot;
   });
   return found == nodes.end() ? std::nullopt : std::optional<size_t>(found - nodes.begin());
 }
@@ -216,21 +218,11 @@ static NamedTensors load_weights(const ProgramFile& file, const FolderWeights& f
 }
 
 static std::vector<std::shared_ptr<ExportedProgram>> read_programs(
-    const ProgramFile& file, const fs::path& path, const ExportedModuleOptions& options) {
+    const ProgramFile& file, const ExportedModuleOptions& options) {
   std::vector<std::shared_ptr<ExportedProgram>> programs;
-  try {
-    for (size_t i = 0; i < file.names.size(); ++i) {
-      programs.push_back(read_program(file.programs[i], file.names[i], file.constants[i], options));
-      programs.back()->decides_mode = file.names.size() == 1;
-    }
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& problem) { // JSON in another form
-    const std::string text = problem.what();
-    throw InputError(
-        kExportedLoad,
-        path.string() + ": the program is damaged (" + text.substr(0, text.find('\n')) + ")",
-        "a program of torch.export", "export the module again");
+  for (size_t i = 0; i < file.names.size(); ++i) {
+    programs.push_back(read_program(file.programs[i], file.names[i], file.constants[i], options));
+    programs.back()->decides_mode = file.names.size() == 1;
   }
   return programs;
 }
@@ -249,9 +241,24 @@ std::shared_ptr<const detail::ProgramFile> detail::read_exported_file(const fs::
 ExportedModuleImpl::ExportedModuleImpl(const detail::ProgramFile& file,
                                        const ExportedModuleOptions& options)
     : file_(file.path) {
+  try {
+    build(file, options);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& problem) { // JSON in another form, or names that no module has
+    const std::string text = problem.what();
+    throw InputError(
+        detail::kExportedLoad,
+        file_.string() + ": the program is damaged (" + text.substr(0, text.find('\n')) + ")",
+        "a program of torch.export", "export the module again", error_kind(problem));
+  }
+}
+
+void ExportedModuleImpl::build(const detail::ProgramFile& file,
+                               const ExportedModuleOptions& options) {
   const bool in_folder = file_.filename() == detail::kProgramFile;
   const detail::FolderWeights folder(in_folder ? detail::folder_of(file_) : "");
-  const auto programs = detail::read_programs(file, file_, options);
+  const auto programs = detail::read_programs(file, options);
   const std::set<std::string> blocks = detail::whole_blocks(programs);
   detail::ModuleTree tree(*this, programs, blocks);
   const NamedTensors weights =

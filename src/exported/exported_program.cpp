@@ -101,9 +101,14 @@ class ProgramReader {
     for (const json& spec : module_.at("signature").at("input_specs")) {
       read_input(spec);
     }
+    for (const int slot : program_->graph.inputs) {
+      if (program_->graph.tensor(slot) && !given_.contains(slot)) {
+        refuse("an input of the graph that its signature does not have", "one entry for each");
+      }
+    }
     for (const json& spec : module_.at("signature").at("output_specs")) {
-      if (!spec.contains("user_output")) {
-        refuse("an output that is " + spec.begin().key(), "a program in the form of training");
+      if (entry_of(spec).first != "user_output") {
+        refuse("an output that is " + entry_of(spec).first, "a program in the form of training");
       }
     }
     read_ranges();
@@ -121,19 +126,31 @@ class ProgramReader {
                      "export it by torch.export.export(module.train(), …)");
   }
 
-  int slot_of(const json& argument) const {
-    return slots_.at(argument.at("name").get<std::string>());
+  /// Of a tensor that is an input of the graph, once.
+  int slot_of(const json& argument) {
+    const auto name = argument.at("name").get<std::string>();
+    const int slot = slots_.at(name);
+    if (!program_->graph.tensor(slot) ||
+        std::ranges::find(program_->graph.inputs, slot) == program_->graph.inputs.end() ||
+        !given_.insert(slot).second) {
+      refuse("an input " + name + " that is no input of the graph, or is there twice",
+             "one entry for each");
+    }
+    return slot;
   }
 
   void add_leaf(ExportedLeaf leaf) {
+    if (leaf.name.empty() && !leaf.constant.defined()) {
+      refuse("a tensor without a name", "the name in Python");
+    }
     program_->graph.is_leaf[static_cast<size_t>(leaf.slot)] = true;
     program_->leaf_of.emplace(leaf.slot, program_->leaves.size());
     program_->leaves.push_back(std::move(leaf));
   }
 
   void read_input(const json& spec) {
-    const std::string kind = spec.begin().key();
-    const json& value = spec.begin().value();
+    const auto [kind, entry] = entry_of(spec);
+    const json& value = *entry;
     if (kind == "parameter") {
       add_leaf({.slot = slot_of(value.at("arg")),
                 .name = value.at("parameter_name").get<std::string>()});
@@ -151,9 +168,10 @@ class ProgramReader {
     } else if (kind == "constant_input") {
       program_->constant_inputs.insert(value.at("name").get<std::string>());
     } else if (kind == "user_input" && value.at("arg").contains("as_tensor")) {
-      const auto name = value.at("arg").at("as_tensor").at("name").get<std::string>();
-      program_->inputs.push_back(input_of(name, module_.at("graph")));
-      program_->input_slots.push_back(slots_.at(name));
+      const json& argument = value.at("arg").at("as_tensor");
+      program_->input_slots.push_back(slot_of(argument));
+      program_->inputs.push_back(
+          input_of(argument.at("name").get<std::string>(), module_.at("graph")));
     } else {
       refuse("an input that is " + shortened(spec.dump(), 80), "tensors, None and fixed numbers");
     }
@@ -205,6 +223,7 @@ class ProgramReader {
   const NamedTensors& constants_;
   const ExportedModuleOptions& options_;
   std::map<std::string, int> slots_{};
+  std::set<int> given_{}; // inputs of the graph that the signature has
   std::shared_ptr<ExportedProgram> program_ = std::make_shared<ExportedProgram>();
 };
 

@@ -39,6 +39,7 @@ using GraphCheck = void (*)(const GraphValues& stack);
 
 struct GraphOutput {
   bool list = false;
+  bool tensor = false; // else a number, if it is no list
   std::vector<int> slots{}; // -1: the value is not used
 };
 

@@ -60,10 +60,9 @@ static GraphArgument constant(c10::IValue value) {
   return argument;
 }
 
-/// The only entry of an object like {"as_int": 3}.
-static std::pair<std::string, const json*> entry_of(const json& value) {
+std::pair<std::string, const json*> entry_of(const json& value) {
   if (!value.is_object() || value.size() != 1) {
-    refuse("an argument " + shortened(value.dump(), 80), "an object with one entry");
+    refuse("the program has " + shortened(value.dump(), 80), "an object with one entry");
   }
   return {value.begin().key(), &value.begin().value()};
 }
@@ -92,6 +91,22 @@ static bool is_whole(const c10::TypePtr& type) {
                                       c10::TypeKind::LayoutType, c10::TypeKind::ScalarTypeType,
                                       c10::TypeKind::MemoryFormatType};
   return type && std::ranges::find(kWhole, type->kind()) != std::end(kWhole);
+}
+
+/// Whether a number that is known in a call may be the argument.
+static bool takes_numbers(c10::TypeKind kind) {
+  using T = c10::TypeKind;
+  constexpr T kKinds[] = {T::IntType, T::SymIntType, T::FloatType, T::NumberType, T::BoolType};
+  return std::ranges::find(kKinds, kind) != std::end(kKinds);
+}
+
+/// Whether torch, which does not ask, has the dtype, layout or memory format.
+static bool known_code(c10::TypeKind kind, int64_t code) {
+  using T = c10::TypeKind;
+  const int64_t last = kind == T::ScalarTypeType     ? static_cast<int64_t>(at::kBFloat16)
+                       : kind == T::MemoryFormatType ? 3
+                                                     : static_cast<int64_t>(at::kStrided);
+  return kind == T::IntType || kind == T::SymIntType || (code >= 0 && code <= last);
 }
 
 /// The value in the form that the schema expects; none if it does not fit.
@@ -129,7 +144,10 @@ static std::optional<c10::IValue> fitted(const c10::IValue& value, const Expecte
                  ? std::optional(value)
                  : std::nullopt;
     default:
-      return is_whole(expected.type) && value.isInt() ? std::optional(value) : std::nullopt;
+      return is_whole(expected.type) && value.isInt() &&
+                     known_code(expected.type->kind(), value.toInt())
+                 ? std::optional(value)
+                 : std::nullopt;
   }
 }
 
@@ -293,7 +311,8 @@ class GraphReader {
           argument = std::move(list);
           fits = true;
         } else {
-          fits = is_tensor(argument) ? expected.type->kind() == T::TensorType : !expected.element;
+          fits = is_tensor(argument) ? expected.type->kind() == T::TensorType
+                                     : takes_numbers(expected.type->kind());
         }
         break;
       case Kind::constant: {
@@ -344,7 +363,10 @@ class GraphReader {
     }
     for (const c10::Argument& parameter : node.op->schema().arguments()) {
       const auto found = given.find(parameter.name());
-      if (found != given.end()) {
+      if (parameter.name() == "output_size" && node.target.starts_with("aten.repeat_interleave.")) {
+        node.arguments.push_back({}); // torch does not compare it with the repeats
+        given.erase(parameter.name());
+      } else if (found != given.end()) {
         node.arguments.push_back(bound(*found->second, parameter, node));
         given.erase(found);
       } else if (parameter.default_value()) {
@@ -381,7 +403,7 @@ class GraphReader {
       } else if (GraphArgument argument = argument_of(input.at("arg"), {}, node.target); inner) {
         node.arguments.push_back(std::move(argument));
       } else {
-        settings.push_back(argument.constant);
+        settings.push_back(kind == "as_int" ? c10::IValue() : argument.constant); // no dtype is one
       }
     }
     node.function = inner && inner->inputs.size() == node.arguments.size()
@@ -424,7 +446,7 @@ class GraphReader {
   void read_outputs(GraphNode& node, const json& outputs) {
     for (const json& output : outputs) {
       const auto [kind, value] = entry_of(output);
-      GraphOutput made{.list = kind == "as_tensors"};
+      GraphOutput made{.list = kind == "as_tensors", .tensor = kind == "as_tensor"};
       for (const json& item : made.list ? *value : json::array({*value})) {
         const bool tensor = made.list || kind == "as_tensor";
         made.slots.push_back(item.is_object() ? define(name_of(item), tensor) : -1);

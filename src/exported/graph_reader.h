@@ -5,6 +5,7 @@
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <utility>
 
 #include "graph.h"
 
@@ -20,6 +21,9 @@ struct ReadGraph {
 /// Throws InputError that names the operator, and nlohmann::json::exception where the JSON has another
 /// form than the format's.
 ReadGraph read_graph(const nlohmann::json& json, bool substitutions);
+
+/// The only entry of an object like {"as_int": 3}. Throws InputError for something else.
+std::pair<std::string, const nlohmann::json*> entry_of(const nlohmann::json& value);
 
 /// c10's dtype for the format's number. Throws InputError for one that is not known.
 at::ScalarType scalar_type_of(int64_t code);

@@ -15,6 +15,7 @@ std::string parent_of(const std::string& path) {
 static std::string last_of(const std::string& path) { return path.substr(path.rfind('.') + 1); }
 
 static constexpr size_t kMostEntries = 10'000; // of a list
+static constexpr int64_t kMostLevels = 100; // each is a recursion
 
 ModuleTree::ModuleTree(ExportedPart& root,
                        const std::vector<std::shared_ptr<ExportedProgram>>& programs,
@@ -40,6 +41,10 @@ std::shared_ptr<ExportedPart> ModuleTree::shared_part(const std::string& path) c
 }
 
 void ModuleTree::add_path(const std::string& path) {
+  if (std::ranges::count(path, '.') > kMostLevels) {
+    throw InputError(kExportedLoad, "the program has a module " + shortened(path, 80),
+                     "at most " + std::to_string(kMostLevels) + " levels");
+  }
   if (children_.try_emplace(path).second && !path.empty()) {
     add_path(parent_of(path));
     children_[parent_of(path)].insert(last_of(path));
@@ -81,12 +86,14 @@ void ModuleTree::make(const std::string& path) {
 void place_leaf(ExportedLeaf& leaf, ExportedPart& part, const ProgramFile& file,
                 const NamedTensors& weights, bool once, LeafPlaces& places) {
   const auto meta = file.weights.find(leaf.name);
-  if (meta == file.weights.end()) {
+  if (meta == file.weights.end() || meta->second.parameter == leaf.buffer) {
     throw InputError(kExportedLoad,
-                     "the program reads " + leaf.name + ", which the file does not describe",
+                     std::string("the program reads the ") +
+                         (leaf.buffer ? "buffer " : "parameter ") + leaf.name +
+                         ", which the file does not describe",
                      "each weight in the file");
   }
-  const std::string& key = once ? meta->second.place : leaf.name;
+  const std::string key = (leaf.buffer ? "buffer " : "") + (once ? meta->second.place : leaf.name);
   if (!places.contains(key)) {
     const std::string name = last_of(leaf.name);
     const auto value = weights.find(leaf.name);

@@ -44,7 +44,8 @@ class ModuleTree {
   std::map<std::string, std::shared_ptr<torch::nn::ModuleListImpl>> lists_{};
 };
 
-/// Where tensors have been registered: by name, or by `WeightMeta::place` if tied ones are one.
+/// Where tensors have been registered: by name, or by `WeightMeta::place` if tied ones are one. That of a
+/// buffer is after "buffer ".
 using LeafPlaces = std::map<std::string, std::pair<const ExportedPart*, size_t>>;
 
 /// Registers the leaf's tensor in its part, unless another program or a tied name has.

@@ -5,6 +5,7 @@
 #include <ATen/ops/masked_fill.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/result_type.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -48,6 +49,13 @@ using Numbers = GraphValues;
 
 static double real(const c10::IValue& value) { return value.toScalar().toDouble(); }
 static int64_t whole(const c10::IValue& value) { return value.toScalar().toLong(); }
+/// Throws for a number that is no size.
+static int64_t whole_of(double value) {
+  if (!(std::abs(value) < 0x1p63)) {
+    throw InputError("exported::forward", "a size of " + std::to_string(value));
+  }
+  return static_cast<int64_t>(value);
+}
 
 template <typename F>
 static GraphFunction of_numbers(F f) {
@@ -64,6 +72,7 @@ static GraphFunction arithmetic(F f) {
     if (v.at(0).isDouble() || v.at(1).isDouble()) {
       return f(real(v[0]), real(v[1]));
     }
+    whole_of(f(real(v[0]), real(v[1])));
     return static_cast<int64_t>(f(whole(v[0]), whole(v[1])));
   });
 }
@@ -92,14 +101,15 @@ static c10::IValue floor_division(const Numbers& v) {
 static c10::IValue modulo(const Numbers& v) {
   const int64_t a = whole(v.at(0));
   const int64_t b = whole(v.at(1));
-  return a - b * floored(a, b);
+  floored(a, b); // refuses what % does not take
+  const int64_t rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
 static c10::IValue power(const Numbers& v) {
   const double result = std::pow(real(v.at(0)), real(v.at(1)));
-  return v[0].isDouble() || v[1].isDouble() || real(v[1]) < 0
-             ? c10::IValue(result)
-             : c10::IValue(static_cast<int64_t>(result));
+  return v[0].isDouble() || v[1].isDouble() || real(v[1]) < 0 ? c10::IValue(result)
+                                                              : c10::IValue(whole_of(result));
 }
 
 GraphFunction size_function(const std::string& target) {
@@ -121,7 +131,7 @@ GraphFunction size_function(const std::string& target) {
       {"_operator.truediv",
        of_numbers([](V v) -> c10::IValue { return real(v.at(0)) / real(v.at(1)); })},
       {"_operator.neg", of_numbers([](V v) -> c10::IValue {
-         return v.at(0).isDouble() ? c10::IValue(-real(v[0])) : c10::IValue(-whole(v[0]));
+         return v.at(0).isDouble() ? c10::IValue(-real(v[0])) : c10::IValue(whole_of(-real(v[0])));
        })},
       {"_operator.ge", comparison(std::greater_equal<>())},
       {"_operator.gt", comparison(std::greater<>())},
@@ -131,16 +141,16 @@ GraphFunction size_function(const std::string& target) {
       {"_operator.ne", comparison(std::not_equal_to<>())},
       {"torch.sym_float", of_numbers([](V v) -> c10::IValue { return real(v.at(0)); })},
       {"torch.sym_int",
-       of_numbers([](V v) -> c10::IValue { return int64_t(std::trunc(real(v.at(0)))); })},
+       of_numbers([](V v) -> c10::IValue { return whole_of(std::trunc(real(v.at(0)))); })},
       {"torch.sym_not", of_numbers([](V v) -> c10::IValue { return !v.at(0).toBool(); })},
       {"torch._sym_sqrt", of_numbers([](V v) -> c10::IValue { return std::sqrt(real(v.at(0))); })},
       {"math.sqrt", of_numbers([](V v) -> c10::IValue { return std::sqrt(real(v.at(0))); })},
       {"math.trunc",
-       of_numbers([](V v) -> c10::IValue { return int64_t(std::trunc(real(v.at(0)))); })},
+       of_numbers([](V v) -> c10::IValue { return whole_of(std::trunc(real(v.at(0)))); })},
       {"math.floor",
-       of_numbers([](V v) -> c10::IValue { return int64_t(std::floor(real(v.at(0)))); })},
+       of_numbers([](V v) -> c10::IValue { return whole_of(std::floor(real(v.at(0)))); })},
       {"math.ceil",
-       of_numbers([](V v) -> c10::IValue { return int64_t(std::ceil(real(v.at(0)))); })},
+       of_numbers([](V v) -> c10::IValue { return whole_of(std::ceil(real(v.at(0)))); })},
   };
   const auto found = kFunctions.find(target);
   return found == kFunctions.end() ? GraphFunction() : found->second;
@@ -238,13 +248,53 @@ static int64_t pieces_at(const GraphValues& stack) {
   return std::max<int64_t>(1, stack[1].toInt());
 }
 
+/// The processor refuses the lowest integer divided by -1, which ends the process.
+static void check_division(const GraphValues& stack) {
+  const auto tensor = [](const c10::IValue& value) {
+    return value.isTensor() ? value.toTensor() : wrapped_number(value).toTensor();
+  };
+  const at::Tensor a = stack[0].toTensor();
+  const at::Tensor b = tensor(stack[1]);
+  const at::ScalarType type = at::result_type(a, b);
+  if (a.is_cpu() && (type == at::kInt || type == at::kLong) && stack[2].isString() &&
+      stack[2].toStringRef() == "trunc") {
+    const int64_t lowest = type == at::kInt ? std::numeric_limits<int32_t>::min()
+                                            : std::numeric_limits<int64_t>::min();
+    require(!b.eq(-1).any().item<bool>() || !a.eq(lowest).any().item<bool>(),
+            std::to_string(lowest) + " is divided by -1");
+  }
+}
+
+static void check_weight_norm(const GraphValues& stack) {
+  const at::Tensor v = stack[0].toTensor();
+  const at::Tensor g = stack[1].toTensor();
+  const int64_t dim = stack[2].toInt();
+  require(v.numel() > 0 && v.dim() > 0 && (dim == 0 || dim == v.dim() - 1) &&
+              g.numel() == v.size(dim) && g.scalar_type() == v.scalar_type(),
+          "a norm with sizes=" + c10::str(g.sizes()));
+}
+
+static void check_lstm(const GraphValues& stack) {
+  const auto states = stack[1].toTensorVector();
+  require(states.size() == 2 && states[0].dim() == 3 && states[1].dim() == 3 &&
+              states[0].size(0) == states[1].size(0),
+          "states of different sizes");
+}
+
 GraphCheck argument_check(const std::string& target) {
   using V = const GraphValues&;
   static const std::map<std::string, GraphCheck> kChecks{
       {"aten.unbind.int", [](V v) { require_few(size_at(v, 1)); }},
       {"aten.split.Tensor", [](V v) { require_few(size_at(v, 2) / pieces_at(v)); }},
       {"aten.chunk.default", [](V v) { require_few(std::min(size_at(v, 2), pieces_at(v))); }},
-      {"aten.tensor_split.sections", [](V v) { require_few(pieces_at(v)); }}};
+      {"aten.tensor_split.sections", [](V v) { require_few(pieces_at(v)); }},
+      {"aten.div.Tensor_mode", check_division},
+      {"aten.div.Scalar_mode", check_division},
+      {"aten.divide.Tensor_mode", check_division},
+      {"aten.divide.Scalar_mode", check_division},
+      {"aten._weight_norm.default", check_weight_norm},
+      {"aten._weight_norm_interface.default", check_weight_norm},
+      {"aten.lstm.input", check_lstm}};
   const auto found = kChecks.find(target);
   return found == kChecks.end() ? nullptr : found->second;
 }

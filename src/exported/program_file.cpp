@@ -80,6 +80,9 @@ class Archive {
   bool has(const std::string& record) { return zip_.hasRecord(record); }
   std::vector<std::string> records() { return zip_.getAllRecords(); }
   std::pair<at::DataPtr, size_t> bytes(const std::string& record) {
+    if (zip_.getRecordSize(record) > std::filesystem::file_size(path_)) {
+      refuse_file(path_, "its record " + record + " is compressed");
+    }
     auto [data, size] = zip_.getRecord(record);
     const auto checksum = ::crc32_z(0, static_cast<const Bytef*>(data.get()), size);
     if (checksum != checksums_.at(record)) {
@@ -133,18 +136,18 @@ static at::Tensor read_tensor(Archive& archive, const std::string& name, const s
   auto [data, size] = archive.bytes(record);
   const std::vector<int64_t> strides = whole_numbers(meta.at("strides"));
   const auto offset = meta.at("storage_offset").at("as_int").get<int64_t>();
-  uint64_t last = static_cast<uint64_t>(offset);
+  auto last = static_cast<double>(offset); // does not overflow
   bool fits = offset >= 0 && strides.size() == weight.sizes.size();
   for (size_t i = 0; fits && i < strides.size(); ++i) {
     fits = strides[i] >= 0 && strides[i] <= static_cast<int64_t>(size) &&
            weight.sizes[i] <= static_cast<int64_t>(size);
-    last += fits && weight.sizes[i] > 0
-                ? static_cast<uint64_t>(strides[i]) * static_cast<uint64_t>(weight.sizes[i] - 1)
-                : 0;
-    fits = fits && last <= size;
+    last += static_cast<double>(strides[i]) *
+            static_cast<double>(std::max<int64_t>(0, weight.sizes[i] - 1));
   }
   const bool empty = std::ranges::find(weight.sizes, 0) != weight.sizes.end();
-  if (!fits || (!empty && (last + 1) * c10::elementSize(weight.dtype) > size)) {
+  const auto bytes =
+      (empty ? last : last + 1) * static_cast<double>(c10::elementSize(weight.dtype));
+  if (!fits || bytes > static_cast<double>(size)) {
     refuse_file(archive.path(), "the values of " + name + " take " + std::to_string(size) +
                                     " bytes, which is less than its shape needs");
   }

@@ -79,6 +79,9 @@ static void keep_outputs(const GraphNode& node, GraphValues& stack, GraphFrame& 
     const GraphOutput& output = node.outputs[i];
     if (!output.list) {
       if (output.slots[0] >= 0) {
+        if (stack.at(i).isTensor() != output.tensor) {
+          throw std::invalid_argument("its result is a " + stack[i].tagKind());
+        }
         frame[output.slots[0]] = std::move(stack.at(i));
       }
       continue;

@@ -2,6 +2,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "exported_rig.h"
@@ -272,6 +273,9 @@ TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
     return error_of<InputError>([&] { ExportedModule::load(folder.path() / "x.pt2"); });
   };
   EXPECT_EQ(said([](nlohmann::json&) {}), "");
+  const auto inputs = [](nlohmann::json& program) -> nlohmann::json& {
+    return program["graph_module"]["signature"]["input_specs"];
+  };
   const auto node = [](nlohmann::json& program) -> nlohmann::json& {
     return program["graph_module"]["graph"]["nodes"][0];
   };
@@ -294,11 +298,50 @@ TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
       {"reads nothing, which no earlier operator makes",
        [&](auto& p) { node(p)["inputs"][1]["arg"] = {{"as_tensor", {{"name", "nothing"}}}}; }},
       {"makes x twice", [&](auto& p) { node(p)["outputs"][0] = {{"as_tensor", {{"name", "x"}}}}; }},
+      {"aten.to.dtype's dtype is",
+       [&](auto& p) {
+         node(p) =
+             call_of("to.dtype", {{"self", tensor("x")}, {"dtype", whole(99)}}, tensor("linear"));
+       }},
+      {"an object with one entry", [&](auto& p) { inputs(p)[0] = nlohmann::json::object(); }},
+      {"no input of the graph, or is there twice", [&](auto& p) { inputs(p)[1] = inputs(p)[0]; }},
+      {"that its signature does not have", [&](auto& p) { inputs(p).erase(2); }},
+      {"a tensor without a name",
+       [&](auto& p) { inputs(p)[0]["parameter"]["parameter_name"] = ""; }},
+      {"the program reads the buffer linear.weight, which", // a parameter in the file
+       [&](auto& p) {
+         inputs(p)[1] = {{"buffer",
+                          {{"arg", inputs(p)[1]["parameter"]["arg"]},
+                           {"buffer_name", inputs(p)[0]["parameter"]["parameter_name"]},
+                           {"persistent", true}}}};
+       }},
+      {"at most 100 levels",
+       [&](auto& p) {
+         std::string& name =
+             inputs(p)[0]["parameter"]["parameter_name"].template get_ref<std::string&>();
+         name = name.assign(400'000, '.') + "x";
+       }},
       {"is damaged", [](auto& p) { p["graph_module"].erase("signature"); }},
       {"is damaged", [](auto& p) { p["graph_module"]["graph"]["nodes"] = 3; }}};
   for (const auto& [part, change] : changes) {
     EXPECT_PRED_FORMAT2(testing::IsSubstring, part, said(change));
   }
+}
+
+TEST(Exported, ValuesOutsideOfTheirRecordAreRefused) {
+  const testing_support::TemporaryFolder folder;
+  write_changed(golden_path("two_modes.pt2"), folder / "x.pt2",
+                [](const std::string& record, std::string& bytes) {
+                  if (record == "data/weights/train_weights_config.json") {
+                    nlohmann::json weights = nlohmann::json::parse(bytes);
+                    nlohmann::json& meta = weights["config"]["linear.bias"]["tensor_meta"];
+                    meta["sizes"] = meta["strides"] = nlohmann::json::array();
+                    meta["storage_offset"] = whole(int64_t{1} << 62); // of elements
+                    bytes = weights.dump();
+                  }
+                });
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "the values of linear.bias take 16 bytes",
+                      error_of<InputError>([&] { ExportedModule::load(folder / "x.pt2"); }));
 }
 
 TEST(Exported, AnOperatorThatNeedsMoreMemoryThanThereIsIsRefusedByName) {
@@ -320,6 +363,37 @@ TEST(Exported, AnOperatorThatNeedsMoreMemoryThanThereIsIsRefusedByName) {
                  made));
   expect(call_of("tensor_split.sections", {{"self", tensor("x")}, {"sections", whole(1'500'000)}},
                  {{"as_tensors", {{{"name", "linear"}}}}}));
+}
+
+TEST(Exported, ArgumentsThatTorchDoesNotCheckAreRefused) {
+  const auto expect = [](const std::string& part, const std::vector<nlohmann::json>& calls) {
+    EXPECT_PRED_FORMAT2(testing::IsSubstring, part, error_of_calls(calls));
+  };
+  const auto made = tensor("linear");
+  const auto full = [](const std::string& name, const std::vector<int64_t>& size, int64_t value) {
+    return call_of(
+        "full.default",
+        {{"size", wholes(size)}, {"fill_value", whole(value)}, {"dtype", {{"as_scalar_type", 5}}}},
+        tensor(name));
+  };
+  expect("is divided by -1", {full("n", {2}, std::numeric_limits<int64_t>::min()),
+                              call_of("div.Scalar_mode",
+                                      {{"self", tensor("n")},
+                                       {"other", whole(-1)},
+                                       {"rounding_mode", {{"as_string", "trunc"}}}},
+                                      made)});
+  expect("a norm with sizes=[4]",
+         {call_of("_weight_norm.default",
+                  {{"v", tensor("x")}, {"g", tensor("p_linear_bias")}, {"dim", whole(0)}}, made)});
+  // torch writes as many as the repeats say, wherever output_size ends.
+  EXPECT_EQ(
+      "", error_of_calls(
+              {full("n", {3}, 1000),
+               call_of("repeat_interleave.Tensor",
+                       {{"repeats", tensor("n")}, {"output_size", whole(2)}}, tensor("m")),
+               call_of("view.default", {{"self", tensor("m")}, {"size", wholes({3000})}}, made)}));
+  expect("its result is a Tensor", {call_of("relu.default", {{"self", tensor("x")}},
+                                            {{"as_sym_int", {{"as_name", "linear"}}}})});
 }
 
 } // namespace hasten::exported_test

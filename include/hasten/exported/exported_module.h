@@ -177,6 +177,7 @@ class ExportedModuleImpl : public detail::ExportedPart {
   void save_graph(const std::filesystem::path& folder) const;
 
  private:
+  void build(const detail::ProgramFile& file, const ExportedModuleOptions& options);
   const detail::ExportedProgram& mode() const;
   /// Checks the inputs and puts them into a frame.
   detail::GraphFrame frame_of(const std::vector<at::Tensor>& inputs) const;
