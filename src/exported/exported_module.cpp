@@ -2,8 +2,10 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <torch/version.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <optional>
 #include <utility>
 
@@ -227,6 +229,19 @@ static std::vector<std::shared_ptr<ExportedProgram>> read_programs(
   return programs;
 }
 
+static void warn_of_newer(const ProgramFile& file) {
+  int major = 0;
+  int minor = 0;
+  const std::string version = file.programs[0].value("torch_version", "");
+  if (std::sscanf(version.c_str(), "%d.%d", &major, &minor) == 2 &&
+      std::pair(major, minor) > std::pair(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR)) {
+    log_warning(file.path.string() + " is of PyTorch " + std::to_string(major) + "." +
+                std::to_string(minor) +
+                ", which is newer than this LibTorch, " TORCH_VERSION
+                ": its operators may have changed");
+  }
+}
+
 } // namespace detail
 
 using detail::ExportedProgram;
@@ -286,6 +301,12 @@ void ExportedModuleImpl::build(const detail::ProgramFile& file,
              joined(programs[0]->scattered));
   }
   unused_ = detail::freeze_unused(*this, programs);
+  detail::warn_of_newer(file);
+  if (std::ranges::none_of(parameters(), &at::Tensor::requires_grad)) {
+    log_info("no parameter of " + file_.string() +
+             " requires gradients, so it evaluates but does not train: export the module before "
+             "its parameters are frozen");
+  }
   programs_.assign(programs.begin(), programs.end());
 }
 

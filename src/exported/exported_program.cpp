@@ -95,6 +95,13 @@ class ProgramReader {
 
   std::shared_ptr<ExportedProgram> read(const std::string& name) {
     program_->name = name;
+    require_known(source_, "the program",
+                  {"graph_module", "opset_version", "range_constraints", "schema_version",
+                   "verifiers", "torch_version", "guards_code"});
+    require_known(
+        module_, "the program's module",
+        {"graph", "signature", "module_call_graph", "metadata", "treespec_namedtuple_fields"});
+    require_known(module_.at("signature"), "the signature", {"input_specs", "output_specs"});
     ReadGraph read = read_graph(module_.at("graph"), options_.substitutions);
     program_->graph = std::move(read.graph);
     slots_ = std::move(read.slots);
@@ -151,6 +158,9 @@ class ProgramReader {
   void read_input(const json& spec) {
     const auto [kind, entry] = entry_of(spec);
     const json& value = *entry;
+    require_known(value, "an input of the signature",
+                  {"arg", "name", "value", "parameter_name", "buffer_name", "persistent",
+                   "tensor_constant_name"});
     if (kind == "parameter") {
       add_leaf({.slot = slot_of(value.at("arg")),
                 .name = value.at("parameter_name").get<std::string>()});

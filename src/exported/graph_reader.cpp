@@ -67,6 +67,17 @@ std::pair<std::string, const json*> entry_of(const json& value) {
   return {value.begin().key(), &value.begin().value()};
 }
 
+void require_known(const json& object, const std::string& what,
+                   std::initializer_list<const char*> known) {
+  for (const auto& [name, value] : object.items()) {
+    if (std::ranges::find(known, name) == known.end() && !value.empty() && value != false &&
+        value != "") {
+      refuse(what + " has a field " + shortened(name, 80), "those of version 8.20 of the format",
+             "export it with the PyTorch that this LibTorch belongs to");
+    }
+  }
+}
+
 /// What an operator's schema expects of an argument. Null type: there is no schema.
 struct Expected {
   c10::TypePtr type{};
@@ -156,6 +167,10 @@ class GraphReader {
   explicit GraphReader(bool substitutions) : substitutions_(substitutions) {}
 
   ReadGraph read(const json& source) {
+    require_known(
+        source, "a graph",
+        {"inputs", "outputs", "nodes", "tensor_values", "sym_int_values", "sym_bool_values",
+         "sym_float_values", "custom_obj_values", "is_single_tensor_return"});
     for (const json& input : source.at("inputs")) {
       const auto [kind, value] = entry_of(input);
       // A constant input has no value in the graph.
@@ -342,6 +357,16 @@ class GraphReader {
     return argument;
   }
 
+  static void refuse_library(const std::string& target) {
+    const std::string library = target.substr(0, target.find('.'));
+    if (library != "aten" && library != "prims" && library != "higher_order") {
+      refuse("the graph calls " + target + ", an operator of the library " + library,
+             "PyTorch's own operators: a file could call any function of a library that the "
+             "process has loaded, so none is allowed",
+             "write the module with PyTorch's operators and export it again");
+    }
+  }
+
   void bind_operator(GraphNode& node, const json& source) {
     if (!is_allowed_operator(node.target)) {
       refuse("the graph calls " + node.target, "an operator of PyTorch that computes values",
@@ -359,6 +384,7 @@ class GraphReader {
     }
     std::map<std::string, const json*> given;
     for (const json& input : source.at("inputs")) {
+      require_known(input, "an argument of " + node.target, {"name", "arg", "kind"});
       given[input.at("name").get<std::string>()] = &input.at("arg");
     }
     for (const c10::Argument& parameter : node.op->schema().arguments()) {
@@ -420,8 +446,12 @@ class GraphReader {
   void read_node(const json& source) {
     GraphNode node;
     node.target = source.at("target").get<std::string>();
+    require_known(
+        source, "the call of " + node.target,
+        {"target", "inputs", "outputs", "metadata", "name", "is_hop_single_tensor_return"});
     if (node.target.starts_with("torch.ops.")) {
       node.target.erase(0, std::string_view("torch.ops.").size());
+      refuse_library(node.target);
     }
     if (is_assertion(node.target)) {
       return;

@@ -1,6 +1,7 @@
 // Reads the JSON of a graph, in the format of torch/_export/serde/schema.py (major version 8).
 #pragma once
 
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
@@ -24,6 +25,10 @@ ReadGraph read_graph(const nlohmann::json& json, bool substitutions);
 
 /// The only entry of an object like {"as_int": 3}. Throws InputError for something else.
 std::pair<std::string, const nlohmann::json*> entry_of(const nlohmann::json& value);
+
+/// Throws InputError for a field that is not `known` and is not empty: a newer format means something by it.
+void require_known(const nlohmann::json& object, const std::string& what,
+                   std::initializer_list<const char*> known);
 
 /// c10's dtype for the format's number. Throws InputError for one that is not known.
 at::ScalarType scalar_type_of(int64_t code);

@@ -9,6 +9,7 @@
 #include "hasten/activation_checkpoint/gradient_checkpointing.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/log.h"
 #include "hasten/core/memory.h"
 #include "hasten/parallel/fully_shard.h"
 #include "support/error_of.h"
@@ -272,7 +273,11 @@ TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
     write_program(folder.path() / "x.pt2", change);
     return error_of<InputError>([&] { ExportedModule::load(folder.path() / "x.pt2"); });
   };
-  EXPECT_EQ(said([](nlohmann::json&) {}), "");
+  EXPECT_EQ(said([](nlohmann::json& program) {
+              program["schema_version"]["minor"] = 99; // what it adds is empty
+              program["later"] = nlohmann::json::object();
+            }),
+            "");
   const auto inputs = [](nlohmann::json& program) -> nlohmann::json& {
     return program["graph_module"]["signature"]["input_specs"];
   };
@@ -283,7 +288,7 @@ TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
       {"has version 9.", [](auto& p) { p["schema_version"]["major"] = 9; }},
       {"calls aten.from_file.default",
        [&](auto& p) { node(p)["target"] = "torch.ops.aten.from_file.default"; }},
-      {"calls mine.linear.default",
+      {"calls mine.linear.default, an operator of the library mine. Expected PyTorch's own",
        [&](auto& p) { node(p)["target"] = "torch.ops.mine.linear.default"; }},
       {"has higher_order.cond",
        [&](auto& p) { node(p)["target"] = "torch.ops.higher_order.cond"; }},
@@ -321,6 +326,13 @@ TEST(Exported, AProgramThatThisLibTorchCannotRunIsRefusedByName) {
              inputs(p)[0]["parameter"]["parameter_name"].template get_ref<std::string&>();
          name = name.assign(400'000, '.') + "x";
        }},
+      {"the program has a field later", [](auto& p) { p["later"] = "x"; }},
+      {"a graph has a field later", [](auto& p) { p["graph_module"]["graph"]["later"] = {1}; }},
+      {"aten.linear.default has a field later", [&](auto& p) { node(p)["later"] = true; }},
+      {"an argument of aten.linear.default has a field later",
+       [&](auto& p) { node(p)["inputs"][0]["later"] = 1; }},
+      {"an input of the signature has a field later",
+       [&](auto& p) { inputs(p)[0]["parameter"]["later"] = 1; }},
       {"is damaged", [](auto& p) { p["graph_module"].erase("signature"); }},
       {"is damaged", [](auto& p) { p["graph_module"]["graph"]["nodes"] = 3; }}};
   for (const auto& [part, change] : changes) {
@@ -342,6 +354,52 @@ TEST(Exported, ValuesOutsideOfTheirRecordAreRefused) {
                 });
   EXPECT_PRED_FORMAT2(testing::IsSubstring, "the values of linear.bias take 16 bytes",
                       error_of<InputError>([&] { ExportedModule::load(folder / "x.pt2"); }));
+}
+
+TEST(Exported, SizesOutsideOfTheirRangeAreRefused) {
+  const testing_support::TemporaryFolder folder;
+  write_program(folder / "x.pt2", [](nlohmann::json& program) {
+    for (nlohmann::json& range : program["range_constraints"]) {
+      range = {{"min_val", 3}, {"max_val", 4}};
+    }
+  });
+  ExportedModule module = ExportedModule::load(folder / "x.pt2");
+  const auto said = [&](int64_t size) {
+    return error_of<InputError>([&] { module->forward({{"x", at::ones({size, 4})}}); });
+  };
+  EXPECT_EQ(said(3) + said(4), "");
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "at least 3 at dimension 0", said(2));
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "at most 4 at dimension 0", said(5));
+}
+
+TEST(Exported, ANewerProgramAndOneThatDoesNotTrainAreSaidOnce) {
+  std::string said;
+  set_log_sink([&](LogLevel level, std::string_view line) {
+    said += (level == LogLevel::warning ? "warning: " : "") + std::string(line) + "\n";
+  });
+  const testing_support::TemporaryFolder folder;
+  write_changed(golden_path("two_modes.pt2"), folder / "x.pt2",
+                [](const std::string& record, std::string& bytes) {
+                  nlohmann::json source =
+                      record.ends_with(".json") ? nlohmann::json::parse(bytes) : nlohmann::json();
+                  if (record.starts_with("models/")) {
+                    source["torch_version"] = "99.1.0+cpu";
+                  }
+                  if (record == "data/weights/train_weights_config.json") {
+                    for (nlohmann::json& weight : source["config"]) {
+                      weight["tensor_meta"]["requires_grad"] = false;
+                    }
+                  }
+                  bytes = source.is_null() ? bytes : source.dump();
+                });
+  ExportedModule module = ExportedModule::load(folder / "x.pt2");
+  set_log_sink({});
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "warning: ", said);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "is of PyTorch 99.1, which is newer", said);
+  EXPECT_PRED_FORMAT2(testing::IsSubstring, "evaluates but does not train", said);
+  EXPECT_EQ(std::ranges::count(said, '\n'), 2);
+  module->eval();
+  EXPECT_EQ(module->forward({{"x", at::ones({2, 4})}}).size(), 1u);
 }
 
 TEST(Exported, AnOperatorThatNeedsMoreMemoryThanThereIsIsRefusedByName) {
