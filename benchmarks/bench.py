@@ -398,6 +398,8 @@ class Exported(Bench):
         Case("bert-mini", "s/step", 1.0),
         Case("bert-mini_of_family", "s/step", 1.15, peer="the family"),
         Case("bert-mini_peak", "bytes", 1.02, 0),
+        Case("bert-mini_ddp", "s/step", 0.85, peer="PyTorch DDP"),
+        Case("gpt2_ddp", "s/step", 0.85, peer="PyTorch DDP"),
         Case("gpt2", "s/step", 1.0),
         Case("gpt2_of_family", "s/step", 1.15, peer="the family"),
         Case("gpt2_peak", "bytes", 1.02, 0),
@@ -422,6 +424,9 @@ class Exported(Bench):
             yield model, ours["seconds"], peer["seconds"]
             yield f"{model}_of_family", ours["seconds"], self.step([program, model], model)["seconds"]
             yield f"{model}_peak", ours["peak"], peer["peak"]
+            sizes = [*self.shapes[model]] + ["--smoke"] * self.options.smoke
+            ours = launched(self.options, "exported_step", self.work / f"{model}.pt2", *sizes)
+            yield f"{model}_ddp", ours["seconds"], peer_ranks(self.options, "exported_step.py", model, *sizes)["seconds"]
 
 
 class ActivationPlan(Bench):

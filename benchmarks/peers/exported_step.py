@@ -6,6 +6,7 @@ python exported_step.py bert-mini|gpt2 --export MODEL.pt2         writes the exp
 
 import argparse
 import json
+import os
 import statistics
 import time
 
@@ -41,6 +42,9 @@ def main():
         torch.export.save(export(model, (), example, dynamic_shapes=free, strict=False), flags.export)
         return
     rows, tokens = flags.sizes
+    if "RANK" in os.environ:  # one of several
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.randint(1, 4000, (rows, tokens))
     mask = torch.ones_like(ids)

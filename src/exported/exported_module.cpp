@@ -136,25 +136,37 @@ class FolderWeights {
   std::vector<SafetensorsReader> files_{};
 };
 
-/// The node of a linear layer that computes the output and nothing else.
-static std::optional<size_t> output_node(const ExportedProgram& program,
-                                         const std::string& output) {
+static bool makes(const GraphNode& node, int slot) {
+  return !node.outputs.empty() && node.outputs[0].tensor && node.outputs[0].slots[0] == slot;
+}
+
+/// The node of the linear layer that computes the output. `chosen`: also where rows of its result are
+/// chosen after it, as those of the last tokens.
+static std::optional<size_t> output_node(const ExportedProgram& program, const std::string& output,
+                                         bool chosen) {
+  static const std::set<std::string> kChoose{"aten.index.Tensor", "aten.select.int",
+                                             "aten.slice.Tensor", "aten.squeeze.dim",
+                                             "aten.contiguous.default"};
   const auto name = std::ranges::find(program.outputs, output);
-  if (name == program.outputs.end()) {
-    return std::nullopt;
+  int slot = name == program.outputs.end()
+                 ? -1
+                 : program.graph.outputs[static_cast<size_t>(name - program.outputs.begin())].slot;
+  for (size_t i = program.graph.nodes.size(); slot >= 0 && i-- > 0;) {
+    const GraphNode& node = program.graph.nodes[i];
+    if (!makes(node, slot)) {
+      continue;
+    }
+    if (node.target == "aten.linear.default") {
+      return i;
+    }
+    slot = chosen && kChoose.contains(node.target) ? node.arguments[0].slot : -1;
   }
-  const int slot = program.graph.outputs[static_cast<size_t>(name - program.outputs.begin())].slot;
-  const auto& nodes = program.graph.nodes;
-  const auto found = std::ranges::find_if(nodes, [&](const GraphNode& node) {
-    return slot >= 0 && node.target == "aten.linear.default" && !node.outputs.empty() &&
-           node.outputs[0].tensor && node.outputs[0].slots[0] == slot;
-  });
-  return found == nodes.end() ? std::nullopt : std::optional<size_t>(found - nodes.begin());
+  return std::nullopt;
 }
 
 /// The module whose weight it reads; empty if there is none.
 static std::string output_module(const ExportedProgram& program, const std::string& output) {
-  const std::optional<size_t> node = output_node(program, output);
+  const std::optional<size_t> node = output_node(program, output, /*chosen=*/true);
   const auto weight = node ? program.leaf_of.find(program.graph.nodes[*node].arguments[1].slot)
                            : program.leaf_of.end();
   return weight == program.leaf_of.end() ? "" : parent_of(program.leaves[weight->second].name);
@@ -283,7 +295,7 @@ void ExportedModuleImpl::build(const detail::ProgramFile& file,
     for (detail::ExportedLeaf& leaf : program->leaves) {
       if (!leaf.name.empty()) {
         const std::string parent = detail::parent_of(leaf.name);
-        detail::place_leaf(leaf, tree.part(parent), file, weights, !options.weights, places);
+        detail::place_leaf(leaf, tree.part(parent), file, weights, places);
         if (!parent.empty()) {
           program->owners.push_back(tree.shared_part(parent));
         }
@@ -371,7 +383,7 @@ NamedTensors ExportedModuleImpl::forward(const std::vector<at::Tensor>& inputs) 
 std::optional<ExportedOutputLayer> ExportedModuleImpl::forward_to_output_layer(
     const NamedTensors& inputs, const std::string& output) {
   const ExportedProgram& program = mode();
-  const std::optional<size_t> node = detail::output_node(program, output);
+  const std::optional<size_t> node = detail::output_node(program, output, /*chosen=*/false);
   const auto segment = std::ranges::find_if(
       program.graph.segments, [&](const auto& each) { return node && *node < each.end; });
   if (!node || program.blocks.contains(segment->path())) { // a block runs as a whole

@@ -55,6 +55,7 @@ struct GraphNode {
   c10::IValue off{};
   /// The slot of the buffer that the operator writes; -1: none.
   int written_buffer = -1;
+  bool without_gradient = false; // its results have none
   // For errors and for blocks.
   std::string target{}; // "aten.linear.default"
   std::string module{}; // "encoder.layer.0.output.dense"

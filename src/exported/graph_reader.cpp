@@ -405,6 +405,7 @@ class GraphReader {
       refuse(node.target + " has no argument " + given.begin()->first,
              "the arguments of this LibTorch's operator");
     }
+    node.without_gradient = node.target == "aten.detach.default";
     bind_mode(node);
   }
 
@@ -432,6 +433,8 @@ class GraphReader {
         settings.push_back(kind == "as_int" ? c10::IValue() : argument.constant); // no dtype is one
       }
     }
+    node.without_gradient = node.target == "higher_order.wrap_with_set_grad_enabled" &&
+                            settings.size() == 1 && settings[0].isBool() && !settings[0].toBool();
     node.function = inner && inner->inputs.size() == node.arguments.size()
                         ? higher_order(node.target, settings, inner)
                         : GraphFunction();

@@ -84,7 +84,7 @@ void ModuleTree::make(const std::string& path) {
 }
 
 void place_leaf(ExportedLeaf& leaf, ExportedPart& part, const ProgramFile& file,
-                const NamedTensors& weights, bool once, LeafPlaces& places) {
+                const NamedTensors& weights, LeafPlaces& places) {
   const auto meta = file.weights.find(leaf.name);
   if (meta == file.weights.end() || meta->second.parameter == leaf.buffer) {
     throw InputError(kExportedLoad,
@@ -93,7 +93,7 @@ void place_leaf(ExportedLeaf& leaf, ExportedPart& part, const ProgramFile& file,
                          ", which the file does not describe",
                      "each weight in the file");
   }
-  const std::string key = (leaf.buffer ? "buffer " : "") + (once ? meta->second.place : leaf.name);
+  const std::string key = std::string(leaf.buffer ? "buffer " : "") + meta->second.place;
   if (!places.contains(key)) {
     const std::string name = last_of(leaf.name);
     const auto value = weights.find(leaf.name);
@@ -176,17 +176,35 @@ void find_inline_leaves(ExportedProgram& program) {
   program.inline_leaves.assign(slots.begin(), slots.end());
 }
 
+/// Slots that outputs depend on with gradients. What an operator writes in place may be read under another
+/// name.
+static std::set<int> slots_with_gradients(const Graph& graph) {
+  std::set<int> slots;
+  const auto add = [&](int slot) { slots.insert(slot); };
+  std::ranges::for_each(graph.outputs, [&](const auto& output) { each_slot(output, add); });
+  for (auto node = graph.nodes.rbegin(); node != graph.nodes.rend(); ++node) {
+    const bool writes =
+        node->op && std::ranges::any_of(node->op->schema().arguments(), [](const auto& argument) {
+          return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+        });
+    const bool counts =
+        writes || std::ranges::any_of(node->outputs, [&](const auto& output) {
+          return std::ranges::any_of(output.slots, [&](int slot) { return slots.contains(slot); });
+        });
+    if (counts && !node->without_gradient) {
+      std::ranges::for_each(node->arguments, [&](const auto& each) { each_slot(each, add); });
+    }
+  }
+  return slots;
+}
+
 std::vector<std::string> freeze_unused(
     torch::nn::Module& module, const std::vector<std::shared_ptr<ExportedProgram>>& programs) {
   std::set<const at::TensorImpl*> read;
   for (const auto& program : programs) {
-    std::set<int> slots(program->inline_leaves.begin(), program->inline_leaves.end());
-    for (const GraphSegment& segment : program->graph.segments) {
-      slots.insert(segment.leaves.begin(), segment.leaves.end());
-    }
-    for (const int slot : slots) {
-      const ExportedLeaf& leaf = program->leaves[program->leaf_of.at(slot)];
-      if (leaf.owner != nullptr) {
+    const std::set<int> slots = slots_with_gradients(program->graph);
+    for (const ExportedLeaf& leaf : program->leaves) {
+      if (leaf.owner != nullptr && slots.contains(leaf.slot)) {
         read.insert(leaf.owner->leaf(leaf.buffer, leaf.index).unsafeGetTensorImpl());
       }
     }

@@ -50,7 +50,7 @@ using LeafPlaces = std::map<std::string, std::pair<const ExportedPart*, size_t>>
 
 /// Registers the leaf's tensor in its part, unless another program or a tied name has.
 void place_leaf(ExportedLeaf& leaf, ExportedPart& part, const ProgramFile& file,
-                const NamedTensors& weights, bool once, LeafPlaces& places);
+                const NamedTensors& weights, LeafPlaces& places);
 
 /// Sets which layer each module is, and has hasten's linear layer compute their products.
 void bind_layers(ExportedProgram& program, ModuleTree& tree, bool substitutions);
@@ -58,7 +58,7 @@ void bind_layers(ExportedProgram& program, ModuleTree& tree, bool substitutions)
 /// Finds the slots of leaves that are read outside of blocks.
 void find_inline_leaves(ExportedProgram& program);
 
-/// Parameters without a reader in any program. They lose requires_grad.
+/// Parameters that no output of a program depends on with gradients. They lose requires_grad.
 std::vector<std::string> freeze_unused(
     torch::nn::Module& module, const std::vector<std::shared_ptr<ExportedProgram>>& programs);
 

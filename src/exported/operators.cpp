@@ -4,8 +4,8 @@
 #include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/masked_fill.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/softmax.h>
 #include <ATen/ops/result_type.h>
+#include <ATen/ops/softmax.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>

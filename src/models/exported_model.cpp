@@ -25,7 +25,9 @@ static constexpr const char* kGraphFile = "model.pt2";
 /// The graph computes the logits. Its parameters are this module's, under the same names.
 class ExportedModel final : public PreTrainedModelImpl {
  public:
-  ExportedModel(const ProgramFile& file, const PreTrainedConfig& config, ModelTask task)
+  /// `labels`: of the graph, for a task with labels.
+  ExportedModel(const ProgramFile& file, const PreTrainedConfig& config, ModelTask task,
+                int64_t labels)
       : PreTrainedModelImpl(config, task),
         module_(
             std::make_shared<ExportedModuleImpl>(file, ExportedModuleOptions{.weights = false})),
@@ -38,11 +40,18 @@ class ExportedModel final : public PreTrainedModelImpl {
     for (const auto& child : module_->named_children()) {
       register_module(child.key(), child.value());
     }
-    const bool labels =
+    const bool has_labels =
         task == ModelTask::sequence_classification || task == ModelTask::token_classification;
+    if (has_labels && output_.empty() && labels != config.num_labels()) {
+      throw InputError(kExportedModelWhere, std::to_string(config.num_labels()) + " labels",
+                       std::to_string(labels) +
+                           ", because the last operator of the graph is no linear layer that could "
+                           "be made anew",
+                       "export the model with --num-labels " + std::to_string(config.num_labels()));
+    }
     for (auto& parameter : named_parameters()) {
       const std::string& name = parameter.key();
-      if (labels && !output_.empty() && name.substr(0, name.rfind('.')) == output_) {
+      if (has_labels && !output_.empty() && name.substr(0, name.rfind('.')) == output_) {
         std::vector<int64_t> sizes = parameter.value().sizes().vec();
         sizes[0] = this->config().num_labels(); // the folder's, or new ones
         parameter.value().set_data(at::empty(sizes, parameter.value().options()));
@@ -265,14 +274,16 @@ void register_exported_family(const fs::path& folder, const nlohmann::json& conf
   }
   const auto [class_name, prefix, task] = class_of(folder, config);
   const auto file = read_exported_file(folder); // here, because a rehearsal has no memory to read
+  const nlohmann::json two = {0, 1}; // transformers' default
   ModelFamily family{.model_type = type,
                      .class_prefix = prefix,
                      .class_names = {{task, class_name}},
                      .base_model_prefix = base_of(*file),
                      .tasks = {task},
-                     .make = [file](const PreTrainedConfig& options,
-                                    ModelTask of) -> std::shared_ptr<PreTrainedModelImpl> {
-                       return std::make_shared<ExportedModel>(*file, options, of);
+                     .make = [file, labels = std::ssize(config.value("id2label", two))](
+                                 const PreTrainedConfig& options,
+                                 ModelTask of) -> std::shared_ptr<PreTrainedModelImpl> {
+                       return std::make_shared<ExportedModel>(*file, options, of, labels);
                      },
                      .lora_target_modules = query_and_value(*file),
                      .current_name = first_names(*file),

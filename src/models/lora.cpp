@@ -102,6 +102,11 @@ static void complete_config(const torch::nn::Module& model, const std::vector<Li
         }
       }
     }
+    const auto saved = config.modules_to_save;
+    std::erase_if(config.modules_to_save, [&](const std::string& name) { // one inside another
+      return std::ranges::any_of(
+          saved, [&](const std::string& other) { return name.starts_with(other + "."); });
+    });
     if (config.target_modules.empty()) {
       config.target_modules = model_family(ours->config().model_type).lora_target_modules;
     }

@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Relative positions, blocks, one block called twice, a tied output layer, an unused parameter."""
+    """Relative positions, blocks, one block called twice, a tied output layer, unused parameters."""
 
     def __init__(self):
         super().__init__()
@@ -61,6 +61,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(8, 23)
         self.head.weight = self.words.weight
         self.unused = nn.Parameter(torch.ones(3))
+        self.still = nn.Parameter(torch.ones(8))  # read without gradients
         self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
         self.register_buffer("frequencies", torch.linspace(0.1, 0.9, 8), persistent=False)
 
@@ -68,7 +69,7 @@ class Encoder(nn.Module):
         t = input_ids.shape[1]
         x = self.words(input_ids)
         with torch.no_grad():
-            x = x + torch.sin(torch.arange(t)[:, None] * self.frequencies)
+            x = x + torch.sin(torch.arange(t)[:, None] * self.frequencies) * self.still
         with torch.autocast("cpu", enabled=False):
             x = x * self.frozen
         near = (torch.arange(t)[None] - torch.arange(t)[:, None]).clamp(-4, 4) + 4

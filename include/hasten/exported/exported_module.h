@@ -18,6 +18,8 @@
 // (host_memory.h), or makes a list of more than a million tensors, is an InputError that names it. forward()
 // installs the memory meter (memory.h) and limits it.
 //
+// Parameters and buffers have their names in Python. As in Python's parameters(), a tied one is there once,
+// under its first name, so an optimizer steps it once.
 // Modes: a program that was exported in training mode serves both modes. In evaluation, dropout,
 // batch_norm and scaled_dot_product_attention are called with their flag off, and operators that
 // write a buffer do not run. A model whose own code asks for the mode needs two programs in the file,
@@ -66,8 +68,7 @@ struct ExportedModuleOptions {
   /// Whether hasten's operators run instead of torch's where they are quicker: fast_linear (linear.h) for
   /// linear, and for addmm of a weight as GPT-2 has it. False: the bits of Python. Costs nothing.
   bool substitutions = true;
-  /// False: parameters have no values, for a caller that reads them. A tied parameter then has its first name
-  /// alone. Buffers have their values.
+  /// False: parameters have no values, for a caller that reads them. Buffers have their values.
   bool weights = true;
 };
 
@@ -158,7 +159,8 @@ class ExportedModuleImpl : public detail::ExportedPart {
 
   /// The inputs of the mode, in the order of Python's forward.
   const std::vector<ExportedInput>& inputs() const;
-  /// The module whose linear layer computes this output: "classifier". Empty if another operator does.
+  /// The module whose linear layer computes this output, or rows of which are chosen for it: "classifier".
+  /// Empty if another operator computes it.
   std::string output_layer(const std::string& output) const;
   /// Names of the outputs.
   const std::vector<std::string>& outputs() const;
@@ -166,7 +168,7 @@ class ExportedModuleImpl : public detail::ExportedPart {
   std::string describe() const;
   /// Names of the submodules that are called as blocks, in the order of their first call.
   std::vector<std::string> block_names() const;
-  /// Parameters that no operator reads. They do not require gradients, so DDP needs no
+  /// Parameters that no output depends on with gradients. They do not require gradients, so DDP needs no
   /// find_unused_parameters.
   const std::vector<std::string>& unused_parameters() const { return unused_; }
 

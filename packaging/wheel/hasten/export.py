@@ -12,6 +12,7 @@ import argparse
 import inspect
 import pathlib
 import re
+import shutil
 import sys
 
 TASKS = {
@@ -142,8 +143,20 @@ def load(flags):
     else:
         model = auto.from_pretrained(flags.model, torch_dtype=torch.float32, ignore_mismatched_sizes=True, **options)
     image = flags.task == "image-classification"
-    processor = (transformers.AutoImageProcessor if image else transformers.AutoTokenizer).from_pretrained(flags.model)
-    return model, processor
+    return model, None if image else transformers.AutoTokenizer.from_pretrained(flags.model)
+
+
+def save(model, tokenizer, flags):
+    """What a folder of transformers has."""
+    from transformers.utils import cached_file
+
+    flags.output_dir.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(flags.output_dir, save_original_format=False)  # names as in the graph
+    if tokenizer is not None:
+        return tokenizer.save_pretrained(flags.output_dir)
+    found = cached_file(flags.model, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
+    if found:
+        shutil.copy(found, flags.output_dir)
 
 
 def main(arguments=None):
@@ -158,11 +171,11 @@ def main(arguments=None):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        model, processor = load(flags)
+        model, tokenizer = load(flags)
     except (OSError, ValueError) as error:  # transformers' words: no such model, no class for the task
         fail(f"{str(error).splitlines()[0]}")
-    cures = cure(model, getattr(processor, "pad_token_id", None))
-    example, free = example_inputs(model, flags.task, processor)
+    cures = cure(model, getattr(tokenizer, "pad_token_id", None))
+    example, free = example_inputs(model, flags.task, tokenizer)
 
     def export(mode):
         return torch.export.export(model.train(mode), (), example, dynamic_shapes=free, strict=False)
@@ -172,9 +185,7 @@ def main(arguments=None):
     except Exception as error:  # whatever the model's code raises
         fail(f"torch.export cannot export {model.config.model_type}: {type(error).__name__}: {error}")
     one = calls(train) == calls(evaluation)
-    flags.output_dir.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(flags.output_dir)
-    processor.save_pretrained(flags.output_dir)
+    save(model, tokenizer, flags)
     write({"model": train} if one else {"train": train, "eval": evaluation}, flags.output_dir / "model.pt2")
     length = "" if flags.task == "image-classification" else " and length"
     print(f"exported {model.config.model_type}: {len(blocks(train))} blocks, free batch{length}"
