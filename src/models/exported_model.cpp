@@ -223,8 +223,8 @@ static std::vector<std::string> query_and_value(const ProgramFile& file) {
 }
 
 /// The name that the model has for a tied weight's other names.
-static std::function<std::string(const std::string&)> first_names(const ProgramFile& file) {
-  const ExportedModuleImpl module(file, {.weights = false});
+static std::function<std::string(const std::string&)> first_names(const torch::nn::Module& module,
+                                                                  const ProgramFile& file) {
   std::map<std::string, std::string> registered; // by place
   for (const std::string& name : module.named_parameters().keys()) {
     registered.emplace(file.weights.at(name).place, name);
@@ -242,8 +242,7 @@ static std::function<std::string(const std::string&)> first_names(const ProgramF
 }
 
 /// The submodule with most of the parameters: "deberta".
-static std::string base_of(const ProgramFile& file) {
-  const ExportedModuleImpl module(file, {.weights = false});
+static std::string base_of(const torch::nn::Module& module) {
   std::string base;
   int64_t most = -1;
   for (const auto& child : module.named_children()) {
@@ -274,11 +273,12 @@ void register_exported_family(const fs::path& folder, const nlohmann::json& conf
   }
   const auto [class_name, prefix, task] = class_of(folder, config);
   const auto file = read_exported_file(folder); // here, because a rehearsal has no memory to read
+  const ExportedModuleImpl module(*file, {.weights = false});
   const nlohmann::json two = {0, 1}; // transformers' default
   ModelFamily family{.model_type = type,
                      .class_prefix = prefix,
                      .class_names = {{task, class_name}},
-                     .base_model_prefix = base_of(*file),
+                     .base_model_prefix = base_of(module),
                      .tasks = {task},
                      .make = [file, labels = std::ssize(config.value("id2label", two))](
                                  const PreTrainedConfig& options,
@@ -286,7 +286,7 @@ void register_exported_family(const fs::path& folder, const nlohmann::json& conf
                        return std::make_shared<ExportedModel>(*file, options, of, labels);
                      },
                      .lora_target_modules = query_and_value(*file),
-                     .current_name = first_names(*file),
+                     .current_name = first_names(module, *file),
                      .program = folder};
   // The graph has what config.json says. hasten reads these fields alone, if they are there.
   family.defaults.pad_token_id = -1;

@@ -15,7 +15,7 @@ namespace hasten::exported_test {
 struct Way {
   const char* name;
   Strategy strategy = Strategy::ddp;
-  bool checkpointing = false;
+  GradientCheckpointing checkpointing = false;
   bool deferred = false;
   Precision precision = Precision::no;
 };
@@ -44,6 +44,7 @@ static NamedTensors trained(const Way& way, const std::shared_ptr<Communicator>&
   AcceleratorOptions options;
   options.strategy = way.strategy;
   options.mixed_precision = way.precision;
+  options.shard_size = way.strategy == Strategy::hsdp ? 2 : 0;
   options.device = testing_support::run_device().str();
   Accelerator accelerator(options, communicator);
   const int64_t world = accelerator.num_processes();
@@ -58,7 +59,7 @@ static NamedTensors trained(const Way& way, const std::shared_ptr<Communicator>&
     module->to(testing_support::run_device());
   }
   if (way.checkpointing) {
-    gradient_checkpointing_enable(module);
+    gradient_checkpointing_enable(module, {.mode = way.checkpointing});
   }
   torch::optim::SGD sgd(module->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
   auto [model, optimizer] = accelerator.prepare(module, sgd);
@@ -107,12 +108,19 @@ TEST(ExportedTraining, EveryStrategyGivesTheParametersOfAPlainLoop) {
   }
   for (const Way& way :
        std::vector<Way>{{"ddp"},
+                        {"zero1", Strategy::zero1},
                         {"zero2", Strategy::zero2},
+                        {"ops", Strategy::ddp, "ops"},
                         {"fsdp", Strategy::fsdp},
                         {"fsdp, recomputed", Strategy::fsdp, true},
                         {"fsdp, deferred", Strategy::fsdp, false, true},
+                        {"hsdp", Strategy::hsdp},
+                        {"fp16", Strategy::ddp, false, false, Precision::fp16},
                         {"fsdp, recomputed, bf16", Strategy::fsdp, true, false, Precision::bf16}}) {
     SCOPED_TRACE(way.name);
+    if (way.strategy == Strategy::hsdp && testing_support::test_world().world_size % 2 != 0) {
+      continue;
+    }
     const NamedTensors got = trained(way, testing_support::fresh_communicator(), folder.path());
     for (const auto& parameter : plain->named_parameters()) {
       if (testing_support::test_world().is_main()) { // the others have a part

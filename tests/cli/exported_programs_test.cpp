@@ -37,12 +37,12 @@ TEST(ExportedPrograms, AnExportedClassifierTrainsAsAFamilyDoes) {
     more.insert(more.begin(),
                 {"hasten", "train", "--model", folder / "reader", "--train-file",
                  folder / "reviews.csv", "--nproc", "2", "--batch-size", "4", "--max-steps", "12",
-                 "--learning-rate", "3e-2", "--save-strategy", "no", "--output-dir", folder / out});
+                 "--learning-rate", "3e-2", "--output-dir", folder / out});
     const ProgramRun run = run_program(more);
     EXPECT_EQ(run.code, 0) << run.error;
     return run;
   };
-  const ProgramRun ddp = train("ddp", {});
+  const ProgramRun ddp = train("ddp", {"--save-strategy", "no"});
   EXPECT_TRUE(ddp.said("the classifier is new")) << ddp.error; // three labels were exported
   train("fsdp", {"--strategy", "fsdp", "--bf16", "--gradient-checkpointing", "full"});
   EXPECT_TRUE(train("lora", {"--lora-r", "2", "--lora-target-modules", "dense"}).said("rank 2"));
@@ -52,6 +52,21 @@ TEST(ExportedPrograms, AnExportedClassifierTrainsAsAFamilyDoes) {
     EXPECT_EQ(run.code, 0) << run.error;
     EXPECT_NE(run.out.find("\"yes\""), std::string::npos) << model << run.out;
     EXPECT_NE(run.out.find("\"no\""), std::string::npos) << model << run.out;
+  }
+  // A run that goes on from its checkpoint has the bits of one that did not stop; Local SGD, too.
+  for (const std::vector<std::string>& way :
+       {std::vector<std::string>{"--strategy", "fsdp"}, {"--local-sgd-steps", "2"}}) {
+    const auto all = [&](std::vector<std::string> more) {
+      more.insert(more.end(), way.begin(), way.end());
+      more.insert(more.end(), {"--save-strategy", "steps", "--save-steps", "6"});
+      return more;
+    };
+    const std::string whole = "whole" + way[1], rest = "rest" + way[1];
+    train(whole, all({}));
+    train(rest, all({"--resume-from-checkpoint", folder / (whole + "/checkpoint-6")}));
+    EXPECT_EQ(read_file(folder / (rest + "/model.safetensors")),
+              read_file(folder / (whole + "/model.safetensors")))
+        << way[0];
   }
   const ProgramRun described = run_program({"hasten", "export", "--describe", folder / "ddp"});
   EXPECT_TRUE(described.out.starts_with("input_ids: Long [")) << described.out << described.error;
