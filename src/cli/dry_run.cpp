@@ -23,6 +23,8 @@ std::string when_text(IntervalStrategy strategy, int64_t steps, const TrainingPl
       return "never";
     case IntervalStrategy::epoch:
       return "at each epoch's end: " + format_count(plan.epochs);
+    case IntervalStrategy::best:
+      return "after each evaluation that is the best so far";
     case IntervalStrategy::steps:
       break;
   }

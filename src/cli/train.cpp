@@ -138,7 +138,7 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
   if (arguments.save_strategy == IntervalStrategy::epoch) {
     saves =
         arguments.max_steps > 0 ? 1 : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
-  } else if (arguments.save_strategy == IntervalStrategy::steps) {
+  } else if (arguments.save_strategy != IntervalStrategy::no) {
     saves = std::max<int64_t>(1, arguments.save_total_limit);
   }
   if (arguments.save_total_limit > 0) {

@@ -292,8 +292,12 @@ void declare_reports(FlagTable& flags, TrainingArguments& a) {
   flags.value("--eval-strategy", a.eval_strategy, "WHEN", "when to evaluate: no, steps or epoch");
   flags.value("--eval-steps", a.eval_steps, "STEPS",
               "with strategy steps: steps between evaluations; below 1: a fraction of all");
+  flags.value("--eval-delay", a.eval_delay, "N",
+              "steps, or epochs with strategy epoch, before the first evaluation");
+  flags.flag("--eval-on-start", a.eval_on_start, "evaluate before the first step, too");
   flags.value("--save-strategy", a.save_strategy, "WHEN",
-              "when to save checkpoint-N folders: no, steps or epoch");
+              "when to save checkpoint-N folders: no, steps, epoch, or best (after each evaluation "
+              "that is the best so far)");
   flags.value("--save-steps", a.save_steps, "STEPS",
               "with strategy steps: steps between saves; below 1: a fraction of all");
   flags.value("--save-total-limit", a.save_total_limit, "N",

@@ -178,6 +178,8 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "log_gradient_norms",
       "eval_strategy",
       "eval_steps",
+      "eval_delay",
+      "eval_on_start",
       "save_strategy",
       "save_steps",
       "save_total_limit",

@@ -160,19 +160,20 @@ void TrainingRun::step_plateau(const nlohmann::json& record) {
   }
 }
 
-void TrainingRun::consider_best(const nlohmann::json& record, bool will_be_saved) {
+bool TrainingRun::consider_best(const nlohmann::json& record, bool will_be_saved) {
   const TrainingArguments& a = parts_.arguments;
   const std::string name = a.best_metric_name();
   const auto value = record.find(name);
   if (value == record.end()) {
-    if (!a.load_best_model_at_end) {
-      return; // nothing depends on it
+    if (!a.load_best_model_at_end && a.save_strategy != IntervalStrategy::best) {
+      return false; // nothing depends on it
     }
     refuse_metric(parts_.arguments.metric_for_best_model, record);
   }
-  // What was not saved cannot be gone back to.
-  if (!will_be_saved && a.save_strategy != IntervalStrategy::no) {
-    return;
+  // What is not saved cannot be gone back to.
+  const bool saves_best = a.save_strategy == IntervalStrategy::best;
+  if (!will_be_saved && a.save_strategy != IntervalStrategy::no && !saves_best) {
+    return false;
   }
   const auto metric = value->get<double>();
   const bool better = !state_.best_metric || (a.best_is_greater() ? metric > *state_.best_metric
@@ -180,7 +181,9 @@ void TrainingRun::consider_best(const nlohmann::json& record, bool will_be_saved
   if (better && std::isfinite(metric)) {
     state_.best_metric = metric;
     state_.best_global_step = state_.global_step;
+    return saves_best;
   }
+  return false;
 }
 
 void TrainingRun::append_record(const char* type, const nlohmann::json& record) {

@@ -217,6 +217,12 @@ void TrainingRun::begin() {
   control_.compare_callbacks();
   const RunDescription description = describe();
   control_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
+  if (parts_.arguments.eval_on_start && parts_.eval &&
+      progress_.last_evaluated_step != state_.global_step) {
+    const Stopwatch not_training;
+    evaluate_and_log();
+    progress_.seconds_not_training += not_training.seconds();
+  }
 }
 
 void TrainingRun::open_local_sgd(int64_t steps) {
@@ -387,6 +393,8 @@ void TrainingRun::after_step(bool epoch_ended) {
         return false;
       case IntervalStrategy::epoch:
         return epoch_ended;
+      case IntervalStrategy::best: // known after the evaluation
+        return false;
       case IntervalStrategy::steps:
         break;
     }
@@ -406,8 +414,13 @@ void TrainingRun::after_step(bool epoch_ended) {
     return (control_.take(kRequestSave) && !output_dir_.empty()) ||
            due(a.save_strategy, plan_.save_steps);
   };
+  const bool delayed =
+      a.eval_delay - 1e-9 > (a.eval_strategy == IntervalStrategy::epoch
+                          ? state_.epoch
+                          : static_cast<double>(state_.global_step));
   const bool evaluate =
-      (control_.take(kRequestEvaluate) || due(a.eval_strategy, plan_.eval_steps)) && parts_.eval &&
+      (control_.take(kRequestEvaluate) || (due(a.eval_strategy, plan_.eval_steps) && !delayed)) &&
+      parts_.eval &&
       progress_.last_evaluated_step != state_.global_step;
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
@@ -420,7 +433,7 @@ void TrainingRun::after_step(bool epoch_ended) {
     evaluate_and_log();
     step_plateau(state_.log_history.back());
     save = save_due() || save; // on_evaluate may request it, or the end of training
-    consider_best(state_.log_history.back(), save);
+    save = consider_best(state_.log_history.back(), save) || save;
     ++evaluations_.times;
     evaluations_.seconds += not_training.seconds();
   }

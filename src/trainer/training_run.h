@@ -153,7 +153,8 @@ class TrainingRun {
   void evaluate_and_log();
   /// Steps the plateau schedule with the metric of an evaluation's record.
   void step_plateau(const nlohmann::json& record);
-  void consider_best(const nlohmann::json& record, bool will_be_saved);
+  /// Whether the model must be saved because it is the best so far (save_strategy=best).
+  bool consider_best(const nlohmann::json& record, bool will_be_saved);
   void append_record(const char* type, const nlohmann::json& record);
   /// Sums tokens over ranks. Collective.
   void collect_tokens();

@@ -225,6 +225,29 @@ TEST(EarlyStopping, StopsBehindTheEvaluationThatTransformersStopsAt) {
   }
 }
 
+TEST(TrainerCallbacks, EvaluationsMayBeginLateOrAtOnceAndEachBestModelMayBeSaved) {
+  const TemporaryFolder folder;
+  TrainingArguments a = quiet_arguments((folder / "out").string());
+  a.max_steps = 6;
+  a.eval_strategy = IntervalStrategy::steps;
+  a.eval_steps = 1;
+  a.eval_delay = 2;
+  a.eval_on_start = true;
+  a.save_strategy = IntervalStrategy::best;
+  a.load_best_model_at_end = true;
+  a.metric_for_best_model = "score";
+  // That of the start is not the best: no checkpoint has it.
+  WatchedRun run(a, scripted(std::make_shared<std::vector<double>>(
+                        std::vector<double>{0.9, 0.5, 0.4, 0.7, 0.7, 0.6})));
+  run.trainer->train();
+  EXPECT_EQ(only(run.watcher->events, {"evaluate", "save"}),
+            (Events{"evaluate 0", "evaluate 2", "save checkpoint-2", "evaluate 3", "evaluate 4",
+                    "save checkpoint-4", "evaluate 5", "evaluate 6"}));
+  EXPECT_EQ(run.trainer->state().best_global_step, 4);
+  a.eval_strategy = IntervalStrategy::no;
+  EXPECT_THROW(a.validate(), InputError);
+}
+
 TEST(EarlyStopping, PatienceIsPartOfCheckpoints) {
   const TemporaryFolder folder;
   TrainingArguments a = quiet_arguments((folder / "out").string());

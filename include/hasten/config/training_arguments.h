@@ -21,8 +21,9 @@
 
 namespace hasten {
 
-/// When something is repeated. Steps are optimizer steps.
-enum class IntervalStrategy { no, steps, epoch };
+/// When something is repeated. Steps are optimizer steps. best: after each evaluation that is the best so far;
+/// for save_strategy alone.
+enum class IntervalStrategy { no, steps, epoch, best };
 /// The optimizer; the first three are the same.
 enum class OptimizerType { adamw_torch, adamw_torch_fused, adamw, adam, sgd, adafactor, lion };
 /// The order of the training samples; see data/loader.h.
@@ -37,7 +38,7 @@ enum class LogGradientNorms { no, layer, module, parameter };
 enum class LocalSGDOuter { none, slowmo, diloco };
 
 template <>
-inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch"};
+inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch", "best"};
 template <>
 inline constexpr auto kSpellings<OptimizerType> =
     std::array{"adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
@@ -232,6 +233,10 @@ struct TrainingArguments {
   IntervalStrategy eval_strategy = IntervalStrategy::epoch;
   /// Steps, or below 1 a fraction of all steps; > 0.
   double eval_steps = 500;
+  /// No evaluation before this many steps (eval_strategy=steps) or epochs (eval_strategy=epoch).
+  double eval_delay = 0;
+  /// Evaluates before the first step, too. It changes neither the best model nor the learning rate.
+  bool eval_on_start = false;
   /// Writes output_dir/checkpoint-N, from which a run can resume. Each takes three times the
   /// model's size on disk (weights and two moments).
   IntervalStrategy save_strategy = IntervalStrategy::epoch;
@@ -243,7 +248,7 @@ struct TrainingArguments {
   /// from them.
   bool save_only_model = false;
   /// Loads the weights of the best evaluation after the last step. Needs equal strategies, and
-  /// save_steps must be a multiple of eval_steps.
+  /// save_steps must be a multiple of eval_steps; or save_strategy=best.
   bool load_best_model_at_end = false;
   /// Name of a metric in the evaluation record, with or without "eval_".
   std::string metric_for_best_model = "loss";
