@@ -163,7 +163,7 @@ static void run_trainer(const GpuFlags& flags, const at::Device& device) {
   arguments.per_device_train_batch_size = flags.batch;
   arguments.logging_steps = 500; // the peer's default
   arguments.train_sampling_strategy = SamplingStrategy::random;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.disable_tqdm = true;
   Trainer trainer(
       model.ptr(),

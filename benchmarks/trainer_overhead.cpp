@@ -98,7 +98,7 @@ void compare(const char* name, int64_t steps, const std::function<Model()>& make
   arguments.per_device_train_batch_size = kOverheadBatch;
   arguments.learning_rate = kOverheadRate;
   arguments.max_grad_norm = 0; // nobody clips
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   Trainer trainer(
       ours.ptr(),
       [&](const Batch& batch) {

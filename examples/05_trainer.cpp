@@ -38,7 +38,7 @@ void train(const std::string& csv, const std::string& save_to) {
   arguments.gradient_accumulation_steps = kSteps;
   arguments.learning_rate = 1e-2; // AdamW, linear schedule, clipped at 1.0
   arguments.train_sampling_strategy = hasten::SamplingStrategy::random;
-  arguments.save_strategy = hasten::IntervalStrategy::no;
+  arguments.save_strategy = hasten::SaveStrategy::no;
   arguments.disable_tqdm = true; // PrintEpochs replaces banner, bars and table
   arguments.per_device_train_batch_size = kBatch / hasten::world_from_environment().world_size;
 

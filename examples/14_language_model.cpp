@@ -84,7 +84,7 @@ void train(const std::string& csv, const std::string& folder) {
   arguments.num_train_epochs = 36;
   arguments.per_device_train_batch_size = 2;
   arguments.learning_rate = 3e-3;
-  arguments.save_strategy = hasten::IntervalStrategy::no;
+  arguments.save_strategy = hasten::SaveStrategy::no;
   arguments.disable_tqdm = true;
   const auto unlabelled = task.problem_types[0];
   hasten::Trainer trainer(model.ptr(), task.loss(model, unlabelled), arguments, train_rows,

@@ -37,7 +37,7 @@ double with_trainer(const Data& train) {
       .per_device_train_batch_size = 8,
       .learning_rate = 0.02,
       .eval_strategy = hasten::IntervalStrategy::epoch,
-      .save_strategy = hasten::IntervalStrategy::no,
+      .save_strategy = hasten::SaveStrategy::no,
       .disable_tqdm = true,
   };
   hasten::Trainer trainer({
@@ -60,7 +60,7 @@ double with_checkpointed_trainer(const Data& train) {
       .per_device_train_batch_size = 8,
       .gradient_checkpointing = true,
       .learning_rate = 0.02,
-      .save_strategy = hasten::IntervalStrategy::no,
+      .save_strategy = hasten::SaveStrategy::no,
       .disable_tqdm = true,
   };
   hasten::Trainer trainer({

@@ -266,7 +266,7 @@ void warn_of_truncated_texts(const TextModel& model, int64_t truncated, int64_t 
 std::unique_ptr<Trainer> make_evaluator(const TextModel& model, int64_t batch_size,
                                         std::shared_ptr<Accelerator> accelerator) {
   TrainingArguments arguments;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.disable_tqdm = true; // the command decides about a bar
   arguments.per_device_eval_batch_size = batch_size;
   arguments.precision = model.precision; // gives the same values as in the run

@@ -349,7 +349,7 @@ Command parse_compare(const CommandEntry& entry, std::vector<std::string> argume
   complete_checkpointing(arguments);
   CompareCommand command;
   TrainingArguments& training = command.arguments;
-  training.save_strategy = IntervalStrategy::no;
+  training.save_strategy = SaveStrategy::no;
   std::string strategies = "ddp,zero2,fsdp";
   std::string memory_limit;
   FlagTable flags(entry,

@@ -101,7 +101,7 @@ class CompareRun {
         trying_(trying) {
     arguments_.strategy = state.strategy;
     arguments_.shard_size = state.strategy == Strategy::hsdp ? arguments_.shard_size : 0;
-    arguments_.save_strategy = IntervalStrategy::no;
+    arguments_.save_strategy = SaveStrategy::no;
     arguments_.disable_tqdm = true;
   }
 

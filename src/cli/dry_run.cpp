@@ -23,8 +23,6 @@ std::string when_text(IntervalStrategy strategy, int64_t steps, const TrainingPl
       return "never";
     case IntervalStrategy::epoch:
       return "at each epoch's end: " + format_count(plan.epochs);
-    case IntervalStrategy::best:
-      return "after each evaluation that is the best so far";
     case IntervalStrategy::steps:
       break;
   }
@@ -71,8 +69,10 @@ std::string evaluation_text(const TrainingArguments& a, const Dataset* rows,
 }
 
 std::string saves_text(const TrainingArguments& a, const TrainingPlan& plan) {
-  std::string text = when_text(a.save_strategy, plan.save_steps, plan);
-  if (a.save_strategy != IntervalStrategy::no) {
+  std::string text = a.save_strategy == SaveStrategy::best
+                         ? "after each evaluation that is the best so far"
+                         : when_text(interval_of(a.save_strategy), plan.save_steps, plan);
+  if (a.save_strategy != SaveStrategy::no) {
     text +=
         a.save_total_limit > 0 ? ", " + format_count(a.save_total_limit) + " kept" : ", all kept";
     text += a.save_only_model ? ", only the model" : "";

@@ -135,10 +135,10 @@ int64_t bytes_on_disk(const TrainingArguments& arguments, const torch::nn::Modul
     return parameter.requires_grad() ? static_cast<int64_t>(parameter.nbytes()) : 0;
   });
   int64_t saves = 0;
-  if (arguments.save_strategy == IntervalStrategy::epoch) {
+  if (arguments.save_strategy == SaveStrategy::epoch) {
     saves =
         arguments.max_steps > 0 ? 1 : static_cast<int64_t>(std::ceil(arguments.num_train_epochs));
-  } else if (arguments.save_strategy != IntervalStrategy::no) {
+  } else if (arguments.save_strategy != SaveStrategy::no) {
     saves = std::max<int64_t>(1, arguments.save_total_limit);
   }
   if (arguments.save_total_limit > 0) {

@@ -77,11 +77,12 @@ void visit_arguments(Arguments& a, Visit&& visit) {
       a.learning_rate, a.weight_decay, a.adam_beta1, a.adam_beta2, a.adam_epsilon, a.max_grad_norm,
       a.grad_norm_type, a.max_grad_value, a.lr_scheduler_type, a.lr_scheduler_kwargs,
       a.warmup_steps, a.warmup_ratio, a.logging_steps, a.log_gradient_norms, a.eval_strategy,
-      a.eval_steps, a.eval_delay, a.eval_on_start, a.save_strategy, a.save_steps, a.save_total_limit, a.save_only_model,
-      a.load_best_model_at_end, a.metric_for_best_model, a.greater_is_better,
-      a.early_stopping_patience, a.early_stopping_threshold, a.report_to, a.logging_dir,
-      a.disable_tqdm, a.seed, a.data_seed, a.train_sampling_strategy, a.dataloader_drop_last,
-      a.dataloader_num_workers, a.dataloader_prefetch_factor, a.max_length, a.full_determinism);
+      a.eval_steps, a.eval_delay, a.eval_on_start, a.save_strategy, a.save_steps,
+      a.save_total_limit, a.save_only_model, a.load_best_model_at_end, a.metric_for_best_model,
+      a.greater_is_better, a.early_stopping_patience, a.early_stopping_threshold, a.report_to,
+      a.logging_dir, a.disable_tqdm, a.seed, a.data_seed, a.train_sampling_strategy,
+      a.dataloader_drop_last, a.dataloader_num_workers, a.dataloader_prefetch_factor, a.max_length,
+      a.full_determinism);
 }
 
 template <typename T>
@@ -295,10 +296,10 @@ void validate_best_model(const TrainingArguments& a) {
   };
   require(a.eval_strategy != IntervalStrategy::no, "without evaluation: eval_strategy=no",
           "set eval_strategy to epoch or steps");
-  if (a.save_strategy == IntervalStrategy::best) {
+  if (a.save_strategy == SaveStrategy::best) {
     return; // each best model is saved
   }
-  require(a.eval_strategy == a.save_strategy,
+  require(a.eval_strategy == interval_of(a.save_strategy),
           "needs a save for each evaluation: eval_strategy=" + spelling(a.eval_strategy) +
               ", save_strategy=" + spelling(a.save_strategy),
           "make the two strategies equal");
@@ -345,12 +346,10 @@ void TrainingArguments::validate() const {
   detail::require_interval("eval_steps", eval_steps);
   detail::require_interval("save_steps", save_steps);
   not_negative("eval_delay", eval_delay);
-  require_argument(eval_strategy != IntervalStrategy::best, "eval_strategy", "best",
-                   "no, steps or epoch");
-  require_argument(save_strategy != IntervalStrategy::best || eval_strategy != IntervalStrategy::no,
+  require_argument(save_strategy != SaveStrategy::best || eval_strategy != IntervalStrategy::no,
                    "save_strategy", "best", "an evaluation, but eval_strategy=no",
                    "set eval_strategy to epoch or steps");
-  require_argument(!output_dir.empty() || save_strategy == IntervalStrategy::no, "output_dir",
+  require_argument(!output_dir.empty() || save_strategy == SaveStrategy::no, "output_dir",
                    output_dir, "a folder, or save_strategy=no");
   require_argument(
       resume_from_checkpoint.empty() || !overwrite_output_dir, "resume_from_checkpoint",

@@ -68,7 +68,7 @@ TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batc
 
 int64_t times_after(const TrainingPlan& plan, IntervalStrategy strategy, int64_t steps,
                     int64_t done) {
-  if (strategy == IntervalStrategy::no || strategy == IntervalStrategy::best || done >= plan.max_steps) {
+  if (strategy == IntervalStrategy::no || done >= plan.max_steps) {
     return 0;
   }
   const bool by_epoch = strategy == IntervalStrategy::epoch;

@@ -247,7 +247,8 @@ const ModelFamily& model_family(std::string_view model_type, std::string_view so
             (model_type.empty() ? "no model_type"
                                 : "model_type=\"" + std::string(model_type.substr(0, 80)) + "\""),
         "one of " + joined(model_types()),
-        "take a model of one of them, or add its family (model_family.h)");
+        "export it once: hasten export --model … --task … --output-dir FOLDER, and use FOLDER; or "
+        "add its family (model_family.h)");
   }
   return *found;
 }

@@ -165,14 +165,14 @@ bool TrainingRun::consider_best(const nlohmann::json& record, bool will_be_saved
   const std::string name = a.best_metric_name();
   const auto value = record.find(name);
   if (value == record.end()) {
-    if (!a.load_best_model_at_end && a.save_strategy != IntervalStrategy::best) {
+    if (!a.load_best_model_at_end && a.save_strategy != SaveStrategy::best) {
       return false; // nothing depends on it
     }
     refuse_metric(parts_.arguments.metric_for_best_model, record);
   }
   // What is not saved cannot be gone back to.
-  const bool saves_best = a.save_strategy == IntervalStrategy::best;
-  if (!will_be_saved && a.save_strategy != IntervalStrategy::no && !saves_best) {
+  const bool saves_best = a.save_strategy == SaveStrategy::best;
+  if (!will_be_saved && a.save_strategy != SaveStrategy::no && !saves_best) {
     return false;
   }
   const auto metric = value->get<double>();

@@ -145,7 +145,7 @@ void lock_output_dir(TrainerParts& parts) {
   }
   // Ranks of several hosts write or read checkpoints.
   const bool shared =
-      (a.save_strategy != IntervalStrategy::no || !a.resume_from_checkpoint.empty()) &&
+      (a.save_strategy != SaveStrategy::no || !a.resume_from_checkpoint.empty()) &&
       std::ssize(ranks_of_host(parts.communicator())) < parts.accelerator->num_processes();
   const std::string name = agreed_with_main(parts, "lock of the output folder", [&] {
                              parts.output_lock = std::make_unique<OutputDirLock>(folder);

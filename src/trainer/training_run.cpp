@@ -393,8 +393,6 @@ void TrainingRun::after_step(bool epoch_ended) {
         return false;
       case IntervalStrategy::epoch:
         return epoch_ended;
-      case IntervalStrategy::best: // known after the evaluation
-        return false;
       case IntervalStrategy::steps:
         break;
     }
@@ -412,16 +410,14 @@ void TrainingRun::after_step(bool epoch_ended) {
   const Stopwatch not_training;
   const auto save_due = [&] {
     return (control_.take(kRequestSave) && !output_dir_.empty()) ||
-           due(a.save_strategy, plan_.save_steps);
+           due(interval_of(a.save_strategy), plan_.save_steps);
   };
-  const bool delayed =
-      a.eval_delay - 1e-9 > (a.eval_strategy == IntervalStrategy::epoch
-                          ? state_.epoch
-                          : static_cast<double>(state_.global_step));
+  const bool delayed = a.eval_delay - 1e-9 > (a.eval_strategy == IntervalStrategy::epoch
+                                                  ? state_.epoch
+                                                  : static_cast<double>(state_.global_step));
   const bool evaluate =
       (control_.take(kRequestEvaluate) || (due(a.eval_strategy, plan_.eval_steps) && !delayed)) &&
-      parts_.eval &&
-      progress_.last_evaluated_step != state_.global_step;
+      parts_.eval && progress_.last_evaluated_step != state_.global_step;
   bool save = save_due();
   if (local_sgd_ && (save || evaluate)) {
     local_sgd_->synchronize(); // so that ranks evaluate and save the same model
@@ -476,7 +472,7 @@ double TrainingRun::seconds_left() const {
   WorkTime saves = saves_;
   evaluations.left =
       parts_.eval ? left(a.eval_strategy, plan_.eval_steps, progress_.last_evaluated_step) : 0;
-  saves.left = left(a.save_strategy, plan_.save_steps, last_saved_step_);
+  saves.left = left(interval_of(a.save_strategy), plan_.save_steps, last_saved_step_);
   return seconds_for({{step, seconds_trained(), plan_.max_steps - step}, evaluations, saves});
 }
 

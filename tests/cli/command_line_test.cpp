@@ -104,7 +104,7 @@ TEST(CommandLine, TrainFlagsReachTheirFields) {
   EXPECT_TRUE(arguments.auto_find_batch_size);
   EXPECT_EQ(arguments.memory_limit, "2GB");
   EXPECT_EQ(arguments.eval_strategy, IntervalStrategy::steps);
-  EXPECT_EQ(arguments.save_strategy, IntervalStrategy::no);
+  EXPECT_EQ(arguments.save_strategy, SaveStrategy::no);
   EXPECT_EQ(arguments.train_sampling_strategy, SamplingStrategy::random);
   EXPECT_EQ(arguments.data_seed, 7u);
   EXPECT_EQ(arguments.greater_is_better, true);

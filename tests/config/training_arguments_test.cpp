@@ -81,7 +81,7 @@ TEST(TrainingArguments, BestModelNeedsASaveForEachEvaluation) {
   TrainingArguments arguments = detail::valid_arguments();
   arguments.load_best_model_at_end = true;
   EXPECT_EQ(detail::validation_error(arguments), "no error");
-  arguments.save_strategy = IntervalStrategy::steps;
+  arguments.save_strategy = SaveStrategy::steps;
   EXPECT_NE(detail::validation_error(arguments).find("eval_strategy=epoch, save_strategy=steps"),
             std::string::npos);
   arguments.eval_strategy = IntervalStrategy::steps;
@@ -120,7 +120,7 @@ TEST(TrainingArguments, JsonKeepsEveryFieldAndOffersTheNearestName) {
       "[trainer::training_arguments] unknown name: learning_rte=1. Fix: write learning_rate.");
   EXPECT_EQ(
       message(R"({"save_strategy": "never"})"),
-      "[trainer::training_arguments] save_strategy=\"never\". Expected one of epoch, no, steps.");
+      "[trainer::training_arguments] save_strategy=\"never\". Expected one of best, epoch, no, steps.");
   EXPECT_NE(message(R"({"seed": -1})").find("seed=-1"), std::string::npos);
   EXPECT_NE(message(R"({"max_steps": 1.5})").find("1.5"), std::string::npos);
 }

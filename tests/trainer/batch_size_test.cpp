@@ -143,7 +143,7 @@ TEST(AutoFindBatchSize, AResumedRunKeepsTheSizeThatWasFound) {
   TrainingArguments a = of_size(8, 1);
   a.auto_find_batch_size = true;
   a.memory_limit = bytes_beside_what_lives(3 * kRowBytes + kRowBytes / 2);
-  a.save_strategy = IntervalStrategy::steps;
+  a.save_strategy = SaveStrategy::steps;
   a.save_steps = 2; // in mid-epoch: three steps each
   a.save_total_limit = 0;
   a.output_dir = (folder / "whole").string();

@@ -36,7 +36,7 @@ static std::pair<std::vector<Tensor>, std::vector<int>> train_rows(GradientCheck
   arguments.disable_tqdm = true;
   arguments.max_steps = 3;
   arguments.gradient_accumulation_steps = 2;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.gradient_checkpointing = std::move(how);
   const auto loss = [chain](const Batch& batch) mutable {
     const Tensor logits = chain->forward(batch["x"]).mean(1);
@@ -82,7 +82,7 @@ TEST(TrainerCheckpointing, AModelWithoutBlocksIsWarnedOnceThatNothingIsRecompute
   TrainingArguments arguments;
   arguments.disable_tqdm = true;
   arguments.max_steps = 3;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.gradient_checkpointing = std::string("full");
   const auto loss = [&model](const Batch& batch) {
     const Tensor logits = model->forward(batch["x"]).mean(1);

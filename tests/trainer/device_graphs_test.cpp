@@ -333,7 +333,7 @@ TEST(DeviceGraphs, AResumedRunEndsAsTheWhole) {
   a.gradient_accumulation_steps = 2;
   a.cuda_graphs = true;
   a.output_dir = (folder.path() / "run").string();
-  a.save_strategy = IntervalStrategy::steps;
+  a.save_strategy = SaveStrategy::steps;
   a.save_steps = 7;
   a.save_total_limit = 0;
   const auto texts = std::make_shared<OneShape>(4 * 2 * 20);

@@ -121,7 +121,7 @@ HASTEN_RANK_FUNCTION(ResumeOnTheOtherDevice) {
   const auto world = testing_support::device_world(rank.world());
   const TemporaryFolder folder;
   TrainingArguments a = arguments();
-  a.save_strategy = IntervalStrategy::epoch;
+  a.save_strategy = SaveStrategy::epoch;
   a.output_dir = folder / "whole";
   const Trained whole = train(*world, "cpu", a);
   for (const auto& [first, second] :

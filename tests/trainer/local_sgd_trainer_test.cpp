@@ -262,7 +262,8 @@ TEST(TrainerLocalSGD, ResumedItIsTheUninterruptedRun) {
   TrainingArguments a = local_arguments(3);
   a.train_sampling_strategy = SamplingStrategy::random;
   a.gradient_accumulation_steps = 2;
-  a.save_strategy = a.eval_strategy = IntervalStrategy::steps;
+  a.save_strategy = SaveStrategy::steps;
+  a.eval_strategy = IntervalStrategy::steps;
   a.eval_steps = a.save_steps = 2; // in the middle of a round
   a.save_total_limit = 0;
   // Saved in plain training (4 of 5 steps), and in Local SGD.

@@ -134,7 +134,7 @@ TEST(TrainerPrecision, ARunThatGoesOnKeepsWhatWasChosen) {
   const testing_support::TemporaryFolder folder;
   TrainingArguments a = toy::arguments();
   a.output_dir = (folder / "run").string();
-  a.save_strategy = IntervalStrategy::epoch;
+  a.save_strategy = SaveStrategy::epoch;
   a.num_train_epochs = 2;
   a.max_steps = -1;
   {

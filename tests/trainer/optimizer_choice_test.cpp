@@ -123,7 +123,7 @@ TEST(TrainerOptimizer, RatesFallOnAPlateauAlsoAfterAResume) {
   // No later evaluation is better than the first.
   a.lr_scheduler_kwargs = R"({"factor": 0.5, "patience": 0, "threshold": 1})";
   a.eval_strategy = IntervalStrategy::epoch;
-  a.save_strategy = IntervalStrategy::epoch;
+  a.save_strategy = SaveStrategy::epoch;
   a.save_total_limit = 0;
   a.output_dir = (folder.path() / "whole").string();
   const TrainedRun whole = train(a);

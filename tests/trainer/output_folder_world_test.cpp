@@ -46,7 +46,7 @@ std::string failure_with(const files::path& out, double logging_steps,
   a.output_dir = out.string();
   a.max_steps = 6;
   a.logging_steps = logging_steps;
-  a.save_strategy = IntervalStrategy::epoch;
+  a.save_strategy = SaveStrategy::epoch;
   const auto model = std::make_shared<toy::Classifier>();
   AcceleratorOptions options;
   Trainer trainer(model, toy::loss_function(model), a, std::make_shared<toy::Texts>(64), nullptr,
@@ -69,7 +69,7 @@ struct HostEach : ForwardingCommunicator {
   std::vector<int> host_members() const override { return {rank()}; }
 };
 
-std::string failure_on_hosts(const files::path& out, IntervalStrategy save) {
+std::string failure_on_hosts(const files::path& out, SaveStrategy save) {
   TrainingArguments a = toy::arguments();
   a.output_dir = out.string();
   a.max_steps = 2;
@@ -93,14 +93,14 @@ TEST(OutputFolderWorld, HostsWithoutACommonFolderAreNamedBeforeTraining) {
     GTEST_SKIP() << "one host";
   }
   const testing_support::TemporaryFolder own;
-  const std::string text = failure_on_hosts(own / "out", IntervalStrategy::epoch);
+  const std::string text = failure_on_hosts(own / "out", SaveStrategy::epoch);
   EXPECT_NE(text.find(" is not the folder that rank 0 writes to. Expected a folder that all hosts "
                       "share. Fix: choose one on a shared file system, or save_strategy=no"),
             std::string::npos)
       << text;
   EXPECT_TRUE(files::is_empty(own.path())) << "something is left";
-  EXPECT_EQ(failure_on_hosts(own / "out", IntervalStrategy::no), ""); // only rank 0 writes
-  EXPECT_EQ(failure_on_hosts(shared_folder() / "out", IntervalStrategy::epoch), "");
+  EXPECT_EQ(failure_on_hosts(own / "out", SaveStrategy::no), ""); // only rank 0 writes
+  EXPECT_EQ(failure_on_hosts(shared_folder() / "out", SaveStrategy::epoch), "");
 }
 
 TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {

@@ -20,7 +20,7 @@ TrainingArguments killed_arguments(const std::string& folder) {
   a.output_dir = folder;
   a.per_device_train_batch_size = 2;
   a.num_train_epochs = 1;
-  a.save_strategy = IntervalStrategy::steps;
+  a.save_strategy = SaveStrategy::steps;
   a.save_steps = 1;
   a.save_total_limit = 1; // removes the previous checkpoint after the next one is complete
   a.resume_from_checkpoint = "auto";

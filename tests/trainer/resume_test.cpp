@@ -53,7 +53,7 @@ TrainingArguments resume_arguments(const files::path& folder) {
   a.logging_steps = 3;
   a.eval_strategy = IntervalStrategy::steps;
   a.eval_steps = 1;
-  a.save_strategy = IntervalStrategy::steps;
+  a.save_strategy = SaveStrategy::steps;
   a.save_steps = 1;
   a.save_total_limit = 0;
   a.load_best_model_at_end = true;

@@ -43,7 +43,8 @@ Finished run(const std::filesystem::path& folder, Strategy strategy) {
   a.num_train_epochs = 3;
   a.per_device_train_batch_size = 2;
   a.gradient_accumulation_steps = 2;
-  a.eval_strategy = a.save_strategy = IntervalStrategy::epoch;
+  a.eval_strategy = IntervalStrategy::epoch;
+  a.save_strategy = SaveStrategy::epoch;
   a.load_best_model_at_end = true;
   a.learning_rate = 0.4; // so that the last model is not the best
   a.strategy = strategy;

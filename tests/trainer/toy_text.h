@@ -100,7 +100,7 @@ inline LossFunction loss_function(std::shared_ptr<Classifier> model) {
 inline TrainingArguments arguments() {
   TrainingArguments arguments;
   arguments.disable_tqdm = true;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.eval_strategy = IntervalStrategy::no;
   arguments.train_sampling_strategy = SamplingStrategy::sequential;
   arguments.learning_rate = 0.05;

@@ -154,7 +154,7 @@ TEST(TrainerCallbacks, ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed)
     a.learning_rate = 0.04;
     a.warmup_steps = 0;
     a.lr_scheduler_type = "linear";
-    a.save_strategy = IntervalStrategy::steps;
+    a.save_strategy = SaveStrategy::steps;
     a.save_steps = 1;
     a.save_total_limit = 0;
     a.resume_from_checkpoint = resume ? "auto" : "";
@@ -233,7 +233,7 @@ TEST(TrainerCallbacks, EvaluationsMayBeginLateOrAtOnceAndEachBestModelMayBeSaved
   a.eval_steps = 1;
   a.eval_delay = 2;
   a.eval_on_start = true;
-  a.save_strategy = IntervalStrategy::best;
+  a.save_strategy = SaveStrategy::best;
   a.load_best_model_at_end = true;
   a.metric_for_best_model = "score";
   // That of the start is not the best: no checkpoint has it.
@@ -252,7 +252,8 @@ TEST(EarlyStopping, PatienceIsPartOfCheckpoints) {
   const TemporaryFolder folder;
   TrainingArguments a = quiet_arguments((folder / "out").string());
   a.max_steps = 6;
-  a.eval_strategy = a.save_strategy = IntervalStrategy::steps;
+  a.eval_strategy = IntervalStrategy::steps;
+  a.save_strategy = SaveStrategy::steps;
   a.eval_steps = a.save_steps = 1;
   a.save_total_limit = 0;
   a.metric_for_best_model = "score";
@@ -290,7 +291,8 @@ TEST(EarlyStopping, AMetricThatNoEvaluationHasIsRefusedBeforeTraining) {
 TEST(SaveOnlyModel, LeavesFoldersOfAModelThatARunCannotGoOnFrom) {
   const TemporaryFolder folder;
   TrainingArguments a = quiet_arguments((folder / "out").string());
-  a.save_strategy = a.eval_strategy = IntervalStrategy::epoch;
+  a.save_strategy = SaveStrategy::epoch;
+  a.eval_strategy = IntervalStrategy::epoch;
   a.load_best_model_at_end = true;
   a.metric_for_best_model = "score";
   a.save_only_model = true;

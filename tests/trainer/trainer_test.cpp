@@ -118,7 +118,7 @@ TORCH_MODULE(PointsLoss);
 TEST(Trainer, NamedParametersTrainAsTheLongConstructorDoes) {
   TrainingArguments arguments;
   arguments.disable_tqdm = true;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.num_train_epochs = 2;
   std::vector<at::Tensor> weights;
   for (const bool named : {false, true}) {
@@ -151,7 +151,7 @@ TEST(Trainer, TrainsAPlainModuleOnADatasetOfItsOwn) {
       torch::nn::Linear(2, 16), torch::nn::Tanh(), torch::nn::Linear(16, 1));
   TrainingArguments arguments;
   arguments.disable_tqdm = true;
-  arguments.save_strategy = IntervalStrategy::no;
+  arguments.save_strategy = SaveStrategy::no;
   arguments.num_train_epochs = 20;
   arguments.learning_rate = 0.03;
   Trainer trainer(
@@ -183,7 +183,7 @@ TEST(Trainer, RecordsAndFilesSayWhatHappened) {
   arguments.gradient_accumulation_steps = 2;
   arguments.logging_steps = 2;
   arguments.eval_strategy = IntervalStrategy::epoch;
-  arguments.save_strategy = IntervalStrategy::epoch;
+  arguments.save_strategy = SaveStrategy::epoch;
   // 16 rows: 6 batches of 3, the last of 1; 3 steps an epoch.
   const auto run = detail::train_toy(arguments, 16, 7);
   const std::vector<std::string> events = {
@@ -297,7 +297,7 @@ TEST(Trainer, EvaluatesAndSavesEverySoManyUpdatesAndAtTheLast) {
   arguments.logging_steps = 100;
   arguments.eval_strategy = IntervalStrategy::steps;
   arguments.eval_steps = 2;
-  arguments.save_strategy = IntervalStrategy::steps;
+  arguments.save_strategy = SaveStrategy::steps;
   arguments.save_steps = 4;
   arguments.load_best_model_at_end = true;
   const auto run = detail::train_toy(arguments, 64, 5);
@@ -332,7 +332,8 @@ TEST(Trainer, ContradictionsAreRefusedBeforeAnythingIsWritten) {
   arguments.per_device_train_batch_size = 0;
   EXPECT_NE(error(1).find("per_device_train_batch_size=0"), std::string::npos);
   arguments.per_device_train_batch_size = 1;
-  arguments.eval_strategy = arguments.save_strategy = IntervalStrategy::epoch;
+  arguments.eval_strategy = IntervalStrategy::epoch;
+  arguments.save_strategy = SaveStrategy::epoch;
   arguments.load_best_model_at_end = true;
   EXPECT_NE(error(1).find("without evaluation data"), std::string::npos);
   EXPECT_FALSE(std::filesystem::exists(arguments.output_dir));

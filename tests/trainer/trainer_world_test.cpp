@@ -284,7 +284,7 @@ TEST(TrainerWorld, BestModelIsLoadedOnEveryRankAndItsFolderIsKept) {
   arguments.output_dir = (folder / "out").string();
   arguments.num_train_epochs = 4;
   arguments.eval_strategy = IntervalStrategy::epoch;
-  arguments.save_strategy = IntervalStrategy::epoch;
+  arguments.save_strategy = SaveStrategy::epoch;
   arguments.save_total_limit = 1;
   arguments.load_best_model_at_end = true;
   arguments.metric_for_best_model = "score";

@@ -21,9 +21,15 @@
 
 namespace hasten {
 
-/// When something is repeated. Steps are optimizer steps. best: after each evaluation that is the best so far;
-/// for save_strategy alone.
-enum class IntervalStrategy { no, steps, epoch, best };
+/// When something is repeated. Steps are optimizer steps.
+enum class IntervalStrategy { no, steps, epoch };
+/// best: after each evaluation that is the best so far.
+enum class SaveStrategy { no, steps, epoch, best };
+/// no for best, whose times are not known before.
+constexpr IntervalStrategy interval_of(SaveStrategy strategy) {
+  return strategy == SaveStrategy::best ? IntervalStrategy::no
+                                        : static_cast<IntervalStrategy>(strategy);
+}
 /// The optimizer; the first three are the same.
 enum class OptimizerType { adamw_torch, adamw_torch_fused, adamw, adam, sgd, adafactor, lion };
 /// The order of the training samples; see data/loader.h.
@@ -38,7 +44,9 @@ enum class LogGradientNorms { no, layer, module, parameter };
 enum class LocalSGDOuter { none, slowmo, diloco };
 
 template <>
-inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch", "best"};
+inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "epoch"};
+template <>
+inline constexpr auto kSpellings<SaveStrategy> = std::array{"no", "steps", "epoch", "best"};
 template <>
 inline constexpr auto kSpellings<OptimizerType> =
     std::array{"adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
@@ -239,7 +247,7 @@ struct TrainingArguments {
   bool eval_on_start = false;
   /// Writes output_dir/checkpoint-N, from which a run can resume. Each takes three times the
   /// model's size on disk (weights and two moments).
-  IntervalStrategy save_strategy = IntervalStrategy::epoch;
+  SaveStrategy save_strategy = SaveStrategy::epoch;
   double save_steps = 500;
   /// Number of checkpoint-N folders to keep. The oldest are removed first, the best never. 0 keeps
   /// all. With 1, the best and the newest are both kept until the end.
