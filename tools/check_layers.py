@@ -12,7 +12,7 @@ import tree
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]')
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2)/")
 PRIVATE = re.compile(r"(\w+)/\w+\.h$")  # "state/state_contents.h": a header in src/
-WITHOUT_TORCH = ("base", "config", "launch", "report", "tracking")
+WITHOUT_TORCH = ("base", "config", "launch", "report", "tracking", "hub")
 
 
 def read_layers(root):

@@ -13,8 +13,9 @@ void declare_model(FlagTable& flags, ModelFlags& command, const char* group) {
   flags.group(group);
   flags.value("--model", command.model, "FOLDER|NAME",
               "output of hasten train, or another trained model in the Hugging Face layout, or the "
-              "name of one in Hugging Face's cache");
+              "name of one on Hugging Face's hub");
   flags.required();
+  declare_offline(flags, command.offline);
   flags.value("--task", command.task, "NAME",
               joined(task_choices()) + " (default: that of the model's head)");
 }
@@ -177,12 +178,12 @@ Command parse_launch(const CommandEntry& entry, std::vector<std::string> argumen
 }
 
 /// --model of the commands that take a folder or a shape; required.
-void declare_folder_or_shape(FlagTable& flags, std::string& model) {
-  flags.value(
-      "--model", model, "FOLDER|NAME|SHAPE",
-      "Hugging Face folder, the name of a repository in Hugging Face's cache, or a shape: " +
-          model_shapes_text());
+void declare_folder_or_shape(FlagTable& flags, std::string& model, bool& offline) {
+  flags.value("--model", model, "FOLDER|NAME|SHAPE",
+              "Hugging Face folder, the name of a repository on Hugging Face's hub, or a shape: " +
+                  model_shapes_text());
   flags.required();
+  declare_offline(flags, offline);
 }
 
 /// "8x128".
@@ -231,7 +232,7 @@ Command parse_plan(const CommandEntry& entry, std::vector<std::string> arguments
                             "from the least memory to no recomputation. hasten train "
                             "--gradient-checkpointing budget:50% makes and uses such a plan."});
   flags.group("Model and batch");
-  declare_folder_or_shape(flags, command.model);
+  declare_folder_or_shape(flags, command.model, command.offline);
   flags.value("--task", command.task, "NAME", joined(task_choices()));
   flags.value("--batch", batch, "SAMPLESxTOKENS", "one batch of one process, e.g. 8x128");
   flags.required();
@@ -272,7 +273,7 @@ Command parse_estimate_memory(const CommandEntry& entry, std::vector<std::string
               .notes = "Prints the peak memory of CPU tensors in a step. Scratch memory "
                        "of libraries and the program itself (about 200 MiB) are not included."});
   flags.group("Model and batch");
-  declare_folder_or_shape(flags, command.model);
+  declare_folder_or_shape(flags, command.model, command.offline);
   flags.value("--task", command.task, "NAME", joined(task_choices()));
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{1, kPieces.most});
@@ -360,7 +361,7 @@ Command parse_compare(const CommandEntry& entry, std::vector<std::string> argume
                             "strategy in a separate world under the memory limit. Finds the "
                             "largest batch that fits, times it, and recommends a strategy."});
   flags.group("Model and batches");
-  declare_folder_or_shape(flags, command.model);
+  declare_folder_or_shape(flags, command.model, command.offline);
   flags.value("--vocab-size", command.vocab_size, "PIECES", "vocabulary of a shape",
               NumberRange{2, kPieces.most});
   flags.value("--max-length", training.max_length, "TOKENS",
@@ -462,6 +463,7 @@ constexpr CommandEntry kCommands[] = {
      parse_export},
     {"tokenizer", "learn a WordPiece vocabulary from texts", parse_tokenizer},
     {"synth", "generate customer reviews from a seed", parse_synth},
+    {"download", "fetch a model of Hugging Face's hub into its cache", parse_download},
     {"report", "write an HTML page of one run, or of several side by side", parse_report},
     {"launch", "run a program as N processes of one world", parse_launch},
     {"env", "versions, cores, threads and back ends of this machine", parse_env}};

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "hasten/config/training_arguments.h"
+#include "hasten/hub/download.h"
 #include "hasten/launch/launch.h"
 #include "hasten/text/packing.h"
 #include "hasten/text/problem_type.h"
@@ -59,6 +60,8 @@ struct LoraFlags {
 
 /// hasten train: fine-tunes a model for a task.
 struct TrainCommand : ProcessFlags {
+  /// Asks the hub for no file.
+  bool offline = false;
   /// One of task_choices().
   std::string task = "text-classification";
   /// fill-mask: the share of tokens that the model has to find, and whether whole words are masked.
@@ -119,6 +122,8 @@ struct TrainCommand : ProcessFlags {
 
 /// What predict and eval share.
 struct ModelFlags {
+  /// Asks the hub for no file.
+  bool offline = false;
   std::string model{};
   /// One of task_choices(); empty: that of the model's head.
   std::string task{};
@@ -169,6 +174,8 @@ struct EvalCommand : ModelFlags, ProcessFlags {
 
 /// hasten plan: chooses activations to recompute under a memory budget.
 struct PlanCommand {
+  /// Asks the hub for no file.
+  bool offline = false;
   /// A Hugging Face folder, or the name of a shape.
   std::string model{};
   std::string task = "text-classification";
@@ -185,6 +192,8 @@ struct PlanCommand {
 
 /// hasten estimate-memory: estimates the memory of training, without a run.
 struct EstimateMemoryCommand {
+  /// Asks the hub for no file.
+  bool offline = false;
   /// A Hugging Face folder (only its config.json is read), or a shape.
   std::string model{};
   std::string task = "text-classification";
@@ -205,6 +214,8 @@ struct EstimateMemoryCommand {
 
 /// hasten compare: largest batch and samples per second of strategies in a memory limit.
 struct CompareCommand {
+  /// Asks the hub for no file.
+  bool offline = false;
   /// A Hugging Face folder, or a shape.
   std::string model{};
   /// For a shape.
@@ -260,6 +271,8 @@ struct ExportCommand {
 
 /// hasten tokenizer: learns a WordPiece vocabulary, or prints texts as ids.
 struct TokenizerCommand {
+  /// Asks the hub for no file.
+  bool offline = false;
   /// train or encode.
   std::string action{};
   /// Text files (one text per line), or .csv, .tsv and .jsonl with a text column.
@@ -311,10 +324,17 @@ struct Answer {
   std::string text{};
 };
 
-using Command =
-    std::variant<Answer, TrainCommand, PredictCommand, GenerateCommand, EvalCommand, PlanCommand,
-                 EstimateMemoryCommand, CompareCommand, StateCommand, MergeCommand, ExportCommand,
-                 TokenizerCommand, SynthCommand, LaunchCommand, EnvCommand, ReportCommand>;
+/// hasten download: fetches a model of the hub into the cache of huggingface_hub.
+struct DownloadCommand {
+  /// "org/name", "name", or one of both with "@revision".
+  std::string name{};
+  DownloadOptions options{};
+};
+
+using Command = std::variant<Answer, TrainCommand, PredictCommand, GenerateCommand, EvalCommand,
+                             PlanCommand, EstimateMemoryCommand, CompareCommand, StateCommand,
+                             MergeCommand, ExportCommand, TokenizerCommand, SynthCommand,
+                             LaunchCommand, EnvCommand, ReportCommand, DownloadCommand>;
 
 /// Parses the arguments after the program's name. Flags may be spelled with "_" instead of "-", as
 /// in Hugging Face's scripts. Checks each value and calls TrainingArguments::validate(). The only

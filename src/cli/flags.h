@@ -405,6 +405,8 @@ void declare_lora(FlagTable& flags, LoraFlags& lora);
 void check_lora(const FlagTable& flags, const LoraFlags& lora);
 /// --optim and --optim-args.
 void declare_optimizer(FlagTable& flags, TrainingArguments& arguments);
+/// --offline, for the commands that take the name of a model.
+void declare_offline(FlagTable& flags, bool& offline);
 /// --precision, --bf16 and --fp16.
 void declare_precision(FlagTable& flags, TrainingArguments& arguments);
 void declare_checkpointing(FlagTable& flags, TrainingArguments& arguments);
@@ -420,6 +422,7 @@ Command parse_merge(const CommandEntry& entry, std::vector<std::string> argument
 Command parse_export(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_generate(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> arguments);
+Command parse_download(const CommandEntry& entry, std::vector<std::string> arguments);
 Command parse_report(const CommandEntry& entry, std::vector<std::string> arguments);
 
 } // namespace hasten::detail

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <iostream>
 #include <system_error>
+#include <type_traits>
 
 #include "checks.h"
 #include "commands.h"
@@ -20,6 +21,7 @@
 #include "hasten/base/store_channel.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "hasten/hub/download.h"
 #include "hasten/launch/launch.h"
 
 namespace hasten::detail {
@@ -91,6 +93,29 @@ void use_secret_file(const std::string& file) {
     ::setenv("HASTEN_SECRET_FILE", file.c_str(), 1);
     ::unsetenv("HASTEN_SECRET");
     store_key_from_environment(); // throws for a bad file
+  }
+}
+
+/// Fetches the model and the tokenizer that are given by a name which the cache lacks.
+template <typename C>
+void fetch_names(const C& command) {
+  if constexpr (requires { command.offline; }) {
+    const auto fetch = [&](const std::string& name, HubFiles files, const char* flag) {
+      // A name near that of a shape is more likely a slip.
+      if (!name.empty() && nearest_name(name, model_shapes()).empty()) {
+        download_missing(name, {.files = files, .given_as = flag});
+      }
+    };
+    if (command.offline) {
+      return;
+    }
+    if constexpr (requires { command.model; }) {
+      constexpr bool kOnlyConfig = std::is_same_v<C, EstimateMemoryCommand>;
+      fetch(command.model, kOnlyConfig ? HubFiles::config : HubFiles::model, "--model");
+    }
+    if constexpr (requires { command.tokenizer; }) {
+      fetch(command.tokenizer, HubFiles::tokenizer, "--tokenizer");
+    }
   }
 }
 
@@ -173,6 +198,10 @@ class Hasten {
     }
     become_worker(arguments_);
   }
+  int operator()(const DownloadCommand& command) {
+    std::cout << download(command.name, command.options).string() << std::endl;
+    return kExitOk;
+  }
   int operator()(const ReportCommand& command) {
     make_report(command);
     return kExitOk;
@@ -214,7 +243,11 @@ int main(int argc, char** argv) {
   ::setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
   return hasten::exit_code_of(0, 1, [&] {
     try {
-      return std::visit(hasten::detail::Hasten(arguments), hasten::parse_command_line(arguments));
+      const auto run = [&](const auto& command) {
+        hasten::detail::fetch_names(command);
+        return hasten::detail::Hasten(arguments)(command);
+      };
+      return std::visit(run, hasten::parse_command_line(arguments));
     } catch (const hasten::InputError&) {
       if (!hasten::detail::reports_common_errors()) {
         throw hasten::SilentExit(hasten::kExitBadInput);

@@ -45,8 +45,9 @@ Command parse_generate(const CommandEntry& entry, std::vector<std::string> argum
   flags.value(
       "--model", command.model, "FOLDER|NAME",
       "causal language model: output of hasten train, or another folder in the Hugging Face "
-      "layout, or the name of one in Hugging Face's cache");
+      "layout, or the name of one on Hugging Face's hub");
   flags.required();
+  declare_offline(flags, command.offline);
   flags.value("--file", command.file, "FILE,...",
               "prompts, .csv, .tsv or .jsonl, also .gz; several files with commas or as a pattern");
   flags.value("--text-column", command.table.text_column, "NAME",

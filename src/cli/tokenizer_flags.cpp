@@ -31,8 +31,9 @@ Command parse_tokenizer(const CommandEntry& entry, std::vector<std::string> argu
   flags.flag("--cased", command.cased, "keep upper case and accents");
   flags.group("Flags of encode");
   flags.value("--tokenizer", command.tokenizer, "FOLDER|NAME",
-              "folder with vocab.txt or tokenizer.json, or the name of a repository in Hugging "
-              "Face's cache (required)");
+              "folder with vocab.txt or tokenizer.json, or the name of a repository on Hugging "
+              "Face's hub (required)");
+  declare_offline(flags, command.offline);
   flags.value("--max-length", command.max_length, "TOKENS",
               "truncate longer texts; 0: truncate none", kTokens);
   auto words = flags.parse_words(std::move(arguments));

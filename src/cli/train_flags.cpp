@@ -13,10 +13,10 @@ void declare_train_data(FlagTable& flags, TrainCommand& command) {
   flags.value(
       "--model", command.model, "FOLDER|NAME|SHAPE",
       "Hugging Face folder (config.json, model.safetensors, vocab.txt), the NAME or "
-      "NAME@REVISION of a repository that hf download has put into Hugging Face's cache, or "
-      "a shape with random weights: " +
+      "NAME@REVISION of a repository on Hugging Face's hub, or a shape with random weights: " +
           model_shapes_text());
   flags.required();
+  declare_offline(flags, command.offline);
   flags.value("--tokenizer", command.tokenizer, "FOLDER|NAME",
               "vocabulary for a shape (default: learned from the training texts)");
   flags.value("--vocab-size", command.vocab_size, "PIECES", "maximum size of a learned vocabulary",

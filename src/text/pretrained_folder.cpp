@@ -15,13 +15,10 @@ namespace hasten {
 
 namespace detail {
 
-// A repository of the hub.
-struct HubName {
-  std::string repository{}; // "org/name" or "name"
-  std::string revision{};
-};
+std::filesystem::path HubName::folder(const std::filesystem::path& cache) const {
+  return cache / ("models--" + joined(split(repository, "/"), "--"));
+}
 
-// Empty if the hub allows no such name. A path with ".." never reaches the cache.
 std::optional<HubName> hub_name(const std::string& given) {
   static const std::regex form(R"(((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(\w[\w./-]*))?)");
   std::smatch parts;
@@ -32,25 +29,29 @@ std::optional<HubName> hub_name(const std::string& given) {
   return HubName{parts[1], parts[2].matched ? parts[2].str() : "main"};
 }
 
-std::filesystem::path hub_cache() {
-  const std::string home = environment_value("HOME").value_or("");
-  const std::pair<const char*, const char*> variables[] = {
-      {"HF_HUB_CACHE", ""}, {"HF_HOME", "hub"}, {"XDG_CACHE_HOME", "huggingface/hub"}};
-  for (const auto& [name, below] : variables) {
-    if (auto folder = environment_value(name)) {
-      if (folder == "~" || folder->starts_with("~/")) { // huggingface_hub expands it, too
-        folder->replace(0, 1, home);
-      }
-      return *below == '\0' ? std::filesystem::path(*folder)
-                            : std::filesystem::path(*folder) / below;
-    }
+std::optional<std::filesystem::path> environment_path(const std::string& name) {
+  auto path = environment_value(name);
+  if (path && (path == "~" || path->starts_with("~/"))) { // huggingface_hub expands it, too
+    path->replace(0, 1, environment_value("HOME").value_or(""));
   }
-  return std::filesystem::path(home) / ".cache/huggingface/hub";
+  return path;
+}
+
+std::filesystem::path hf_home() {
+  if (const auto home = environment_path("HF_HOME")) {
+    return *home;
+  }
+  const std::filesystem::path user = environment_value("HOME").value_or("");
+  return environment_path("XDG_CACHE_HOME").value_or(user / ".cache") / "huggingface";
+}
+
+std::filesystem::path hub_cache() {
+  return environment_path("HF_HUB_CACHE").value_or(hf_home() / "hub");
 }
 
 // A branch or tag is a file with the hash of its commit. Other revisions are such hashes.
 std::filesystem::path hub_snapshot(const std::filesystem::path& cache, const HubName& name) {
-  const auto folder = cache / ("models--" + joined(split(name.repository, "/"), "--"));
+  const auto folder = name.folder(cache);
   const auto reference = folder / "refs" / name.revision;
   std::error_code error;
   std::string commit = name.revision;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,5 +27,28 @@ std::filesystem::path pretrained_folder(const std::string& name_or_path,
 /// "hf download org/name --revision v1" for the name of a repository; empty if it cannot be one or
 /// the path exists. For the "Fix" of an error.
 std::string hf_download_command(const std::string& name_or_path);
+
+namespace detail {
+
+/// A repository of the hub.
+struct HubName {
+  std::string repository{}; // "org/name" or "name"
+  std::string revision{};
+
+  /// Its folder in a cache.
+  std::filesystem::path folder(const std::filesystem::path& cache) const;
+};
+
+/// Empty if the hub allows no such name. A path with ".." never reaches the cache.
+std::optional<HubName> hub_name(const std::string& given);
+/// A variable that names a file or folder, "~" expanded. Empty if it is not set.
+std::optional<std::filesystem::path> environment_path(const std::string& name);
+/// HF_HOME, or its default.
+std::filesystem::path hf_home();
+std::filesystem::path hub_cache();
+/// The folder of this revision, which need not exist.
+std::filesystem::path hub_snapshot(const std::filesystem::path& cache, const HubName& name);
+
+} // namespace detail
 
 } // namespace hasten
