@@ -57,8 +57,8 @@ inline ProgramRun run_program(std::vector<std::string> argv, const ProgramOption
     return ::open((folder / name).c_str(), O_RDWR | O_APPEND | O_CLOEXEC);
   };
   SpawnOptions spawn;
-  // Other programs must not get the token ids of a test's rows.
-  spawn.environment = {{"HASTEN_CACHE", folder / "cache"}};
+  // Other programs must not get the token ids of a test's rows, and no test asks a hub elsewhere.
+  spawn.environment = {{"HASTEN_CACHE", folder / "cache"}, {"HF_HUB_OFFLINE", "1"}};
   spawn.environment.insert(spawn.environment.end(), options.environment.begin(),
                            options.environment.end());
   // A tested run uses one thread, and its output is not a terminal.

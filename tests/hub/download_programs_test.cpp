@@ -1,0 +1,109 @@
+#include <gtest/gtest.h>
+
+#include "cli/run_program.h"
+#include "cli/small_reviews.h"
+#include "hub/hub_server.h"
+
+namespace hasten {
+
+using testing_support::HubServer;
+using testing_support::ProgramOptions;
+using testing_support::run_program;
+using testing_support::small_reviews;
+using testing_support::TemporaryFolder;
+using testing_support::train_arguments;
+
+namespace detail {
+
+// A hub with a model that was trained for a step, and the environment of programs that use it.
+struct HubOfReviews {
+  TemporaryFolder folder{};
+  HubServer hub{};
+  std::filesystem::path cache = folder / "home/hub";
+  ProgramOptions options{};
+  size_t served = 0; // files that a model needs
+
+  HubOfReviews() {
+    write_file_atomically(folder / "train.csv", small_reviews(12));
+    const auto first =
+        run_program(train_arguments(folder.path(), {"--max-steps", "1", "--save-strategy", "no"}));
+    EXPECT_EQ(first.code, 0) << first.error;
+    for (const char* name : {"config.json", "model.safetensors", "tokenizer.json", "vocab.txt",
+                             "tokenizer_config.json", "special_tokens_map.json"}) {
+      if (std::filesystem::exists(folder / "out" / name)) {
+        hub.files[name] = {read_file(folder / "out" / name), "tag-" + std::to_string(++served)};
+      }
+    }
+    std::filesystem::rename(folder / "out", folder / "first");
+    options.environment = {{"HF_ENDPOINT", hub.url()},   {"HF_HUB_OFFLINE", ""},
+                           {"HF_HOME", folder / "home"}, {"HF_HUB_CACHE", ""},
+                           {"HF_TOKEN", "hf_secret"},    {"no_proxy", "127.0.0.1"}};
+  }
+};
+
+} // namespace detail
+
+TEST(HubPrograms, WhatDownloadFetchedTrainUsesWithoutAsking) {
+  const detail::HubOfReviews reviews;
+  const auto download = run_program({"hasten", "download", "org/tiny"}, reviews.options);
+  ASSERT_EQ(download.code, 0) << download.error;
+  const auto snapshot = reviews.cache / "models--org--tiny/snapshots" / reviews.hub.commit;
+  EXPECT_EQ(download.out, snapshot.string() + "\n");
+  const size_t asked = reviews.hub.requests().size();
+  const auto train =
+      run_program(train_arguments(reviews.folder.path(),
+                                  {"--max-steps", "1", "--save-strategy", "no"}, "org/tiny"),
+                  reviews.options);
+  EXPECT_EQ(train.code, 0) << train.error;
+  EXPECT_EQ(reviews.hub.requests().size(), asked);
+  EXPECT_FALSE(train.said("hf_secret") || download.said("hf_secret"));
+}
+
+TEST(HubPrograms, TrainFetchesANameOnceBeforeItsRanksStart) {
+  const detail::HubOfReviews reviews;
+  const auto train = run_program(
+      train_arguments(reviews.folder.path(),
+                      {"--max-steps", "1", "--save-strategy", "no", "--nproc", "2"}, "org/tiny"),
+      reviews.options);
+  EXPECT_EQ(train.code, 0) << train.error;
+  EXPECT_EQ(reviews.hub.count("GET", "/api/"), 1u);
+  EXPECT_EQ(reviews.hub.count("GET", "/resolve/"), reviews.served);
+}
+
+TEST(HubPrograms, AnEstimateFetchesTheConfigurationAlone) {
+  const detail::HubOfReviews reviews;
+  const auto estimate =
+      run_program({"hasten", "estimate-memory", "--model", "org/tiny"}, reviews.options);
+  EXPECT_EQ(estimate.code, 0) << estimate.error;
+  EXPECT_EQ(reviews.hub.count("GET", "/resolve/"), 1u);
+}
+
+TEST(HubPrograms, OfflineTheErrorNamesTheCommandThatDownloads) {
+  const detail::HubOfReviews reviews;
+  const auto plan = run_program(
+      {"hasten", "plan", "--model", "org/tiny", "--batch", "2x8", "--offline"}, reviews.options);
+  EXPECT_EQ(plan.code, 2);
+  EXPECT_TRUE(plan.said("Fix: hf download org/tiny.")) << plan.error;
+  EXPECT_EQ(reviews.hub.requests().size(), 0u);
+}
+
+TEST(HubPrograms, ASlipInTheNameOfAShapeIsNotAskedFor) {
+  const detail::HubOfReviews reviews;
+  const auto plan =
+      run_program({"hasten", "plan", "--model", "bert-tyni", "--batch", "2x8"}, reviews.options);
+  EXPECT_EQ(plan.code, 2);
+  EXPECT_TRUE(plan.said("Fix: write bert-tiny.")) << plan.error;
+  EXPECT_EQ(reviews.hub.requests().size(), 0u);
+}
+
+TEST(HubPrograms, AnUnknownNameIsSaidOnceWithTheFlag) {
+  const detail::HubOfReviews reviews;
+  const auto predict =
+      run_program({"hasten", "predict", "--model", "org/none", "good"}, reviews.options);
+  EXPECT_EQ(predict.code, 2);
+  EXPECT_TRUE(predict.said("[hub::download] --model=org/none: neither a file or folder here nor"))
+      << predict.error;
+  EXPECT_EQ(predict.times("error:"), 1u);
+}
+
+} // namespace hasten
