@@ -52,6 +52,7 @@ missing_packages() {
     [libjemalloc-dev]=jemalloc/jemalloc.h
     [libxxhash-dev]=xxhash.h
     [zlib1g-dev]=zlib.h
+    [libcurl4-openssl-dev]=curl/curl.h
   )
   command -v "${CXX:-c++}" >/dev/null || { echo "${!brings[@]}" | tr ' ' '\n'; return; }
   for name in "${!brings[@]}"; do

@@ -128,6 +128,7 @@ class Fetch {
 
   /// Small files first: whoever finds the weights finds the others, too.
   files::path run(const HubName& name) {
+    log_info(client_.described() + ": revision=" + name.revision + ", commit=" + listing_.commit);
     fetch_all(chosen());
     if (options_.include.empty() && options_.files == HubFiles::model) {
       fetch_all(weights());
@@ -279,7 +280,10 @@ class Fetch {
       std::error_code error;
       const auto size = static_cast<int64_t>(files::file_size(partial(file), error));
       if ((file.size < 0 || size == file.size) && has_checksum(partial(file), file.etag)) {
-        files::rename(partial(file), target(file));
+        files::rename(partial(file), target(file), error);
+        if (error) {
+          throw_file_error(kDownload, target(file), error.value());
+        }
         break;
       }
       files::remove(partial(file), error);
@@ -359,7 +363,7 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
         "a network and libcurl",
         offline ? "unset the variable"
                 : "install libcurl4, with libcurl4-openssl-dev before a build; or " +
-                      hf_download_command(text));
+                      std::string("hf download ") + name.repository);
   }
   return detail::Fetch(name, options).run(name);
 }

@@ -187,7 +187,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
        "[cli::estimate-memory] --batch=8. Expected samples and tokens"},
       {"trian",
        "[cli::hasten] unknown command: trian. Expected train, predict, generate, eval, "
-       "plan, estimate-memory, compare, state, merge, export, tokenizer, synth, report, launch or env. "
+       "plan, estimate-memory, compare, state, merge, export, tokenizer, synth, download, report, launch or env. "
        "Fix: write hasten train."},
       {train + "--learning-rte 1e-4",
        "[cli::train] unknown flag: --learning-rte. Fix: write --learning-rate."},

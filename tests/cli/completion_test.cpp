@@ -31,9 +31,9 @@ std::set<std::string> listed(const Words& words) {
 
 using Found = std::set<std::string>;
 
-const Words kCommands{"train",           "predict", "generate", "eval",   "plan",
-                      "estimate-memory", "compare", "state",    "merge",  "export",
-                      "tokenizer",       "synth",   "report",   "launch", "env"};
+const Words kCommands{"train",    "predict", "generate", "eval",   "plan",      "estimate-memory",
+                      "compare",  "state",   "merge",    "export", "tokenizer", "synth",
+                      "download", "report",  "launch",   "env"};
 
 TEST(Completion, ListsEveryCommand) {
   Found expected(kCommands.begin(), kCommands.end());

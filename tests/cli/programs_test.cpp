@@ -52,7 +52,7 @@ TEST(Programs, MistakesOnTheCommandLineEndWithCode2AndOneLine) {
   EXPECT_EQ(
       unknown.error,
       "error: [cli::hasten] unknown command: trian. Expected train, predict, "
-      "generate, eval, plan, estimate-memory, compare, state, merge, export, tokenizer, synth, report, "
+      "generate, eval, plan, estimate-memory, compare, state, merge, export, tokenizer, synth, download, report, "
       "launch or env. Fix: write hasten train.\n");
   EXPECT_EQ(run_program({"hasten", "env", "--jsn"}).code, 2);
 }

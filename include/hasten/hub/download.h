@@ -50,12 +50,12 @@ struct DownloadOptions {
 bool can_download();
 
 /// Fetches the files of "org/name", "name" or "name@revision" that are missing, and returns their
-/// folder. A file that was cut goes on where it ended. Each is compared with the checksum that the
+/// folder. A file that was cut is continued where it ended. Each is compared with the checksum that the
 /// hub has of it. Asks nothing if the cache has the name, unless `update`, `include`, `exclude` or
 /// `local_dir` is set.
 /// Throws InputError for a wrong or unknown name or revision, a repository without access, an
 /// unreachable hub, a disk without space, and if can_download() is false. Throws Error for a file
-/// that cannot be written. What is complete stays, and a later call goes on from there.
+/// that cannot be written. What came stays, and a later call fetches the rest.
 std::filesystem::path download(const std::string& name, const DownloadOptions& options = {});
 
 /// download() for the name of a model or tokenizer of which the cache lacks files. Does nothing for
