@@ -274,6 +274,7 @@ class Fetch {
     if (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
       log_info(client_.described(file.path) + ": another process fetches it");
       ::flock(lock.get(), LOCK_EX);
+      advance(is_there(file) ? file.size : 0);
     }
     for (int attempt = 1; !is_there(file); ++attempt) {
       client_.fetch(listing_.commit, file, partial(file), advance);

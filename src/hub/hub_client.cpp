@@ -91,10 +91,14 @@ void HubClient::refuse(const HttpReply& reply, const std::string& path) const {
                          "certificates of your network");
   }
   if (reply.failure != HttpFailure::none) {
-    throw HubUnreachable(kWhere, what + "no connection to " + endpoint_ + ": " + reply.problem,
-                         "a network, or the name in the cache " + hub_cache().string(),
-                         "check the network, https_proxy and HF_ENDPOINT; or fetch it on another "
-                         "machine and copy the cache; what came already is kept");
+    const std::string cache = hub_cache().string();
+    throw HubUnreachable(
+        kWhere,
+        (path.empty() ? described() + " is no path and not in " + cache + ", and " : what) +
+            "there is no connection to " + endpoint_ + ": " + reply.problem,
+        "a path, a name in the cache, or a network",
+        "check the spelling, the network, https_proxy and HF_ENDPOINT; or fetch it "
+        "on another machine and copy the cache");
   }
   if (code == "RevisionNotFound") {
     throw InputError(kWhere, what + "no revision=" + name_.revision,

@@ -146,7 +146,7 @@ TEST(HubErrors, NamesThatTheHubCannotHaveNeverReachIt) {
 }
 
 TEST(HubErrors, AHubCannotWriteOutsideOfTheCache) {
-  for (const char* path : {"../../../../evil.json", "a/../../evil.json", "/evil.json",
+  for (const char* path : {"../../../../evil.json", "a/../../evil.json", "/proc/evil.json",
                            "a//evil.json", "a\\evil.json"}) {
     HubHome home;
     home.hub.files[path] = {"evil", "evil-1"};
