@@ -199,7 +199,7 @@ class Hasten {
     become_worker(arguments_);
   }
   int operator()(const DownloadCommand& command) {
-    std::cout << download(command.name, command.options).string() << std::endl;
+    std::cout << download(command.name, command.options).string() << '\n' << std::flush;
     return kExitOk;
   }
   int operator()(const ReportCommand& command) {

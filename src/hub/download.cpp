@@ -349,7 +349,7 @@ bool can_download() { return !detail::is_offline() && detail::http_available(); 
 
 std::filesystem::path download(const std::string& text, const DownloadOptions& options) {
   const detail::HubName name = detail::hub_name_of(text, options);
-  const auto cached = detail::hub_snapshot(detail::hub_cache(), name);
+  auto cached = detail::hub_snapshot(detail::hub_cache(), name);
   const bool ask = options.update || !options.include.empty() || !options.exclude.empty() ||
                    !options.local_dir.empty();
   if (!ask && detail::is_complete(cached, options.files)) {
