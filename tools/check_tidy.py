@@ -19,7 +19,7 @@ FOUND = re.compile(r"^(?P<path>[^:\n]+):(?P<line>\d+):\d+: (?:warning|error): (?
 
 def problems_in(root, program, build, source):
     run = subprocess.run(
-        [program, "-p", build, "--quiet", str(root / source)], capture_output=True, text=True
+        [program, "-p", build, "--quiet", "--extra-arg=-fno-openmp", str(root / source)], capture_output=True, text=True
     )
     problems = [
         tree.Problem(found["path"].removeprefix(f"{root}/"), int(found["line"]), found["what"])

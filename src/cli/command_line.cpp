@@ -443,7 +443,7 @@ Command parse_env(const CommandEntry& entry, std::vector<std::string> arguments)
 std::string with_dashes(std::string argument) {
   if (argument.rfind("--", 0) == 0) {
     const size_t end = std::min(argument.find('='), argument.size());
-    std::replace(argument.begin(), argument.begin() + end, '_', '-');
+    std::replace(argument.begin(), argument.begin() + static_cast<std::ptrdiff_t>(end), '_', '-');
   }
   return argument;
 }

@@ -131,7 +131,8 @@ void print_dry_run(const TrainCommand& command, const TrainInputs& in, int world
     }
   }
   std::cout << "Dry run: nothing is trained or written.\n";
-  std::cout << joined(banner_text(lines, terminal_columns(STDOUT_FILENO)), "\n") << std::endl;
+  std::cout << joined(banner_text(lines, terminal_columns(STDOUT_FILENO)), "\n") << '\n'
+            << std::flush;
 }
 
 } // namespace hasten::detail

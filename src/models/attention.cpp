@@ -184,7 +184,8 @@ at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Te
       context.register_hook([](const at::Tensor&) { refuse_second_derivative(); });
     }
   } else {
-    const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(2) / heads));
+    const double scale =
+        1.0 / std::sqrt(static_cast<double>(q.size(2)) / static_cast<double>(heads));
     at::Tensor scores = at::matmul(split(q) * scale, split(k).transpose(2, 3));
     if (mask.defined()) {
       scores = scores + mask;

@@ -190,8 +190,8 @@ void TrainingRun::begin() {
     gradient_checkpointing_enable(parts_.model, *parts_.checkpointing);
   }
   step_.emplace(parts_, plan_, control_,
-                TrainStep::Handles{std::get<1>(std::move(handles)), std::get<2>(std::move(handles)),
-                                   std::get<3>(std::move(handles))});
+                TrainStep::Handles{std::move(std::get<1>(handles)), std::move(std::get<2>(handles)),
+                                   std::move(std::get<3>(handles))});
   state_ = TrainerState{};
   if (!output_dir_.empty()) {
     register_states();

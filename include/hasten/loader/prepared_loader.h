@@ -44,6 +44,8 @@ namespace hasten {
 /// it, all ranks throw.
 template <typename Range>
 class PreparedLoader {
+  struct Shared;
+
  public:
   using value_type = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
 
