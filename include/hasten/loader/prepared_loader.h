@@ -39,9 +39,8 @@ namespace hasten {
 /// every rank if other ranks continue to train, and InputError if a range with its own shard()
 /// gives a rank no sample.
 /// Any other loader returns equally many batches on every rank, some without samples, so that all
-/// ranks meet in a gather_for_metrics in the loop's body. If it begins inside a training loop and a
-/// window, it synchronises the models' buffers. begin() is then collective; if a rank does not call
-/// it, all ranks throw.
+/// ranks meet in a gather_for_metrics in the loop's body. Inside a training loop and a window begin()
+/// synchronises the models' buffers and is collective; if a rank does not call it, all ranks throw.
 template <typename Range>
 class PreparedLoader {
   struct Shared;
