@@ -126,7 +126,7 @@ class Fetch {
     }
   }
 
-  /// Small files first: whoever finds the weights finds the others, too.
+  /// Fetches small files first, so that a folder with weights is complete.
   files::path run(const HubName& name) {
     log_info(client_.described() + ": revision=" + name.revision + ", commit=" + listing_.commit);
     fetch_all(chosen());
