@@ -372,14 +372,18 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
 void download_missing(const std::string& name_or_path, const DownloadOptions& options) {
   std::error_code error;
   const auto name = detail::hub_name(name_or_path);
-  if (!name || std::filesystem::exists(name_or_path, error) || !can_download()) {
+  if (!name || std::filesystem::exists(name_or_path, error)) {
+    return;
+  }
+  const auto cached = detail::hub_snapshot(detail::hub_cache(), *name);
+  if (detail::is_complete(cached, options.files) || !can_download()) { // this loads libcurl
     return;
   }
   try {
     download(name_or_path, options);
   } catch (const detail::HubUnreachable& unreachable) {
     // Python may have left out what it did not need; this command may not need it either.
-    if (!std::filesystem::is_directory(detail::hub_snapshot(detail::hub_cache(), *name), error)) {
+    if (!std::filesystem::is_directory(cached, error)) {
       throw;
     }
     log_warning(unreachable.text());

@@ -74,8 +74,11 @@ class ExportedModel final : public PreTrainedModelImpl {
 
   LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels) override {
     const auto layer = module_->forward_to_output_layer(named(inputs), "logits");
-    if (!layer || layer->bias.defined() || lora_mark(layer->weight)) {
+    if (!layer) {
       return PreTrainedModelImpl::next_token_loss(inputs, labels);
+    }
+    if (layer->bias.defined() || lora_mark(layer->weight)) {
+      return loss_of_tokens(product_of({}, layer->input, layer->weight, layer->bias), labels);
     }
     return linear_cross_entropy(layer->input, layer->weight, labels);
   }

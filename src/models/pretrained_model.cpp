@@ -52,7 +52,12 @@ LinearCrossEntropy PreTrainedModelImpl::causal_loss(const ModelInputs& inputs) {
 
 LinearCrossEntropy PreTrainedModelImpl::next_token_loss(const ModelInputs& inputs,
                                                         const at::Tensor& labels) {
-  const at::Tensor scores = logits(inputs).to(at::kFloat);
+  return loss_of_tokens(logits(inputs), labels);
+}
+
+LinearCrossEntropy PreTrainedModelImpl::loss_of_tokens(const at::Tensor& logits,
+                                                       const at::Tensor& labels) {
+  const at::Tensor scores = logits.to(at::kFloat);
   const at::Tensor losses =
       at::cross_entropy_loss(scores.flatten(0, 1), labels.flatten(), {}, at::Reduction::None);
   return {.loss_sum = losses.sum(), .token_losses = losses.detach().view(labels.sizes())};

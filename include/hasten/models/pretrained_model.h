@@ -138,6 +138,8 @@ class PreTrainedModelImpl : public torch::nn::Module {
   virtual at::Tensor make_output_weight() { return {}; }
   /// causal_loss() for `labels` [B, T] of each token's next one.
   virtual LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels);
+  /// The same of logits [B, T, V].
+  static LinearCrossEntropy loss_of_tokens(const at::Tensor& logits, const at::Tensor& labels);
 
  private:
   void check_inputs(const ModelInputs& inputs) const;
