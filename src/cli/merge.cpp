@@ -1,7 +1,6 @@
 #include "classifier.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/log.h"
-#include "hasten/exported/exported_module.h"
 #include "hasten/io/commit.h"
 #include "run.h"
 
@@ -16,13 +15,6 @@ int run_command(const MergeCommand& command) {
   detail::classifier_files(model, tokenizer).save(commit.folder());
   commit.commit();
   log_info("wrote " + command.output_dir);
-  return kExitOk;
-}
-
-int run_command(const ExportCommand& command) {
-  const std::filesystem::path path = command.describe;
-  const ExportedModule module = ExportedModule::load(path, {.weights = false});
-  detail::write_answers("cli::export", "", module->describe() + "\n", 1);
   return kExitOk;
 }
 
