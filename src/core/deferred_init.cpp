@@ -254,13 +254,29 @@ void DeferredRecorder::bring(const Passing& described) {
   }
 }
 
+// New memory may already have the values that are written through a pointer next. Then no hash would
+// tell that they were written, and a replay would give other memory.
+static void spoil(const at::Tensor& tensor) {
+  c10::StorageImpl& memory = *tensor.storage().unsafeGetStorageImpl();
+  auto* bytes = static_cast<char*>(memory.mutable_data());
+  const size_t spoilt = memory.nbytes() <= kDeferredPiece ? kDeferredPiece : 64; // of each piece
+  for (size_t begin = 0; begin < memory.nbytes(); begin += kDeferredPiece) {
+    std::memset(bytes + begin, 0xA7, std::min(spoilt, memory.nbytes() - begin));
+  }
+}
+
 void DeferredRecorder::note_results(const OpPassing& passing, Passing& described) {
   size_t number = 0;
+  const std::string& name = op_info(passing.op).name;
+  const bool empty = name.starts_with("aten::empty") || name.starts_with("aten::new_empty");
   for (const c10::IValue& result : passing.results()) {
     visit_tensors(result, [&](const at::Tensor& tensor) {
       const auto is_alias = [&](const at::Tensor& other) { return same_storage(other, tensor); };
       if (is_deferrable(tensor) && !find(tensor) &&
           std::ranges::none_of(described.outside, is_alias)) {
+        if (empty) {
+          spoil(tensor);
+        }
         const size_t storage = log_->add(tensor);
         known_[tensor.storage().unsafeGetStorageImpl()] = storage;
         tracked_.emplace_back().used = count_;

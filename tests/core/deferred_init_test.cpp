@@ -141,6 +141,30 @@ TEST(DeferredInit, TensorsGetTheirValuesInAnyOrder) {
   }
 }
 
+// Memory from the heap may have these values already, which the next memory need not have.
+TEST(DeferredInit, ValuesWrittenThroughAPointerAreKeptWhereTheMemoryHadThem) {
+  const auto write = [](int64_t size, float value) {
+    std::vector<Tensor> all;
+    for (int i = 0; i < 40; ++i) {
+      Tensor one = torch::empty({size});
+      std::fill_n(one.data_ptr<float>(), size, value);
+      all.push_back(one);
+    }
+    return all;
+  };
+  for (const int64_t size : {3, 300, 200'000}) {
+    write(size, 7);
+    const auto model = deferred_init([&] {
+      auto made = std::make_shared<torch::nn::Module>();
+      made->register_parameter("written", torch::empty({size})).detach().copy_(write(size, 7)[5]);
+      return made;
+    });
+    write(size, 9);
+    materialize(*model);
+    EXPECT_TRUE(model->parameters()[0].equal(torch::full({size}, 7.0))) << size;
+  }
+}
+
 TEST(DeferredInit, TensorsKeepTheirShapesAndTies) {
   Mixed deferred = deferred_mixed(torch::randn({2, 3}));
   EXPECT_EQ(deferred->linear->weight.sizes(), (std::vector<int64_t>{90, 70}));
