@@ -36,6 +36,13 @@ FULL = {
     "gpt2": ("gpt2", families.CAUSAL, dict(pad_token_id=0)),
     "llama": ("llama", families.CAUSAL, SMALL_LLAMA),
     "mistral": ("mistral", families.CAUSAL, SMALL_LLAMA | dict(sliding_window=64)),
+    "ministral3": ("ministral3", families.CAUSAL, SMALL_LLAMA | dict(head_dim=64)),
+    "phi3": ("phi3", families.CAUSAL, SMALL_LLAMA | dict(sliding_window=64)),
+    "gemma2": ("gemma2", families.CAUSAL, SMALL_LLAMA | dict(head_dim=64, sliding_window=64, query_pre_attn_scalar=64)),
+    "gemma3_text": ("gemma3_text", families.CAUSAL, SMALL_LLAMA | dict(
+        head_dim=64, sliding_window=64, query_pre_attn_scalar=64)),
+    "camembert": ("camembert", families.SEQUENCE, BASE | dict(vocab_size=32005)),
+    "ernie": ("ernie", families.SEQUENCE, dict(use_task_id=True)),
     "smollm3": ("smollm3", families.CAUSAL, SMALL_LLAMA),
     "qwen2": ("qwen2", families.CAUSAL, SMALL_LLAMA),
     "qwen3": ("qwen3", families.CAUSAL, SMALL_LLAMA),

@@ -255,7 +255,7 @@ void DeferredRecorder::bring(const Passing& described) {
 }
 
 // New memory may already have the values that are written through a pointer next. Then no hash would
-// tell that they were written, and a replay would give other memory.
+// show that they were written, and a replay would give other memory.
 static void spoil(const at::Tensor& tensor) {
   c10::StorageImpl& memory = *tensor.storage().unsafeGetStorageImpl();
   auto* bytes = static_cast<char*>(memory.mutable_data());

@@ -147,6 +147,18 @@ static at::Tensor split_heads(const at::Tensor& x, int64_t heads) {
   return x.view({x.size(0), x.size(1), heads, x.size(2) / heads}).transpose(1, 2);
 }
 
+/// By torch's plain operators. q [B, heads, Q, width]; k, v [B, heads, T, width]. Returns [B, Q, H].
+static at::Tensor eager_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                  const at::Tensor& mask, double dropout, double softcap) {
+  const double scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
+  at::Tensor scores = softcapped(at::matmul(q * scale, k.transpose(2, 3)), softcap);
+  if (mask.defined()) {
+    scores = scores + mask;
+  }
+  const at::Tensor p = at::softmax(scores, -1).to(v.scalar_type());
+  return at::matmul(dropout_add(p, {}, dropout), v).transpose(1, 2).flatten(2);
+}
+
 static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const at::Tensor& mask, const AttentionOptions& options,
                                    const AttentionPlace& place) {
@@ -154,7 +166,8 @@ static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, con
   auto [keys, values] =
       place.cache->update(place.layer, split_heads(k, heads), split_heads(v, heads));
   const std::optional<at::Tensor> added = mask.defined() ? std::optional(mask) : std::nullopt;
-  if (q.size(1) == 1) { // the heads of queries that share keys are like several tokens
+  if (q.size(1) == 1 &&
+      options.softcap <= 0) { // the heads of queries that share keys are like several tokens
     const at::Tensor queries = q.view({q.size(0), heads, shared_by, keys.size(3)});
     return at::scaled_dot_product_attention(queries, keys, values, added).reshape(q.sizes());
   }
@@ -162,38 +175,33 @@ static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, con
     keys = keys.repeat_interleave(shared_by, 1);
     values = values.repeat_interleave(shared_by, 1);
   }
+  if (options.softcap > 0) {
+    return eager_attention(split_heads(q, options.heads), keys, values, mask, 0, options.softcap);
+  }
   return at::scaled_dot_product_attention(split_heads(q, options.heads), keys, values, added)
       .transpose(1, 2)
       .reshape(q.sizes());
 }
 
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& mask, int64_t heads, double dropout, bool eager) {
+                          const at::Tensor& mask, int64_t heads, double dropout, bool eager,
+                          double softcap) {
   if (!eager && takes_narrow_attention(q) && takes_narrow_attention(k) &&
       takes_narrow_attention(v)) {
     return NarrowAttention::apply(q, k, v, fp32_mask(mask), heads, dropout);
   }
   const auto split = [&](const at::Tensor& x) { return split_heads(x, heads); };
-  at::Tensor context;
   if (!eager && (dropout <= 0 || !q.is_cpu())) {
     // Not expanded: a kernel that pads the mask's rows would copy it for each head and query.
-    context = at::scaled_dot_product_attention(split(q), split(k), split(v),
-                                               mask.defined() ? std::optional(mask) : std::nullopt,
-                                               std::max(dropout, 0.0));
+    const at::Tensor context = at::scaled_dot_product_attention(
+        split(q), split(k), split(v), mask.defined() ? std::optional(mask) : std::nullopt,
+        std::max(dropout, 0.0));
     if (context.requires_grad() && context.grad_fn()->name().starts_with("ScaledDotProduct")) {
       context.register_hook([](const at::Tensor&) { refuse_second_derivative(); });
     }
-  } else {
-    const double scale =
-        1.0 / std::sqrt(static_cast<double>(q.size(2)) / static_cast<double>(heads));
-    at::Tensor scores = at::matmul(split(q) * scale, split(k).transpose(2, 3));
-    if (mask.defined()) {
-      scores = scores + mask;
-    }
-    const at::Tensor p = at::softmax(scores, -1).to(v.scalar_type());
-    context = at::matmul(dropout_add(p, {}, dropout), split(v));
+    return context.transpose(1, 2).reshape(q.sizes());
   }
-  return context.transpose(1, 2).reshape(q.sizes());
+  return eager_attention(split(q), split(k), split(v), mask, dropout, softcap);
 }
 
 // Each of the fewer heads of keys and values serves several heads of queries.
@@ -219,7 +227,8 @@ at::Tensor decoder_attention(const at::Tensor& q, const at::Tensor& k, const at:
     return sliced_attention(q, k, v, mask, options);
   }
   return self_attention(q, repeated_heads(k, options), repeated_heads(v, options), mask,
-                        options.heads, options.dropout, place.eager);
+                        options.heads, options.dropout, place.eager || options.softcap > 0,
+                        options.softcap);
 }
 
 bool slices_attention(const PreTrainedConfig& config, int64_t tokens, const at::Tensor& hidden) {

@@ -15,10 +15,10 @@ namespace hasten::detail {
 /// softmax(q k^T / sqrt(H / heads) + mask), dropout p, times v, for each head.
 /// q [B, Q, H]; k, v [B, T, H]; mask undefined or additive, [B or 1, 1, Q or 1, T].
 /// Returns [B, Q, H]. `eager`: by torch's plain operators, differentiable any number of times; otherwise
-/// by kernels that can be differentiated once.
+/// by kernels that can be differentiated once. A softcap (AttentionOptions) needs `eager`.
 at::Tensor self_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const at::Tensor& mask, int64_t heads, double dropout,
-                          bool eager = false);
+                          const at::Tensor& mask, int64_t heads, double dropout, bool eager = false,
+                          double softcap = 0);
 
 /// How a decoder's block computes its attention.
 struct AttentionPlace {

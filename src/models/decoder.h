@@ -13,12 +13,13 @@
 
 namespace hasten::detail {
 
-/// The blocks whose tokens attend only to the last sliding_window tokens, unless config.json has
-/// layer_types. Qwen's: those from max_window_layers on.
-enum class AttentionWindows { none, every_layer, upper_layers, layers_without_rotary };
+/// The blocks whose tokens attend only to the last sliding_window tokens. All but every_layer read
+/// layer_types first. `pattern`: all but each sliding_window_pattern-th. The last two need
+/// use_sliding_window, and are Qwen's, from max_window_layers on, and SmolLM3's.
+enum class AttentionWindows { none, every_layer, pattern, upper_layers, layers_without_rotary };
 
 /// What distinguishes a decoder family from Llama: a row of decoder_families.cpp. Keys are those of
-/// config.json.
+/// config.json; values of those that a file does not have are in the family's defaults.
 struct DecoderTraits {
   /// Modules. Without `positions`, queries and keys are rotated by their positions (rotary).
   const char* words = "model.embed_tokens";
@@ -32,14 +33,16 @@ struct DecoderTraits {
   std::optional<bool> query_bias{}, output_bias{}, mlp_bias{};
   /// Queries and keys have a norm for each head.
   bool head_norms = false;
+  /// Norms multiply by 1 + weight. Attention and MLP have a norm after them, too. Word embeddings are
+  /// multiplied by sqrt(hidden_size).
+  bool norms_add_one = false, sandwich_norms = false, scaled_embeddings = false;
+  /// qkv_proj and gate_up_proj instead of three and two projections.
+  bool fused_projections = false;
   AttentionWindows windows = AttentionWindows::none;
   /// Blocks without rotary positions, by no_rope_layers or each no_rope_layer_interval-th.
   bool layers_without_rotary = false;
-  /// Values of keys that a config.json does not have; 0: hidden_size / num_attention_heads, and
-  /// num_attention_heads.
-  int64_t head_dim = 0, num_key_value_heads = 0;
-  double rope_theta = 10'000, embd_pdrop = 0;
-  bool tie_word_embeddings = false;
+  /// Blocks with a window have angles of their own, by rope_local_base_freq.
+  bool local_rotary = false;
 };
 
 /// The families of decoder_families.cpp.
@@ -60,7 +63,7 @@ class Conv1DImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Conv1D);
 
-/// A decoder with a head for causal_lm or sequence_classification.
+/// A decoder with a head for causal_lm, sequence_classification or token_classification.
 std::shared_ptr<PreTrainedModelImpl> make_decoder(const PreTrainedConfig& config, ModelTask task,
                                                   const DecoderTraits& traits);
 

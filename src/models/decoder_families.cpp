@@ -1,13 +1,16 @@
 // hasten's decoder families, a row each. A new one is a row here, with a case in
 // tools/golden/families.py.
+#include <array>
+
 #include "decoder.h"
 
 namespace hasten::detail {
 
 /// A family whose model the traits describe. `family` has its names, and sizes in `defaults`.
 static ModelFamily decoder_family(const DecoderTraits& traits, ModelFamily family) {
-  family.tasks = {ModelTask::causal_lm, ModelTask::sequence_classification};
-  family.attribute_map.insert({{"type_vocab_size", ""}, {"classifier_dropout", ""}});
+  family.tasks = {ModelTask::causal_lm, ModelTask::sequence_classification,
+                  ModelTask::token_classification};
+  family.attribute_map.insert({"type_vocab_size", ""});
   family.make = [traits](const PreTrainedConfig& config, ModelTask task) {
     return make_decoder(config, task, traits);
   };
@@ -39,22 +42,34 @@ static ModelFamily gpt2_family() {
   family.defaults.pad_token_id = -1;
   family.defaults.hidden_act = "gelu_new";
   family.defaults.layer_norm_eps = 1e-5;
+  family.defaults.other_keys = R"({"embd_pdrop": 0.1, "tie_word_embeddings": true})";
   return decoder_family({.words = "transformer.wte",
                          .positions = "transformer.wpe",
                          .layers = "transformer.h",
                          .norm = "transformer.ln_f",
-                         .gpt2_blocks = true,
-                         .embd_pdrop = 0.1,
-                         .tie_word_embeddings = true},
+                         .gpt2_blocks = true},
                         std::move(family));
 }
 
-/// A family with Llama's names. `defaults` has its sizes.
+/// Sizes of a family with Llama's names, and values of keys that only some families have.
+static PreTrainedConfig sizes(const std::array<int64_t, 7>& of, const char* other_keys,
+                              double rms_norm_eps = 1e-6) {
+  return {.vocab_size = of[0],
+          .hidden_size = of[1],
+          .num_hidden_layers = of[2],
+          .num_attention_heads = of[3],
+          .intermediate_size = of[4],
+          .max_position_embeddings = of[5],
+          .pad_token_id = of[6],
+          .hidden_act = "silu",
+          .hidden_dropout_prob = 0,
+          .attention_probs_dropout_prob = 0,
+          .layer_norm_eps = rms_norm_eps,
+          .other_keys = other_keys};
+}
+
 static ModelFamily llama_family(const char* model_type, const char* class_prefix,
                                 PreTrainedConfig defaults, const DecoderTraits& traits) {
-  defaults.hidden_act = "silu";
-  defaults.hidden_dropout_prob = defaults.attention_probs_dropout_prob = 0;
-  defaults.layer_norm_eps = 1e-6;
   ModelFamily family{.model_type = model_type,
                      .class_prefix = class_prefix,
                      .base_model_prefix = "model",
@@ -63,56 +78,95 @@ static ModelFamily llama_family(const char* model_type, const char* class_prefix
                                        {"layer_norm_eps", "rms_norm_eps"}},
                      .lora_target_modules = {"q_proj", "v_proj"}};
   family.defaults = std::move(defaults);
+  if (traits.fused_projections) {
+    family.lora_target_modules = {"qkv_proj"};
+    family.attribute_map["hidden_dropout_prob"] = "resid_pdrop";
+  }
   return decoder_family(traits, std::move(family));
 }
 
+static ModelFamily gemma_family(const char* model_type, const char* class_prefix,
+                                PreTrainedConfig defaults, const DecoderTraits& traits) {
+  defaults.hidden_act = "gelu_pytorch_tanh";
+  ModelFamily family = llama_family(model_type, class_prefix, std::move(defaults), traits);
+  family.attribute_map["hidden_act"] = "hidden_activation";
+  if (traits.local_rotary) {
+    family.class_names = {{ModelTask::causal_lm, "Gemma3ForCausalLM"}};
+    family.tasks.pop_back(); // transformers has no class for token_classification
+  }
+  return family;
+}
+
 std::vector<ModelFamily> decoder_families() {
-  // The sizes are transformers' defaults.
-  const PreTrainedConfig llama{.vocab_size = 32000,
-                               .hidden_size = 4096,
-                               .num_hidden_layers = 32,
-                               .num_attention_heads = 32,
-                               .intermediate_size = 11008,
-                               .max_position_embeddings = 2048,
-                               .pad_token_id = -1};
-  PreTrainedConfig qwen = llama;
-  qwen.vocab_size = 151936;
-  qwen.intermediate_size = 22016;
-  qwen.max_position_embeddings = 32768;
-  PreTrainedConfig mistral = llama;
-  mistral.intermediate_size = 14336;
-  mistral.max_position_embeddings = 131072;
-  const PreTrainedConfig smollm3{.vocab_size = 128256,
-                                 .hidden_size = 2048,
-                                 .num_hidden_layers = 36,
-                                 .num_attention_heads = 16,
-                                 .intermediate_size = 11008,
-                                 .max_position_embeddings = 32768,
-                                 .pad_token_id = 128004};
+  const DecoderTraits mistral{.query_bias = false,
+                              .output_bias = false,
+                              .mlp_bias = false,
+                              .windows = AttentionWindows::every_layer};
+  DecoderTraits ministral = mistral, phi3 = mistral;
+  ministral.windows = AttentionWindows::pattern;
+  phi3.fused_projections = true;
+  const DecoderTraits gemma2{.mlp_bias = false,
+                             .norms_add_one = true,
+                             .sandwich_norms = true,
+                             .scaled_embeddings = true,
+                             .windows = AttentionWindows::pattern};
+  DecoderTraits gemma3 = gemma2;
+  gemma3.head_norms = gemma3.local_rotary = true;
+  const char* mistral_keys = R"({"num_key_value_heads": 8, "sliding_window": 4096})";
+  // transformers' defaults: vocab_size, hidden_size, num_hidden_layers, num_attention_heads,
+  // intermediate_size, max_position_embeddings, pad_token_id.
   return {gpt2_family(),
-          llama_family("llama", "Llama", llama, {}),
-          llama_family("mistral", "Mistral", mistral,
-                       {.query_bias = false,
-                        .output_bias = false,
-                        .mlp_bias = false,
-                        .windows = AttentionWindows::every_layer,
-                        .num_key_value_heads = 8}),
-          llama_family("qwen2", "Qwen2", qwen,
+          llama_family("llama", "Llama", sizes({32000, 4096, 32, 32, 11008, 2048, -1}, "{}"), {}),
+          llama_family("mistral", "Mistral",
+                       sizes({32000, 4096, 32, 32, 14336, 131072, -1}, mistral_keys), mistral),
+          llama_family("ministral", "Ministral",
+                       sizes({32000, 4096, 32, 32, 14336, 131072, -1}, mistral_keys), ministral),
+          llama_family("ministral3", "Ministral3",
+                       sizes({131072, 4096, 34, 32, 14336, 262144, 11},
+                             R"({"num_key_value_heads": 8, "head_dim": 128,
+                             "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000,
+                               "factor": 16, "original_max_position_embeddings": 16384, "mscale": 1,
+                               "mscale_all_dim": 1, "llama_4_scaling_beta": 0.1}})",
+                             1e-5),
+                       mistral),
+          llama_family("phi3", "Phi3",
+                       sizes({32064, 3072, 32, 32, 8192, 4096, 32000},
+                             R"({"original_max_position_embeddings": 4096})", 1e-5),
+                       phi3),
+          gemma_family(
+              "gemma2", "Gemma2",
+              sizes({256000, 2304, 26, 8, 9216, 8192, 0},
+                    R"({"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+                             "sliding_window": 4096, "sliding_window_pattern": 2,
+                             "attn_logit_softcapping": 50, "final_logit_softcapping": 30,
+                             "tie_word_embeddings": true})"),
+              gemma2),
+          gemma_family(
+              "gemma3_text", "Gemma3Text",
+              sizes({262208, 2304, 26, 8, 9216, 131072, 0},
+                    R"({"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+                             "sliding_window": 4096, "sliding_window_pattern": 6,
+                             "rope_theta": 1000000, "rope_local_base_freq": 10000,
+                             "tie_word_embeddings": true})"),
+              gemma3),
+          llama_family("qwen2", "Qwen2",
+                       sizes({151936, 4096, 32, 32, 22016, 32768, -1},
+                             R"({"sliding_window": 4096, "max_window_layers": 28})"),
                        {.query_bias = true,
                         .output_bias = false,
                         .mlp_bias = false,
                         .windows = AttentionWindows::upper_layers}),
-          llama_family("qwen3", "Qwen3", qwen,
-                       {.mlp_bias = false,
-                        .head_norms = true,
-                        .windows = AttentionWindows::upper_layers,
-                        .head_dim = 128}),
-          llama_family("smollm3", "SmolLM3", smollm3,
-                       {.windows = AttentionWindows::layers_without_rotary,
-                        .layers_without_rotary = true,
-                        .num_key_value_heads = 4,
-                        .rope_theta = 2'000'000,
-                        .tie_word_embeddings = true})};
+          llama_family(
+              "qwen3", "Qwen3",
+              sizes({151936, 4096, 32, 32, 22016, 32768, -1},
+                    R"({"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28})"),
+              {.mlp_bias = false, .head_norms = true, .windows = AttentionWindows::upper_layers}),
+          llama_family(
+              "smollm3", "SmolLM3",
+              sizes({128256, 2048, 36, 16, 11008, 32768, 128004},
+                    R"({"num_key_value_heads": 4, "rope_theta": 2000000,
+                             "tie_word_embeddings": true})"),
+              {.windows = AttentionWindows::layers_without_rotary, .layers_without_rotary = true})};
 }
 
 } // namespace hasten::detail

@@ -187,7 +187,7 @@ class BertEncoder : public TextEncoder {
   at::Tensor positions_of(const at::Tensor& ids);
 
   torch::nn::Embedding words_, positions_;
-  torch::nn::Embedding types_{nullptr};
+  torch::nn::Embedding types_{nullptr}, task_types_{nullptr};
   torch::nn::LayerNorm norm_;
   torch::nn::ModuleList layers_{};
   std::optional<int64_t> padding_{}; // the last position before those of tokens
@@ -207,6 +207,12 @@ BertEncoder::BertEncoder(const PreTrainedConfig& config, const EncoderNames& nam
   if (config.type_vocab_size > 0) {
     types_ = registered(*this, "embeddings.token_type_embeddings",
                         make_embedding(config.type_vocab_size, config.hidden_size));
+  }
+  const auto options = parse_json("models::BertEncoder", "other_keys", config.other_keys);
+  if (family_option(options, "use_task_id", false)) { // ERNIE's
+    task_types_ = registered(
+        *this, "embeddings.task_type_embeddings",
+        make_embedding(family_option(options, "task_type_vocab_size", 3), config.hidden_size));
   }
   register_path(*this, "embeddings.LayerNorm", norm_.ptr());
   register_path(*this, names.layers, layers_.ptr());
@@ -230,7 +236,10 @@ at::Tensor BertEncoder::positions_of(const at::Tensor& ids) {
 
 at::Tensor BertEncoder::embed(const at::Tensor& ids, const at::Tensor& types) {
   const at::Tensor words = words_->forward(ids);
-  const at::Tensor positions = positions_of(ids);
+  at::Tensor positions = positions_of(ids);
+  if (!task_types_.is_empty()) { // 0, as transformers' where nobody passes task_type_ids
+    positions = positions + task_types_->weight.select(0, 0);
+  }
   // Texts without pairs have only one type: it needs no lookup.
   const at::Tensor sum = types_.is_empty() ? words + positions
                          : types.defined() ? words + types_->forward(types) + positions

@@ -39,11 +39,12 @@ std::string current_encoder_name(const std::string& name) {
 }
 
 std::shared_ptr<PreTrainedModelImpl> make_bert(const PreTrainedConfig& config, ModelTask task) {
+  const std::string base = model_family(config.model_type).base_model_prefix;
   HeadSpec head;
   head.dropout = config.classifier_dropout.value_or(config.hidden_dropout_prob);
   head.output = "classifier";
   if (task == ModelTask::sequence_classification) {
-    head.dense = "bert.pooler.dense";
+    head.dense = base + ".pooler.dense";
     head.activation = "tanh";
   } else if (task == ModelTask::masked_lm) {
     head = {.dense = "cls.predictions.transform.dense",
@@ -52,7 +53,16 @@ std::shared_ptr<PreTrainedModelImpl> make_bert(const PreTrainedConfig& config, M
             .tied = "cls.predictions.decoder.weight",
             .activation = config.activation()};
   }
-  return make_encoder_model(config, task, "bert", make_bert_encoder(config, kBertNames), head);
+  return make_encoder_model(config, task, base, make_bert_encoder(config, kBertNames), head);
+}
+
+ModelFamily bert_family(const char* model_type, const char* class_prefix) {
+  return {.model_type = model_type,
+          .class_prefix = class_prefix,
+          .base_model_prefix = model_type,
+          .make = make_bert,
+          .lora_target_modules = {"query", "value"},
+          .current_name = current_encoder_name};
 }
 
 constexpr EncoderNames kDistilBertNames = {.layers = "transformer.layer",
@@ -198,16 +208,13 @@ ModelFamily modern_bert_family() {
 Registry<ModelFamily>& family_registry() {
   static Registry<ModelFamily> registry([] {
     std::vector<ModelFamily> families = decoder_families();
-    families.push_back({.model_type = "bert",
-                        .class_prefix = "Bert",
-                        .base_model_prefix = "bert",
-                        .make = make_bert,
-                        .lora_target_modules = {"query", "value"},
-                        .current_name = current_encoder_name});
+    families.push_back(bert_family("bert", "Bert"));
+    families.push_back(bert_family("ernie", "Ernie"));
     families.push_back(distilbert_family());
     families.push_back(modern_bert_family());
     families.push_back(roberta_family("roberta", "Roberta", 50265));
     families.push_back(roberta_family("xlm-roberta", "XLMRoberta", 30522));
+    families.push_back(roberta_family("camembert", "Camembert", 30522));
     Registry<ModelFamily>::Values values;
     for (ModelFamily& family : families) {
       family.defaults.model_type = family.model_type;

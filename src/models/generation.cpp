@@ -110,6 +110,7 @@ class Generation {
 
   std::vector<std::vector<int64_t>> run(const StoppingCriteria& stopping_criteria) {
     while (!rows_.empty()) {
+      renew_cache();
       const at::Tensor tokens = next_tokens();
       for (size_t row = 0; row < rows_.size(); ++row) {
         Generated& one = all_[rows_[row]];
@@ -162,6 +163,18 @@ class Generation {
             .past_key_values = cache_,
             .logits_to_keep = 1};
   }
+  void renew_cache() {
+    const int64_t limit = model_->cache_limit();
+    const bool above =
+        limit > 0 && std::ranges::any_of(rows_, [&](size_t row) {
+          return longest_ - longest_prompt_ + static_cast<int64_t>(all_[row].prompt_tokens) ==
+                 limit + 1;
+        });
+    if (cache_ && above) {
+      cache_ = std::make_shared<KeyValueCache>();
+    }
+  }
+
   at::Tensor next_tokens() {
     at::Tensor scores = model_->forward(inputs()).logits.select(1, -1).to(at::kFloat);
     if (config_.vocab_size > 0) {

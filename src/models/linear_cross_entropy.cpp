@@ -71,7 +71,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
                                                 const at::Tensor& hidden, const at::Tensor& weight,
                                                 const at::Tensor& labels, int64_t step,
-                                                bool of_hidden, bool of_weight) {
+                                                bool of_hidden, bool of_weight, double softcap) {
     const auto narrow = autocast_dtype(hidden.device().type());
     const at::Tensor x = narrow ? hidden.to(*narrow) : hidden;
     const at::Tensor w = narrow ? weight.to(*narrow) : weight;
@@ -88,8 +88,17 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
       const int64_t tokens = std::min(step, x.size(0) - begin);
       const at::Tensor part = x.narrow(0, begin, tokens);
       const at::Tensor gradient = fast_linear(part, w);
+      at::Tensor bend; // tanh's derivative
+      if (softcap > 0) {
+        gradient.div_(softcap).tanh_();
+        bend = 1 - gradient.square();
+        gradient.mul_(softcap);
+      }
       take_losses(gradient, labels.narrow(0, begin, tokens), losses.narrow(0, begin, tokens),
                   of_hidden || of_weight);
+      if (softcap > 0) {
+        gradient.mul_(bend);
+      }
       if (of_hidden) {
         x_gradient.narrow(0, begin, tokens).copy_(fast_linear(gradient, w.t()));
       }
@@ -134,7 +143,7 @@ class SlicedLoss : public torch::autograd::Function<SlicedLoss> {
     if (!again) {
       context->saved_data.clear();
     }
-    return {of_hidden, of_weight, {}, {}, {}, {}};
+    return {of_hidden, of_weight, {}, {}, {}, {}, {}};
   }
 };
 
@@ -178,7 +187,8 @@ static void check_loss_inputs(const at::Tensor& hidden, const at::Tensor& weight
 } // namespace detail
 
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
-                                        const at::Tensor& labels, int64_t slice_bytes) {
+                                        const at::Tensor& labels, int64_t slice_bytes,
+                                        double softcap) {
   detail::check_loss_inputs(hidden, weight, labels);
   const bool graph = at::GradMode::is_enabled();
   at::Tensor rows = hidden.reshape({-1, hidden.size(-1)}), truth = labels.reshape({-1});
@@ -189,7 +199,7 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
   }
   const auto made = detail::SlicedLoss::apply(
       rows, weight, truth, detail::slice_tokens(weight.size(0), slice_bytes),
-      graph && hidden.requires_grad(), graph && weight.requires_grad());
+      graph && hidden.requires_grad(), graph && weight.requires_grad(), softcap);
   const at::Tensor losses =
       kept.defined() ? made[1].new_zeros({labels.numel()}).index_copy_(0, kept, made[1]) : made[1];
   return {.loss_sum = made[0], .token_losses = losses.view(labels.sizes())};

@@ -23,8 +23,7 @@ struct ModernBertOptions {
 
   std::vector<bool> local{}; // [block]
   int64_t window = 0; // tokens to each side
-  double global_theta = 160'000;
-  double local_theta = 10'000;
+  RotaryOptions global{}, near{};
   double embedding_dropout = 0;
   bool norm_bias = false;
   bool attention_bias = false;
@@ -35,34 +34,16 @@ struct ModernBertOptions {
   throw InputError("models::ModernBert", "config.json: " + what, expected);
 }
 
-// Older files have global_rope_theta and local_rope_theta, newer ones rope_parameters.
-static double rope_theta(const nlohmann::json& options, const char* type, const char* old_key,
-                         double fallback) {
-  const auto parameters = family_object(options, "rope_parameters");
-  for (const auto& [key, value] : parameters.items()) {
-    if (!value.is_object() && !value.is_null()) { // one for all types of layers
-      throw_modern_bert("rope_parameters has " + key, "an object for each type of layer");
-    }
-  }
-  const auto of_type = family_object(parameters, type);
-  check_known_keys("models::pretrained", "config.json", "config.json", "rope_parameters:modernbert",
-                   parameters);
-  check_known_keys("models::pretrained", "config.json", "config.json", "rope_parameters", of_type);
-  const auto kind = family_option<std::string>(of_type, "rope_type", "default");
-  const double theta =
-      family_option(of_type, "rope_theta", family_option(options, old_key, fallback));
-  if (kind != "default" || !(theta > 0)) {
-    throw_modern_bert("rope_type=" + kind + ", rope_theta=" + std::to_string(theta),
-                      "\"default\", and a positive rope_theta");
-  }
-  return theta;
-}
-
 ModernBertOptions::ModernBertOptions(const PreTrainedConfig& config) {
   const auto options = parse_json("models::ModernBert", "other_keys", config.other_keys);
   window = family_option<int64_t>(options, "local_attention", 128) / 2;
-  global_theta = rope_theta(options, "full_attention", "global_rope_theta", global_theta);
-  local_theta = rope_theta(options, "sliding_attention", "local_rope_theta", local_theta);
+  const auto rotary = [&](const char* layers, const char* old_theta, double theta) {
+    return RotaryOptions::of_layers(options, config.model_type, layers, old_theta,
+                                    config.max_position_embeddings,
+                                    config.hidden_size / config.num_attention_heads, theta);
+  };
+  global = rotary("full_attention", "global_rope_theta", 160'000);
+  near = rotary("sliding_attention", "local_rope_theta", 10'000);
   embedding_dropout = family_option(options, "embedding_dropout", 0.0);
   norm_bias = family_option(options, "norm_bias", false);
   attention_bias = family_option(options, "attention_bias", false);
@@ -132,13 +113,13 @@ at::Tensor ModernBertLayerImpl::forward(at::Tensor hidden, at::Tensor mask, at::
   const auto qkv =
       linear_of(qkv_, attn_norm_.is_empty() ? hidden : attn_norm_->forward(hidden)).chunk(3, -1);
   at::Tensor query = qkv[0];
-  if (first_token_only) { // its angle is 0
+  if (first_token_only) {
     query = query.narrow(1, 0, 1).contiguous();
     hidden = hidden.narrow(1, 0, 1).contiguous();
     mask = mask.defined() ? mask.narrow(2, 0, 1) : mask;
-  } else {
-    query = rotated(query, cosines, sines, heads_);
   }
+  const int64_t asking = query.size(1);
+  query = rotated(query, cosines.slice(0, 0, asking), sines.slice(0, 0, asking), heads_);
   const at::Tensor context = self_attention(query, rotated(qkv[1], cosines, sines, heads_), qkv[2],
                                             mask, heads_, p, eager_);
   hidden = dropout_add(linear_of(attn_output_, context), hidden, p);
@@ -201,8 +182,8 @@ at::Tensor ModernBertEncoder::encode(const ModelInputs& inputs, bool first_token
     masks[1] = additive_mask(ignored.defined() ? far | ignored : far, hidden);
   }
   const at::Tensor positions = at::arange(tokens, inputs.input_ids.options());
-  const RotaryTable tables[2] = {{{.theta = options_.global_theta}, positions, head_width_, hidden},
-                                 {{.theta = options_.local_theta}, positions, head_width_, hidden}};
+  const RotaryTable tables[2] = {{options_.global, positions, head_width_, hidden},
+                                 {options_.near, positions, head_width_, hidden}};
   for (size_t i = 0; i < layers_->size(); ++i) {
     const size_t local = options_.local[i] ? 1 : 0;
     hidden =

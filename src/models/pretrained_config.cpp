@@ -11,6 +11,7 @@
 #include "hasten/models/lora.h"
 #include "hasten/models/model_family.h"
 #include "hasten/text/pretrained_folder.h"
+#include "rotary.h"
 
 namespace hasten {
 
@@ -151,6 +152,11 @@ std::string_view task_name(ModelTask task) {
 }
 
 int64_t PreTrainedConfig::max_tokens() const {
+  if (other_keys.find("\"dynamic\"") !=
+      std::string::npos) { // rotary positions that grow with a text
+    const auto options = parse_json(detail::kConfigWhere, "other_keys", other_keys);
+    return detail::RotaryOptions::of(options, max_position_embeddings, 4).longest();
+  }
   const bool after_padding = model_family(model_type).positions_after_padding;
   return max_position_embeddings - (after_padding ? pad_token_id + 1 : 0);
 }

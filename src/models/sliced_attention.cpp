@@ -37,6 +37,10 @@ at::Tensor heads_last(const at::Tensor& x, int64_t tokens) {
   return x.narrow(2, 0, tokens).transpose(1, 2).reshape({x.size(0), tokens, x.size(1) * x.size(3)});
 }
 
+at::Tensor softcapped(const at::Tensor& x, double softcap) {
+  return softcap > 0 ? (x / softcap).tanh() * softcap : x;
+}
+
 std::optional<at::Tensor> fp32_mask(const at::Tensor& mask) {
   return mask.defined() ? std::optional(mask.to(at::kFloat).contiguous()) : std::nullopt;
 }
@@ -71,7 +75,8 @@ class SlicedScores {
         seed_(seed),
         shared_by_(options.heads / options.key_value_heads),
         narrow_(q_.scalar_type() == at::kBFloat16),
-        scale_(static_cast<float>(1.0 / std::sqrt(static_cast<double>(q_.size(3))))) {}
+        product_scale_(static_cast<float>(1.0 / std::sqrt(static_cast<double>(q_.size(3))))),
+        scale_(options.softcap > 0 ? 1.0f : product_scale_) {}
 
   at::Tensor forward() const {
     at::Tensor out = at::empty_like(q_);
@@ -100,6 +105,9 @@ class SlicedScores {
       for_rows_of(slice, [&](const ScoreRow& row, int64_t offset, const BlockDropout& dropout) {
         softmax_backward_row(narrow_, at_offset(p, offset), dropout, row, at_offset(s, offset));
       });
+      if (options_.softcap > 0) { // tanh's derivative, of the scores again
+        s.mul_((1 - (scores_of(slice) / options_.softcap).square()) * product_scale_);
+      }
       put(q_gradient, slice, at::bmm(s, keys_of(k_, slice)));
       add(k_sum, slice, at::bmm(s.transpose(1, 2), queries_of(q_, slice)));
       if (slice.end == q_.size(2)) {
@@ -141,9 +149,14 @@ class SlicedScores {
     sum.narrow(1, 0, slice.keys).add_(values);
   }
 
-  at::Tensor probabilities(const AttentionSlice& slice) const {
-    const at::Tensor scores =
+  at::Tensor scores_of(const AttentionSlice& slice) const {
+    const at::Tensor products =
         at::bmm(queries_of(q_, slice), keys_of(k_, slice).transpose(1, 2)).contiguous();
+    return options_.softcap > 0 ? softcapped(products * product_scale_, options_.softcap)
+                                : products;
+  }
+  at::Tensor probabilities(const AttentionSlice& slice) const {
+    const at::Tensor scores = scores_of(slice);
     // Not in place, because an operator policy may keep the product's result.
     const at::Tensor p = at::empty_like(scores);
     for_rows_of(slice, [&](const ScoreRow& row, int64_t offset, const BlockDropout&) {
@@ -203,7 +216,8 @@ class SlicedScores {
   uint64_t seed_;
   int64_t shared_by_;
   bool narrow_;
-  float scale_;
+  float product_scale_; // of products of queries and keys
+  float scale_; // of what scores_of returns
 };
 
 class SlicedAttention : public torch::autograd::Function<SlicedAttention> {
@@ -223,6 +237,7 @@ class SlicedAttention : public torch::autograd::Function<SlicedAttention> {
         options.heads, options.key_value_heads,   options.causal ? 1 : 0, queries,
         keys,          static_cast<int64_t>(seed)};
     context->saved_data["dropout"] = options.dropout;
+    context->saved_data["softcap"] = options.softcap;
     const SlicedScores scores(q, k, v, mask.value_or(at::Tensor()), options, queries, keys, seed);
     return heads_last(scores.forward(), queries);
   }
@@ -235,6 +250,7 @@ class SlicedAttention : public torch::autograd::Function<SlicedAttention> {
     const AttentionOptions options{.heads = numbers[0],
                                    .key_value_heads = numbers[1],
                                    .dropout = context->saved_data["dropout"].toDouble(),
+                                   .softcap = context->saved_data["softcap"].toDouble(),
                                    .causal = numbers[2] == 1};
     const int64_t queries = numbers[3], keys = numbers[4];
     const SlicedScores scores(saved[0], saved[1], saved[2], saved[3], options, queries, keys,

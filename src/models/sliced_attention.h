@@ -13,6 +13,8 @@ struct AttentionOptions {
   /// A divisor of heads, each of which serves several heads of queries.
   int64_t key_value_heads = 1;
   double dropout = 0;
+  /// Scores become softcap * tanh(scores / softcap), before the mask. 0: they stay.
+  double softcap = 0;
   /// A query attends only to keys up to its own place. Q = T.
   bool causal = false;
 };
@@ -31,6 +33,8 @@ void refuse_second_derivative();
 
 /// x [B, T, heads * width] as [B, heads, padded, width], contiguous; tokens from T on are zeros.
 at::Tensor heads_first(const at::Tensor& x, int64_t heads, int64_t padded);
+/// softcap * tanh(x / softcap); x where softcap is 0.
+at::Tensor softcapped(const at::Tensor& x, double softcap);
 /// An additive mask as the kernels of a CPU read it; nullopt if it is undefined.
 std::optional<at::Tensor> fp32_mask(const at::Tensor& mask);
 /// The first `tokens` of x [B, heads, T, width] as [B, tokens, heads * width].

@@ -19,10 +19,19 @@ struct ClassOfModel {
   bool always; // also where tokenizer_config.json names another: published files name wrong ones
 };
 constexpr ClassOfModel kClassesOfModels[] = {
-    {"bert", "BertTokenizer", false},       {"distilbert", "BertTokenizer", false},
-    {"gpt2", "GPT2Tokenizer", false},       {"modernbert", "", true},
-    {"qwen2", "Qwen2Tokenizer", true},      {"qwen3", "Qwen2Tokenizer", false},
-    {"roberta", "RobertaTokenizer", false}, {"xlm-roberta", "XLMRobertaTokenizer", false},
+    {"bert", "BertTokenizer", false},
+    {"distilbert", "BertTokenizer", false},
+    {"ernie", "BertTokenizer", false},
+    {"gpt2", "GPT2Tokenizer", false},
+    {"ministral", "", true},
+    {"ministral3", "", true},
+    {"mistral", "", true},
+    {"modernbert", "", true},
+    {"phi3", "", true},
+    {"qwen2", "Qwen2Tokenizer", true},
+    {"qwen3", "Qwen2Tokenizer", false},
+    {"roberta", "RobertaTokenizer", false},
+    {"xlm-roberta", "XLMRobertaTokenizer", false},
 };
 constexpr std::string_view kClasses[] = {"BertTokenizer",    "GPT2Tokenizer",
                                          "LlamaTokenizer",   "Qwen2Tokenizer",

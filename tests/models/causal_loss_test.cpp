@@ -8,6 +8,7 @@
 #include "hasten/base/json.h"
 #include "hasten/core/autocast.h"
 #include "hasten/models/linear_cross_entropy.h"
+#include "hasten/models/model_family.h"
 #include "small_family.h"
 #include "support/error_of.h"
 
@@ -115,7 +116,7 @@ TEST_F(CausalLoss, WrongShapesAndLabelsAreErrors) {
 }
 
 TEST_F(CausalLoss, AModelsLossIsThatOfItsLogits) {
-  for (const std::string type : {"gpt2", "llama", "qwen3"}) { // tied, and not
+  for (const std::string type : {"gpt2", "llama", "qwen3", "gemma2"}) { // tied, not, softcapped
     SCOPED_TRACE(type);
     torch::manual_seed(7);
     PreTrainedModel model = model_from_config(small_config(type), ModelTask::causal_lm);
@@ -179,14 +180,19 @@ TEST_F(CausalLoss, TextsThatShareARowHaveTheLossesOfTransformers) {
 }
 
 TEST_F(CausalLoss, ATextDoesNotDependOnItsNeighbours) {
-  for (const std::string type : {"gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3"}) {
+  std::vector<PreTrainedModel> models{golden_model("llama_dynamic"), golden_model("phi3_longrope")};
+  for (const std::string& type : model_types()) {
+    if (model_family(type).tasks.front() == ModelTask::causal_lm && !type.starts_with("test_")) {
+      models.push_back(model_from_config(small_config(type), ModelTask::causal_lm));
+    }
+  }
+  for (PreTrainedModel& model : models) {
     for (const bool narrow : {false, true}) {
-      SCOPED_TRACE(type);
-      PreTrainedModel model = model_from_config(small_config(type), ModelTask::causal_lm);
+      SCOPED_TRACE(model->config().model_type);
       model->eval();
       const torch::NoGradGuard no_grad;
       const Autocast autocast({.enabled = narrow});
-      const at::Tensor ids = torch::randint(4, kSmallVocab, {1, 20});
+      const at::Tensor ids = torch::randint(4, kGoldenVocab, {1, 20});
       at::Tensor other = ids.clone();
       other.slice(1, 0, 6).remainder_(4).add_(7); // the first and the last of three texts
       other.slice(1, 13).remainder_(5).add_(3);

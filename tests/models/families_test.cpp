@@ -143,7 +143,7 @@ TEST_P(Families, GradientsInBf16FollowThoseInFp32) {
       return torch::cat(flat);
     };
     const Tensor wide = gradient(false);
-    EXPECT_LT(((gradient(true) - wide).norm() / wide.norm()).item<double>(), 0.05)
+    EXPECT_LT(((gradient(true) - wide).norm() / wide.norm()).item<double>(), 0.08)
         << task_name(task);
   }
 }
@@ -226,8 +226,9 @@ TEST_P(Families, APretrainedLanguageModelGetsANewHeadThatIsNamed) {
 }
 
 TEST_P(Families, AClassifierOfAnotherTaskIsNoClassifierOfThis) {
-  if (language_task() == ModelTask::causal_lm) {
-    GTEST_SKIP() << "decoders have one kind of classifier";
+  const auto& tasks = model_family(GetParam()).tasks;
+  if (std::ranges::find(tasks, ModelTask::token_classification) == tasks.end()) {
+    GTEST_SKIP() << "it has one kind of classifier";
   }
   const TemporaryFolder folder;
   make(0, ModelTask::token_classification)->save_pretrained(folder.path());
@@ -302,8 +303,24 @@ TEST(ModelFamily, OptionsThatGiveOtherResultsAreRefusedByName) {
       {error_with("smollm3", "no_rope_layer_interval", 0), "no_rope_layer_interval=0"},
       {error_with("modernbert", "layer_types", {"full_attention"}), "num_hidden_layers=3"},
       {error_with("bert", "quantization_config", {{"bits", 4}}), "quantization_config="},
-      {error_with("llama", "rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}),
-       "rope_type=yarn"},
+      {error_with("llama", "rope_scaling", {{"rope_type", "proportional"}}),
+       "rope_type=proportional"},
+      {error_with("llama", "rope_scaling", {{"rope_type", "yarn"}}),
+       "Expected factor of this type"},
+      {error_with("llama", "rope_scaling",
+                  {{"rope_type", "yarn"}, {"factor", 2.0}, {"beta_fast", 0.5}}),
+       "\"beta_fast\":0.5"},
+      {error_with("phi3", "rope_scaling",
+                  {{"type", "su"}, {"short_factor", {1.0}}, {"long_factor", {1.0, 2.0}}}),
+       "Expected 6 positive numbers in short_factor"},
+      {error_with("phi3", "partial_rotary_factor", 0.25), "rotates an even number of elements"},
+      {error_with("gemma3_text", "rope_parameters", {{"rope_theta", 10.0}}),
+       "rope_parameters has rope_theta"},
+      {error_with("gemma3_text", "sliding_window_pattern", 0), "sliding_window_pattern=0"},
+      {error_with("gemma2", "use_bidirectional_attention", true),
+       "use_bidirectional_attention=true"},
+      {error_with("gemma2", "query_pre_attn_scalar", 0), "query_pre_attn_scalar=0"},
+      {error_with("ministral", "sliding_window", nullptr), ""},
       {error_with("gpt2", "scale_attn_by_inverse_layer_idx", true),
        "scale_attn_by_inverse_layer_idx=true"},
   };

@@ -34,6 +34,9 @@ Tensor reference(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   const Tensor keys = split(k, options.key_value_heads);
   Tensor scores = split(q, options.heads).matmul(keys.transpose(2, 3)) /
                   std::sqrt(static_cast<double>(keys.size(3)));
+  if (options.softcap > 0) {
+    scores = (scores / options.softcap).tanh() * options.softcap;
+  }
   if (mask.defined()) {
     scores = scores + mask;
   }
@@ -58,7 +61,8 @@ TEST_F(SlicedAttention, EqualsAttentionOnTheWholeScores) {
       {3, 1, 37, 16, {.heads = 4, .key_value_heads = 2}},
       {1, 270, 270, 8, {.heads = 6, .key_value_heads = 2, .causal = true}},
       {1, 140, 260, 8, {.heads = 3, .key_value_heads = 3}},
-      {2, 129, 129, 4, {.heads = 2, .key_value_heads = 1, .causal = true}}};
+      {2, 129, 129, 4, {.heads = 2, .key_value_heads = 1, .causal = true}},
+      {2, 129, 129, 4, {.heads = 2, .key_value_heads = 1, .softcap = 0.5, .causal = true}}};
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const SlicedCase& c : cases) {
       for (const char* masked : {"no", "texts", "both"}) {
@@ -115,7 +119,7 @@ TEST_F(SlicedAttention, DropsTheSameInBackward) {
 }
 
 TEST_F(SlicedAttention, ADecoderGivesTheSameWithAndWithoutIt) {
-  for (const char* type : {"gpt2", "qwen3", "mistral"}) {
+  for (const char* type : {"gpt2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"}) {
     SCOPED_TRACE(type);
     PreTrainedConfig config = testing_support::small_config(type);
     config.max_position_embeddings = 160;

@@ -31,6 +31,10 @@ GPT2 = dict(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=20, in
 LLAMA = SIZES | dict(num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0,
                    high_freq_factor=4.0, original_max_position_embeddings=8)
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=8)
+LONGROPE = dict(rope_type="longrope", rope_theta=100.0, short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
+GEMMA = LLAMA | dict(head_dim=12, sliding_window=4, num_hidden_layers=3, query_pre_attn_scalar=9)
+TOKENS = dict(classifier_dropout=0.0)
 # name: model_type, task, options
 CASES = {
     "bert_tokens": ("bert", TOKEN, SIZES | QUIET | dict(hidden_act="relu")),
@@ -41,6 +45,10 @@ CASES = {
     "roberta": ("roberta", SEQUENCE, SIZES | QUIET | dict(type_vocab_size=1, layer_norm_eps=1e-5)),
     "roberta_tokens": ("roberta", TOKEN, SIZES | QUIET),
     "roberta_masked": ("roberta", MASKED, SIZES | QUIET | dict(hidden_act="relu")),
+    "ernie": ("ernie", SEQUENCE, SIZES | QUIET | dict(use_task_id=True)),
+    "ernie_tokens": ("ernie", TOKEN, SIZES | QUIET),
+    "ernie_masked": ("ernie", MASKED, SIZES | QUIET),
+    "camembert_masked": ("camembert", MASKED, SIZES | QUIET | dict(type_vocab_size=1)),
     "xlm_roberta": ("xlm-roberta", SEQUENCE, SIZES | QUIET | dict(
         problem_type="regression", num_labels=1)),
     "xlm_roberta_masked": ("xlm-roberta", MASKED, SIZES | QUIET),
@@ -54,13 +62,37 @@ CASES = {
         layer_types=["sliding_attention", "full_attention"] * 2)),
     "gpt2": ("gpt2", CAUSAL, GPT2),
     "gpt2_classes": ("gpt2", SEQUENCE, GPT2 | dict(n_inner=40, activation_function="gelu")),
+    "gpt2_tokens": ("gpt2", TOKEN, GPT2 | TOKENS),
     "llama": ("llama", CAUSAL, LLAMA),
+    "llama_tokens": ("llama", TOKEN, LLAMA | TOKENS),
+    "llama_yarn": ("llama", CAUSAL, LLAMA | dict(rope_parameters=YARN)),
+    "llama_dynamic": ("llama", CAUSAL, LLAMA | dict(
+        rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=3.0), max_position_embeddings=10)),
     "llama3": ("llama", CAUSAL, LLAMA | dict(
         rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
         head_dim=6, hidden_act="gelu", num_key_value_heads=2)),
     "llama_classes": ("llama", SEQUENCE, LLAMA | dict(problem_type="multi_label_classification")),
     "mistral": ("mistral", CAUSAL, LLAMA | dict(sliding_window=4)),
     "mistral_classes": ("mistral", SEQUENCE, LLAMA | dict(head_dim=12, sliding_window=None)),
+    "ministral": ("ministral", CAUSAL, LLAMA | dict(
+        head_dim=8, sliding_window=3, layer_types=["full_attention", "sliding_attention"])),
+    "ministral_classes": ("ministral", SEQUENCE, LLAMA | dict(head_dim=8, sliding_window=3)),
+    "ministral3": ("ministral3", CAUSAL, LLAMA | dict(head_dim=8, rope_parameters=YARN | dict(
+        mscale=1.0, mscale_all_dim=0.5, beta_fast=8.0, truncate=False, llama_4_scaling_beta=0.3))),
+    "ministral3_classes": ("ministral3", SEQUENCE, LLAMA | dict(sliding_window=3, head_dim=8, rope_parameters=YARN | dict(
+        llama_4_scaling_beta=0.1, attention_factor=0.9))),
+    "phi3": ("phi3", CAUSAL, LLAMA | dict(sliding_window=5)),
+    "phi3_longrope": ("phi3", CAUSAL, LLAMA | dict(
+        rope_parameters=LONGROPE | dict(partial_rotary_factor=0.5), original_max_position_embeddings=10)),
+    "phi3_classes": ("phi3", SEQUENCE, LLAMA | dict(tie_word_embeddings=True, rope_parameters=LONGROPE | dict(
+        partial_rotary_factor=0.5, attention_factor=1.2), original_max_position_embeddings=40)),
+    "gemma2": ("gemma2", CAUSAL, GEMMA | dict(attn_logit_softcapping=0.5, final_logit_softcapping=1.5)),
+    "gemma2_classes": ("gemma2", SEQUENCE, GEMMA | dict(
+        attn_logit_softcapping=None, attention_bias=True, layer_types=["full_attention"] * 3)),
+    "gemma3": ("gemma3_text", CAUSAL, GEMMA | dict(sliding_window_pattern=2, rope_parameters=dict(
+        full_attention=dict(rope_type="linear", factor=4.0, rope_theta=500.0),
+        sliding_attention=dict(rope_type="default", rope_theta=50.0)))),
+    "gemma3_classes": ("gemma3_text", SEQUENCE, GEMMA | dict(tie_word_embeddings=False, hidden_activation="silu")),
     "smollm3": ("smollm3", CAUSAL, LLAMA | dict(no_rope_layer_interval=2)),
     "smollm3_windows": ("smollm3", CAUSAL, LLAMA | dict(
         no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3, attention_bias=True, mlp_bias=True,
@@ -143,6 +175,14 @@ def make(model_type, task, options):
     return model
 
 
+def renew(model):
+    """transformers keeps the angles of the longest text so far for shorter ones."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) == "dynamic":
+        rotary.max_seq_len_cached = rotary.original_max_seq_len
+        rotary.inv_freq = rotary.original_inv_freq
+
+
 def main():
     torch.set_num_threads(1)
     golden, metadata = {}, {}
@@ -160,6 +200,7 @@ def main():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
         losses = []
         for number, lengths in enumerate(BATCHES[1:], 1):
+            renew(model)
             loss = model(**batch(number, lengths, config, task)).loss
             losses.append(loss.detach())
             optimizer.zero_grad()

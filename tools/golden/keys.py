@@ -24,8 +24,9 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "tables" / "known_keys.inc"
-ENCODERS = ["bert", "distilbert", "roberta", "xlm-roberta", "modernbert"]
-LLAMAS = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+ENCODERS = ["bert", "ernie", "distilbert", "roberta", "xlm-roberta", "camembert", "modernbert"]
+GEMMAS = ["gemma2", "gemma3_text"]
+LLAMAS = ["llama", "mistral", "ministral", "ministral3", "phi3", *GEMMAS, "qwen2", "qwen3", "smollm3"]
 DECODERS = ["gpt2", *LLAMAS]
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 TOKENIZER_CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -98,7 +99,8 @@ def config_rows():
     refused(CONFIG, "*", is_encoder_decoder=[False], quantization_config=[], compression_config=[], per_layer_config=[],
             position_embedding_type=["absolute"])
 
-    berts = ["bert", "roberta", "xlm-roberta"]
+    berts = ["bert", "ernie", "roberta", "xlm-roberta", "camembert"]
+    used(CONFIG, "ernie", "use_task_id task_type_vocab_size")
     used(CONFIG, berts, "hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act hidden_dropout_prob "
          "attention_probs_dropout_prob max_position_embeddings type_vocab_size layer_norm_eps classifier_dropout")
     refused(CONFIG, berts, is_decoder=[False], add_cross_attention=[False])
@@ -121,18 +123,35 @@ def config_rows():
         refused(CONFIG, family + ":MaskedLM", tie_word_embeddings=[True])
 
     used(CONFIG, DECODERS, "tie_word_embeddings")
-    neutral(CONFIG, [each + ":SequenceClassification" for each in DECODERS], "tie_word_embeddings")
+    neutral(CONFIG, [each + task for each in DECODERS for task in (":SequenceClassification", ":TokenClassification")],
+            "tie_word_embeddings")
+    neutral(CONFIG, DECODERS, "classifier_dropout")
+    used(CONFIG, [each + ":TokenClassification" for each in DECODERS if each != "gemma3_text"], "classifier_dropout")
     neutral(CONFIG, DECODERS, "is_decoder")
     used(CONFIG, "gpt2", "n_embd n_layer n_head n_positions n_inner activation_function resid_pdrop embd_pdrop attn_pdrop "
          "layer_norm_epsilon hidden_size num_hidden_layers num_attention_heads max_position_embeddings")
     neutral(CONFIG, "gpt2", "n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
             "reorder_and_upcast_attn predict_special_tokens n_special afn model_parallel")
     refused(CONFIG, "gpt2", scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False])
-    used(CONFIG, LLAMAS, "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size hidden_act "
+    used(CONFIG, LLAMAS, "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
          "max_position_embeddings rms_norm_eps attention_dropout head_dim rope_parameters rope_scaling rope_theta")
     refused(CONFIG, LLAMAS, partial_rotary_factor=[1], original_max_position_embeddings=[])
     neutral(CONFIG, LLAMAS, "add_cross_attention pretraining_tp rope_interleaved is_llama_config max_sequence_length layer_norm_eps")
-    used(CONFIG, ["llama", "qwen3", "smollm3"], "attention_bias")
+    used(CONFIG, [each for each in LLAMAS if each not in GEMMAS], "hidden_act")
+    used(CONFIG, GEMMAS, "hidden_activation query_pre_attn_scalar attn_logit_softcapping layer_types sliding_window")
+    used(CONFIG, [each + ":CausalLM" for each in GEMMAS], "final_logit_softcapping")
+    neutral(CONFIG, GEMMAS, "final_logit_softcapping hidden_act mlp_bias cache_implementation use_sliding_window default_theta")
+    refused(CONFIG, GEMMAS, use_bidirectional_attention=[False])
+    refused(CONFIG, "gemma2", sliding_window_pattern=[2])
+    used(CONFIG, "gemma3_text", "sliding_window_pattern rope_local_base_freq")
+    neutral(CONFIG, "gemma3_text", "_sliding_window_pattern")
+    used(CONFIG, "phi3", "original_max_position_embeddings partial_rotary_factor resid_pdrop sliding_window")
+    neutral(CONFIG, "phi3", "embd_pdrop attention_bias mlp_bias layer_types use_sliding_window max_window_layers")
+    used(CONFIG, ["ministral", "ministral3"], "sliding_window")
+    used(CONFIG, "ministral", "layer_types")
+    neutral(CONFIG, ["ministral", "ministral3"], "attention_bias mlp_bias use_sliding_window max_window_layers")
+    neutral(CONFIG, "ministral3", "layer_types llama_4_scaling_beta")
+    used(CONFIG, ["llama", "qwen3", "smollm3", *GEMMAS], "attention_bias")
     used(CONFIG, ["llama", "smollm3"], "mlp_bias")
     neutral(CONFIG, "llama", "sliding_window use_sliding_window max_window_layers")
     neutral(CONFIG, "qwen2", "attention_bias")
@@ -143,11 +162,11 @@ def config_rows():
     neutral(CONFIG, ["qwen2", "qwen3"], "mlp_bias use_mrope seq_length")
     used(CONFIG, ["qwen2", "qwen3"], "layer_types use_sliding_window sliding_window max_window_layers")
 
-    used(CONFIG, "rope_parameters", "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings")
-    refused(CONFIG, "rope_parameters", partial_rotary_factor=[1])
-    # Of types that hasten refuses.
-    neutral(CONFIG, "rope_parameters", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor finetuned")
-    used(CONFIG, "rope_parameters:modernbert", "full_attention sliding_attention")
+    used(CONFIG, "rope_parameters", "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
+         "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor partial_rotary_factor "
+         "llama_4_scaling_beta")
+    neutral(CONFIG, "rope_parameters", "finetuned max_position_embeddings")
+    used(CONFIG, ["rope_parameters:modernbert", "rope_parameters:gemma3_text"], "full_attention sliding_attention")
 
 
 def adapter_rows():

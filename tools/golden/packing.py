@@ -13,7 +13,8 @@ import transformers
 import families
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "tests" / "golden" / "packing.json"
-CASES = [name for name, (_, task, _) in families.CASES.items() if task == families.CAUSAL]
+CASES = [name for name, (_, task, _) in families.CASES.items() if task == families.CAUSAL
+         and name not in ("llama_dynamic", "phi3_longrope")]  # there a text depends on its neighbours
 ROWS = [[5, 7, 4], [2, 14]]  # tokens of the texts in each row
 
 

@@ -24,11 +24,13 @@ struct LinearCrossEntropy {
 /// Memory: logits of about `slice_bytes` (at least 32 tokens), which become their gradients, and with
 /// gradients those of hidden and weight; if one slice has all tokens, and they are at most H, that of the
 /// logits in place of the weight's. A hidden or weight without requires_grad has none.
+/// `softcap`: the logits become softcap * tanh(logits / softcap), as Gemma 2's do; 0: they stay.
 /// Throws InputError for other shapes or dtypes, for a label outside the vocabulary (on a CPU), and in
 /// a backward with create_graph.
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                         const at::Tensor& labels,
-                                        int64_t slice_bytes = int64_t{128} << 20);
+                                        int64_t slice_bytes = int64_t{128} << 20,
+                                        double softcap = 0);
 
 /// The labels of causal_lm: each token has the next one's, the last one -100. [B, T] of [B, T].
 at::Tensor shifted_labels(const at::Tensor& labels);

@@ -98,6 +98,9 @@ class PreTrainedModelImpl : public torch::nn::Module {
   virtual bool supports_packing() { return true; }
   /// Whether logits() reads and fills past_key_values.
   virtual bool supports_cache() const { return false; }
+  /// With more tokens a text's keys and values are other ones (the long factors of Phi-3), so that generate()
+  /// computes those in the cache again. 0: never.
+  virtual int64_t cache_limit() const { return 0; }
   /// Draws new values for a parameter, without gradient: normal(0, initializer_range) for matrices,
   /// 0 for biases, 1 for other vectors. Draws from torch's default generator.
   virtual void init_weight(const std::string& name, const at::Tensor& weight);
