@@ -28,6 +28,15 @@ MODELS = {
     "llama": LLAMA | dict(rope_parameters=dict(
         rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
         high_freq_factor=4.0, original_max_position_embeddings=64)),
+    "mistral": LLAMA | dict(sliding_window=16),
+    "ministral3": LLAMA | dict(head_dim=32),
+    "phi3": LLAMA | dict(pad_token_id=0, original_max_position_embeddings=40, rope_parameters=dict(
+        rope_type="longrope", short_factor=[1.0 + i / 8 for i in range(8)],
+        long_factor=[1.0 + i for i in range(8)], partial_rotary_factor=0.5)),
+    "gemma2": LLAMA | dict(head_dim=32, sliding_window=16, tie_word_embeddings=False),
+    "gemma3_text": LLAMA | dict(
+        head_dim=32, sliding_window=16, sliding_window_pattern=2, tie_word_embeddings=False),
+    "smollm3": LLAMA | dict(pad_token_id=0),
     "qwen2": LLAMA,
     "qwen3": LLAMA | dict(head_dim=48),
 }
@@ -85,12 +94,13 @@ def main():
             tokenizer.save_pretrained(folder)
             (folder / "prompts.jsonl").write_text(
                 "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-            wanted = [theirs(model, tokenizer, prompt) for prompt in prompts]
+            read = transformers.AutoTokenizer.from_pretrained(folder)  # by its class
+            wanted = [theirs(model, read, prompt) for prompt in prompts]
             for way in ([], ["--no-cache"], ["--batch-size", "1"]):
                 answers = ours(options.program, folder, prompts, way)
                 wrong = [i for i, answer in enumerate(answers)
                          if answer["token_ids"] != wanted[i] or answer["generated_text"] !=
-                         tokenizer.decode(wanted[i], skip_special_tokens=True)]
+                         read.decode(wanted[i], skip_special_tokens=True)]
                 print(f"  {model_type} {' '.join(way) or 'with cache'}: "
                       f"{len(answers) - len(wrong)} of {len(prompts)} prompts equal, "
                       f"{len(set(sum(wanted, [])))} tokens seen")
