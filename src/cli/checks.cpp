@@ -201,6 +201,10 @@ nlohmann::json described_inputs(const TrainCommand& command) {
                    {"lora_alpha", command.lora.alpha},
                    {"lora_dropout", command.lora.dropout},
                    {"lora_target_modules", command.lora.target_modules},
+                   {"lora_layers",
+                    {command.lora.exclude_modules, command.lora.layers_to_transform,
+                     command.lora.rank_pattern, command.lora.alpha_pattern, command.lora.bias,
+                     command.lora.use_dora}},
                    {"lora_modules_to_save", command.lora.modules_to_save}});
   }
   return inputs;

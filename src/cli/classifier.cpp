@@ -180,11 +180,18 @@ std::optional<LoraConfig> lora_config(const LoraFlags& flags) {
   const auto names = [](const std::string& text) {
     return text.empty() ? std::vector<std::string>() : split(text);
   };
-  return LoraConfig{.r = flags.r,
-                    .lora_alpha = flags.alpha,
-                    .lora_dropout = flags.dropout,
-                    .target_modules = names(flags.target_modules),
-                    .modules_to_save = names(flags.modules_to_save)};
+  return LoraConfig{
+      .r = flags.r,
+      .lora_alpha = flags.alpha,
+      .lora_dropout = flags.dropout,
+      .target_modules = names(flags.target_modules),
+      .exclude_modules = names(flags.exclude_modules),
+      .layers_to_transform = {flags.layers_to_transform.begin(), flags.layers_to_transform.end()},
+      .modules_to_save = names(flags.modules_to_save),
+      .rank_pattern = flags.rank_pattern,
+      .alpha_pattern = flags.alpha_pattern,
+      .bias = flags.bias,
+      .use_dora = flags.use_dora};
 }
 
 ModelFiles classifier_files(PreTrainedModel model, Tokenizer tokenizer,

@@ -7,7 +7,9 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <variant>
 #include <vector>
@@ -55,7 +57,14 @@ struct LoraFlags {
   double dropout = 0;
   /// Names with commas, or all-linear; empty: by the model's type.
   std::string target_modules{};
+  std::string exclude_modules{};
+  std::set<int> layers_to_transform{};
   std::string modules_to_save{};
+  std::map<std::string, int64_t> rank_pattern{};
+  std::map<std::string, double> alpha_pattern{};
+  std::string bias = "none";
+  bool use_dora = false;
+  bool operator==(const LoraFlags&) const = default;
 };
 
 /// hasten train: fine-tunes a model for a task.

@@ -6,6 +6,7 @@
 #include <CLI/Config.hpp>
 #include <CLI/Formatter.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -55,6 +56,14 @@ bool read_flag(const std::string& text, GradientCheckpointing& value);
 bool read_flag(const std::string& text, RankStreams& value);
 /// Ranks: "0,2".
 bool read_flag(const std::string& text, std::set<int>& value);
+/// "NAME=1,OTHER=2".
+template <typename Number>
+bool read_flag(const std::string& text, std::map<std::string, Number>& value) {
+  return std::ranges::all_of(split(text), [&](const std::string& item) {
+    const size_t at = item.rfind('=');
+    return at != std::string::npos && read_flag(item.substr(at + 1), value[item.substr(0, at)]);
+  });
+}
 /// Signals: "SIGTERM,SIGINT".
 bool read_flag(const std::string& text, std::vector<int>& value);
 
@@ -82,6 +91,9 @@ std::string flag_text(const T& value) {
     return joined(mapped(value, [](int rank) { return std::to_string(rank); }), ",");
   } else if constexpr (std::is_same_v<T, std::vector<int>>) {
     return signal_names(value);
+  } else if constexpr (requires { typename T::mapped_type; }) {
+    return joined(
+        mapped(value, [](const auto& of) { return of.first + "=" + flag_text(of.second); }), ",");
   } else {
     return value;
   }
@@ -102,9 +114,11 @@ std::string flag_expectation() {
   } else if constexpr (std::is_same_v<T, RankStreams>) {
     return "0, 1 (stdout), 2 (stderr) or 3 (both), or for some ranks, e.g. 0:3,1:2";
   } else if constexpr (std::is_same_v<T, std::set<int>>) {
-    return "ranks, e.g. 0,1";
+    return "numbers, e.g. 0,1";
   } else if constexpr (std::is_same_v<T, std::vector<int>>) {
     return "names of signals that the launcher can pass on, e.g. SIGTERM,SIGINT,SIGHUP,SIGUSR1";
+  } else if constexpr (requires { typename T::mapped_type; }) {
+    return "numbers by pattern, e.g. q_proj=16,v_proj=4";
   } else {
     return std::is_same_v<T, bool>       ? "true or false"
            : std::is_same_v<T, double>   ? "a number"

@@ -82,26 +82,30 @@ void declare_lora(FlagTable& flags, LoraFlags& lora) {
   flags.value("--lora-target-modules", lora.target_modules, "NAME,...",
               "linear layers to adapt, by name or end of name; all-linear: all but the head "
               "(default: PEFT's choice for the model's type, such as query,value)");
+  flags.value("--lora-exclude-modules", lora.exclude_modules, "NAME,...",
+              "layers that stay as they are, by the same rule");
+  flags.value("--lora-layers-to-transform", lora.layers_to_transform, "N,...",
+              "numbers of the blocks to adapt; without it all");
+  flags.value("--lora-rank-pattern", lora.rank_pattern, "PATTERN=RANK,...",
+              "other ranks, by regular expressions of names or of their ends");
+  flags.value("--lora-alpha-pattern", lora.alpha_pattern, "PATTERN=ALPHA,...", "other alphas");
+  flags.value("--lora-bias", lora.bias, "NAME",
+              "biases to train: none, all, or lora_only, those of adapted layers");
+  flags.flag("--lora-use-dora", lora.use_dora,
+             "train the lengths of the weights' rows, too (DoRA)");
   flags.value("--lora-modules-to-save", lora.modules_to_save, "NAME,...",
               "modules to train whole and save with the adapter; a classifier's head always is");
 }
 
 void check_lora(const FlagTable& flags, const LoraFlags& lora) {
-  const LoraFlags none;
   flags.require(!flags.written("--lora-r") || lora.r > 0, "--lora-r=" + std::to_string(lora.r),
                 "at least 1", "leave it out to train all weights");
   flags.require(std::isfinite(lora.alpha) && lora.alpha > 0,
                 "--lora-alpha=" + flag_text(lora.alpha), "a positive number");
   flags.require(lora.dropout >= 0 && lora.dropout < 1, "--lora-dropout=" + flag_text(lora.dropout),
                 "from 0 to below 1");
-  for (const auto& [name, set] :
-       {std::pair("--lora-alpha", lora.alpha != none.alpha),
-        std::pair("--lora-dropout", lora.dropout != none.dropout),
-        std::pair("--lora-target-modules", !lora.target_modules.empty()),
-        std::pair("--lora-modules-to-save", !lora.modules_to_save.empty())}) {
-    flags.require(lora.r > 0 || (!set && !flags.written(name)),
-                  std::string(name) + " without --lora-r", "--lora-r RANK, such as --lora-r 8");
-  }
+  flags.require(lora.r > 0 || lora == LoraFlags(), "--lora-r is missing",
+                "--lora-r RANK, such as --lora-r 8, with the other flags of LoRA");
 }
 
 void declare_precision(FlagTable& flags, TrainingArguments& a) {

@@ -13,6 +13,7 @@
 #include "hasten/base/text.h"
 #include "hasten/core/autocast.h"
 #include "hasten/core/block_call.h"
+#include "lora_layer.h"
 #include "rotary.h"
 
 namespace hasten::detail {
@@ -354,8 +355,10 @@ class DecoderModel : public PreTrainedModelImpl {
     return output_->weight;
   }
   LinearCrossEntropy next_token_loss(const ModelInputs& inputs, const at::Tensor& labels) override {
-    return linear_cross_entropy(decode(inputs), output_weight(), labels, int64_t{128} << 20,
-                                options_.output_softcap);
+    return lora_mark(output_weight())
+               ? PreTrainedModelImpl::next_token_loss(inputs, labels)
+               : linear_cross_entropy(decode(inputs), output_weight(), labels, int64_t{128} << 20,
+                                      options_.output_softcap);
   }
 
  private:

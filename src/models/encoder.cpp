@@ -64,8 +64,7 @@ at::Tensor product_of(const Activation& activation, const at::Tensor& x, const a
     const BaseProducts alone;
     const at::Tensor product = takes_few_rows(read, weight) ? few_rows_linear(read, weight, bias)
                                                             : fast_linear(read, weight, bias);
-    const at::Tensor update = lora_update(*mark, read);
-    return update.defined() ? product + update.to(product.scalar_type()) : product;
+    return with_adapter(*mark, read, product, bias);
   }
   return takes_few_rows(x, weight) ? few_rows_linear(activation(x), weight, bias)
                                    : fast_linear(activation, x, weight, bias);

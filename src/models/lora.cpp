@@ -44,6 +44,41 @@ bool inside_modules(const std::string& path, const std::vector<std::string>& nam
   });
 }
 
+/// Python's re.fullmatch. Throws InputError for a pattern that only Python has.
+static bool matches_pattern(const char* key, const std::string& pattern, const std::string& name) {
+  try {
+    return std::regex_match(name, std::regex(pattern));
+  } catch (const std::regex_error& error) {
+    throw InputError("models::LoraConfig",
+                     std::string(key) + ": " + shortened(pattern, 200) + ": " + error.what(),
+                     "a regular expression that std::regex has, too");
+  }
+}
+
+// PEFT's get_pattern_key.
+template <typename Value>
+Value value_of_pattern(const char* key, const std::map<std::string, Value>& patterns,
+                       const std::string& module, Value otherwise) {
+  const auto found = std::ranges::find_if(patterns, [&](const auto& each) {
+    return matches_pattern(key, "(.*\\.)?(" + each.first + ")", module);
+  });
+  return found == patterns.end() ? otherwise : found->second;
+}
+
+// PEFT's check_target_module_exists. The number of a block is the first one after two names.
+static bool is_target(const std::string& module, const LoraConfig& config) {
+  static const std::regex number(R"(.*?\.[^.]*\.(\d+)\..*)");
+  const auto& layers = config.layers_to_transform;
+  std::smatch found;
+  return !matches_module(module, config.exclude_modules) &&
+         !inside_modules(module, config.modules_to_save) &&
+         (std::ranges::count(config.target_modules, module) > 0 ||
+          (matches_module(module, config.target_modules) &&
+           (layers.empty() ||
+            (std::regex_match(module, found, number) &&
+             std::ranges::count(layers, parse_number<int64_t>(found.str(1))) > 0))));
+}
+
 // The last parts of the layers' names, once each: what a user would name.
 static std::string layer_names(const std::vector<LinearPlace>& places) {
   std::set<std::string> names;
@@ -55,7 +90,7 @@ static std::string layer_names(const std::vector<LinearPlace>& places) {
 }
 
 static bool is_adapted(const LinearPlace& place) {
-  return place.module->named_children().contains("lora_A");
+  return lora_mark(place.weight, place.embedding) != nullptr;
 }
 
 static std::vector<LinearPlace> adapted_places(const torch::nn::Module& model) {
@@ -77,9 +112,10 @@ static std::vector<LinearPlace> require_adapter(const torch::nn::Module& model, 
 static void untie_adapted(torch::nn::Module& model, const LoraConfig& config) {
   auto* ours = dynamic_cast<PreTrainedModelImpl*>(&model);
   const TiedWeight tied = ours != nullptr ? ours->tied_weight() : TiedWeight();
-  if (!tied.output.empty() && (inside_modules(tied.output, config.modules_to_save) ||
-                               inside_modules(tied.output, config.target_modules) ||
-                               inside_modules(tied.embeddings, config.modules_to_save))) {
+  auto names = config.modules_to_save;
+  names.insert(names.end(), config.target_modules.begin(), config.target_modules.end());
+  if (!tied.output.empty() &&
+      (inside_modules(tied.output, names) || inside_modules(tied.embeddings, names))) {
     ours->untie_weights();
   }
 }
@@ -113,12 +149,14 @@ static void complete_config(const torch::nn::Module& model, const std::vector<Li
   }
   if (config.target_modules.empty()) {
     throw InputError(kLoraWhere, "target_modules is empty",
-                     "names of linear layers: " + layer_names(places), "or \"all-linear\"");
+                     "names of linear layers and embeddings: " + layer_names(places),
+                     "or \"all-linear\"");
   }
   if (config.target_modules == std::vector<std::string>{kAllLinear}) {
     config.target_modules.clear();
     for (const LinearPlace& place : places) {
-      if (place.name != head && !inside_modules(place.name, config.modules_to_save)) {
+      if (place.name != head && !place.embedding &&
+          !inside_modules(place.name, config.modules_to_save)) {
         config.target_modules.push_back(place.name);
       }
     }
@@ -146,29 +184,42 @@ static void require_names(const torch::nn::Module& model, const std::vector<Line
         })) {
       continue;
     }
-    throw InputError(
-        kLoraWhere,
-        "target_modules: \"" + shortened(name, 200) + "\" " +
-            (exists(name) ? "is no linear layer, or is in modules_to_save" : "matches nothing"),
-        "names of linear layers: " + layer_names(places));
+    throw InputError(kLoraWhere,
+                     "target_modules: \"" + shortened(name, 200) + "\" " +
+                         (exists(name) ? "is no linear layer or embedding, or is in modules_to_save"
+                                       : "matches nothing"),
+                     "names of linear layers and embeddings: " + layer_names(places));
+  }
+  if (std::ranges::none_of(places, [&](const auto& at) { return is_target(at.name, config); })) {
+    throw InputError(kLoraWhere, "exclude_modules and layers_to_transform leave out all layers",
+                     "at least one of " + joined(config.target_modules));
   }
 }
 
 /// The tensors of an adapter's file, by PEFT's names, as the model has them.
-static NamedTensors adapter_tensors(const torch::nn::Module& model,
-                                    const std::vector<std::string>& saved) {
+static NamedTensors adapter_tensors(const torch::nn::Module& model, const LoraConfig& config) {
   NamedTensors tensors;
-  for (const auto& item : model.named_parameters()) {
-    const std::string& name = item.key();
+  const auto parameters = model.named_parameters();
+  for (const auto& item : parameters) {
+    std::string name = item.key();
     const std::string module = name.substr(0, name.rfind('.'));
-    if (matches_module(module, {"lora_A", "lora_B"}) || inside_modules(module, saved)) {
-      tensors[kAdapterPrefix + name] = item.value().detach();
+    const bool adapted = parameters.contains(module + ".lora_A.weight");
+    if (matches_module(module, {"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})) {
+      name = module; // a parameter in PEFT
+    } else if (!matches_module(module, {"lora_A", "lora_B"}) &&
+               !inside_modules(module, config.modules_to_save)) {
+      if (!("." + name).ends_with(".bias") || config.bias == "none" ||
+          (config.bias == "lora_only" && !adapted)) {
+        continue;
+      }
+      name = adapted ? module + ".base_layer.bias" : name;
     }
+    tensors[kAdapterPrefix + name] = item.value().detach();
   }
   return tensors;
 }
 
-/// The weight of an adapted layer itself, which PEFT writes for output layers: "….base_layer.weight".
+/// The weight of an adapted layer itself in an adapter's file: "….base_layer.weight".
 static at::Tensor base_weight(const torch::OrderedDict<std::string, at::Tensor>& parameters,
                               const std::string& name) {
   constexpr std::string_view kBase = ".base_layer.";
@@ -182,71 +233,22 @@ static at::Tensor base_weight(const torch::OrderedDict<std::string, at::Tensor>&
   return found == nullptr ? at::Tensor() : *found;
 }
 
-/// The layers of an adapter's file, in the order of their names.
-static std::vector<std::string> adapted_layers(const SafetensorsReader& reader) {
-  const std::string prefix = kAdapterPrefix;
-  std::set<std::string> layers;
-  for (const std::string& name : reader.names()) {
-    if (const size_t end = name.rfind(".lora_A.weight");
-        end != std::string::npos && name.starts_with(prefix)) {
-      layers.insert(name.substr(prefix.size(), end - prefix.size()));
+/// Puts names of layers in place of PEFT's patterns, which are strings in the file.
+static void take_patterns(const torch::nn::Module& model, const nlohmann::json& json,
+                          LoraConfig& config) {
+  for (auto [key, names] : {std::pair("target_modules", &config.target_modules),
+                            std::pair("exclude_modules", &config.exclude_modules)}) {
+    const auto pattern = json.value(key, nlohmann::json());
+    if (!pattern.is_string()) {
+      continue;
     }
-  }
-  return {layers.begin(), layers.end()};
-}
-
-/// The number of the block in a layer's name; -1: none.
-static int64_t block_of(const std::string& layer) {
-  const auto parts = split(layer, ".");
-  for (size_t i = parts.size() - 1; i-- > 2;) {
-    if (const auto number = parse_number<int64_t>(parts[i])) {
-      return *number;
+    for (const LinearPlace& place : linear_places(model)) {
+      if (matches_pattern(key, pattern.get<std::string>(), place.name)) {
+        names->push_back(place.name);
+      }
     }
-  }
-  return -1;
-}
-
-/// Whether Python's re.fullmatch would find it; also for a pattern that only Python has.
-static bool matches_pattern(const std::string& layer, const std::string& pattern) {
-  try {
-    return std::regex_match(layer, std::regex(pattern));
-  } catch (const std::regex_error&) {
-    return true;
-  }
-}
-
-/// PEFT gives no adapter to layers that these options leave out, whatever the file has.
-static void require_targets(const std::filesystem::path& file, const nlohmann::json& json,
-                            const SafetensorsReader& reader) {
-  const auto refuse = [&](const char* key, const std::string& layer) {
-    throw InputError(kAdapterWhere,
-                     file.string() + ": " + key + "=" + json.at(key).dump().substr(0, 200) +
-                         " leaves out " + layer + ", which the weights have",
-                     "the options with which the adapter was trained");
-  };
-  const auto targets = json.value("target_modules", nlohmann::json());
-  const bool pattern = targets.is_string() && targets != kAllLinear;
-  const auto blocks = json.value("layers_to_transform", nlohmann::json());
-  if (!(targets.is_null() || targets.is_string() || targets.is_array()) ||
-      (!blocks.is_null() && !blocks.is_array() && !blocks.is_number_integer())) {
-    throw InputError(kAdapterWhere,
-                     file.string() + ": target_modules=" + targets.dump().substr(0, 200) +
-                         ", layers_to_transform=" + blocks.dump().substr(0, 200),
-                     "names or a pattern, and numbers");
-  }
-  const auto excluded = json.value("exclude_modules", nlohmann::json());
-  for (const std::string& layer : adapted_layers(reader)) {
-    const int64_t block = block_of(layer);
-    if (blocks.is_number()
-            ? blocks != block
-            : !blocks.empty() && std::find(blocks.begin(), blocks.end(), block) == blocks.end()) {
-      refuse("layers_to_transform", layer);
-    }
-    if (pattern && !matches_pattern(layer, targets.get<std::string>())) {
-      refuse("target_modules", layer);
-    }
-    if (excluded.is_array() && matches_module(layer, excluded.get<std::vector<std::string>>())) {
-      refuse("exclude_modules", layer);
+    if (names->empty()) { // all-linear, or an error that has it
+      names->push_back(pattern);
     }
   }
 }
@@ -266,32 +268,6 @@ static T adapter_value(const nlohmann::json& json, const char* key, T fallback,
   }
 }
 
-static void merge_places(torch::nn::Module& model, bool merged, const char* where) {
-  const at::NoGradGuard no_grad;
-  const auto places = require_adapter(model, where);
-  for (const LinearPlace& place : places) {
-    if (place.weight.dim() != 2 ||
-        place.module->named_children()["lora_B"]->named_parameters()["weight"].size(0) !=
-            place.out()) {
-      throw InputError(where, "the weight of " + place.name + " is a shard", "whole parameters",
-                       "call it in Accelerator::summon_full_params");
-    }
-  }
-  for (const LinearPlace& place : places) {
-    const auto mark = lora_mark(place.weight);
-    if (!mark || mark->merged == merged) {
-      continue;
-    }
-    const auto a = mark->a.lock();
-    const auto b = mark->b.lock();
-    at::Tensor update = at::mm(b->weight, a->weight) * (merged ? mark->scaling : -mark->scaling);
-    update = place.fan_in_fan_out ? update.t() : update;
-    at::Tensor weight = place.weight;
-    weight.copy_(weight.to(update.scalar_type()) + update);
-    mark->merged = merged;
-  }
-}
-
 } // namespace detail
 
 void LoraConfig::validate() const {
@@ -305,10 +281,30 @@ void LoraConfig::validate() const {
           "a positive number");
   require(lora_dropout >= 0 && lora_dropout < 1, "lora_dropout=" + format_digits(lora_dropout),
           "from 0 to below 1");
+  require(bias == "none" || bias == "all" || bias == "lora_only", "bias=" + shortened(bias, 100),
+          "none, all or lora_only");
+  for (const auto& [pattern, rank] : rank_pattern) {
+    detail::matches_pattern("rank_pattern", pattern, "");
+    require(rank >= 1, "rank_pattern: " + pattern + "=" + std::to_string(rank), "at least 1");
+  }
+  for (const auto& [pattern, alpha] : alpha_pattern) {
+    detail::matches_pattern("alpha_pattern", pattern, "");
+    require(std::isfinite(alpha) && alpha > 0,
+            "alpha_pattern: " + pattern + "=" + format_digits(alpha), "a positive number");
+  }
+  require(
+      layers_to_transform.empty() || target_modules != std::vector<std::string>{detail::kAllLinear},
+      "layers_to_transform with target_modules=all-linear", "names of layers");
 }
 
-double LoraConfig::scaling() const {
-  return lora_alpha / (use_rslora ? std::sqrt(static_cast<double>(r)) : static_cast<double>(r));
+int64_t LoraConfig::rank(const std::string& module) const {
+  return detail::value_of_pattern("rank_pattern", rank_pattern, module, r);
+}
+
+double LoraConfig::scaling(const std::string& module) const {
+  const auto of = static_cast<double>(rank(module));
+  return detail::value_of_pattern("alpha_pattern", alpha_pattern, module, lora_alpha) /
+         (use_rslora ? std::sqrt(of) : of);
 }
 
 bool LoraConfig::is_adapter(const std::filesystem::path& folder) {
@@ -338,7 +334,7 @@ std::string LoraConfig::base_of(const std::filesystem::path& folder) {
 LoraConfig LoraConfig::from_pretrained(const std::filesystem::path& folder) {
   const auto path = folder / detail::kAdapterConfig;
   const std::string file = path.string();
-  const nlohmann::json json = read_json_file("models::LoraConfig", path);
+  nlohmann::json json = read_json_file("models::LoraConfig", path);
   const auto value = [&](const char* key, auto fallback) {
     return detail::adapter_value(json, key, fallback, file);
   };
@@ -353,18 +349,21 @@ LoraConfig LoraConfig::from_pretrained(const std::filesystem::path& folder) {
   config.lora_alpha = value("lora_alpha", config.lora_alpha);
   config.lora_dropout = value("lora_dropout", config.lora_dropout);
   config.use_rslora = value("use_rslora", false);
+  config.use_dora = value("use_dora", false);
+  config.bias = value("bias", config.bias);
+  config.rank_pattern = value("rank_pattern", config.rank_pattern);
+  config.alpha_pattern = value("alpha_pattern", config.alpha_pattern);
   config.fan_in_fan_out = value("fan_in_fan_out", false);
   config.base_model_name_or_path = value("base_model_name_or_path", std::string());
   config.task_type = value("task_type", std::string());
   config.modules_to_save = value("modules_to_save", std::vector<std::string>());
-  // A pattern has no list, and these options leave out some that match: load_adapter() takes the
-  // layers from the file.
-  const bool some =
-      json.contains("layers_to_transform") && !json.at("layers_to_transform").is_null();
-  const bool excluded = json.contains("exclude_modules") && !json.at("exclude_modules").empty();
-  if (const auto targets = json.find("target_modules");
-      targets != json.end() && targets->is_array() && !some && !excluded) {
-    config.target_modules = value("target_modules", std::vector<std::string>());
+  if (auto& blocks = json["layers_to_transform"]; blocks.is_number()) {
+    blocks = std::vector{value("layers_to_transform", int64_t{0})};
+  }
+  config.layers_to_transform = value("layers_to_transform", config.layers_to_transform);
+  for (auto [key, names] : {std::pair("target_modules", &config.target_modules),
+                            std::pair("exclude_modules", &config.exclude_modules)}) {
+    *names = json[key].is_string() ? *names : value(key, *names); // load_adapter() reads patterns
   }
   config.validate();
   return config;
@@ -392,12 +391,12 @@ LoraConfig get_peft_model(const std::shared_ptr<torch::nn::Module>& model, LoraC
   detail::require_names(*model, places, config);
   for (auto& parameter : model->named_parameters()) {
     parameter.value().requires_grad_(
-        detail::inside_modules(parameter.key(), config.modules_to_save));
+        detail::inside_modules(parameter.key(), config.modules_to_save) ||
+        (config.bias == "all" && ("." + parameter.key()).ends_with(".bias")));
   }
   config.fan_in_fan_out = false;
   for (const detail::LinearPlace& place : places) {
-    if (!detail::matches_module(place.name, config.target_modules) ||
-        detail::inside_modules(place.name, config.modules_to_save)) {
+    if (!detail::is_target(place.name, config)) {
       continue;
     }
     const at::NoGradGuard no_grad;
@@ -408,11 +407,20 @@ LoraConfig get_peft_model(const std::shared_ptr<torch::nn::Module>& model, LoraC
       linear->train(place.module->is_training());
       return linear;
     };
-    const auto a = made(place.in(), config.r);
+    const int64_t rank = config.rank(place.name);
+    const auto a = made(place.in(), rank);
     torch::nn::init::kaiming_uniform_(a->weight, std::sqrt(5.0));
-    detail::adapt_layer(place, a, made(config.r, place.out()), config.scaling(),
-                        config.lora_dropout);
-    config.fan_in_fan_out = config.fan_in_fan_out || place.fan_in_fan_out;
+    const auto b = made(rank, place.out());
+    if (place.embedding) { // as in PEFT, A is 0 at first
+      torch::nn::init::zeros_(a->weight);
+      torch::nn::init::normal_(b->weight);
+    }
+    detail::adapt_layer(place, a, b, config.scaling(place.name), config.lora_dropout,
+                        config.use_dora);
+    if (config.bias == "lora_only" && place.bias.defined()) {
+      at::Tensor(place.bias).requires_grad_(true);
+    }
+    config.fan_in_fan_out = config.fan_in_fan_out || (place.fan_in_fan_out && !place.embedding);
   }
   return config;
 }
@@ -421,34 +429,46 @@ void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
                   const std::filesystem::path& folder) {
   constexpr const char* kWhere = "models::save_adapter";
   std::vector<std::string> targets = config.target_modules; // empty: it was a pattern
+  auto tensors = detail::adapter_tensors(model, config);
+  const std::vector<std::string> names{"embed_tokens", "lm_head"};
+  const auto named = [&](const auto& name) { return std::ranges::count(targets, name) > 0; };
   for (const detail::LinearPlace& place : detail::require_adapter(model, kWhere)) {
     if (config.target_modules.empty()) {
       targets.push_back(place.name);
     }
-    if (const auto mark = detail::lora_mark(place.weight); !mark || mark->merged) {
+    if (detail::lora_mark(place.weight, place.embedding)->merged) {
       throw InputError(kWhere, "the adapter is merged",
                        "an adapter that is not merged into its base", "call unmerge_adapter first");
     }
+    // PEFT's save_embedding_layers="auto". A weight that was cast to 16 bits is not the base's.
+    if (std::ranges::any_of(names, named) && detail::matches_module(place.name, names) &&
+        place.weight.scalar_type() == at::kFloat) {
+      tensors[detail::kAdapterPrefix + place.name + ".base_layer.weight"] = place.weight.detach();
+    }
   }
-  const nlohmann::json json = {
-      {"peft_type", "LORA"},
-      {"task_type", config.task_type.empty() ? nlohmann::json() : nlohmann::json(config.task_type)},
-      {"base_model_name_or_path", config.base_model_name_or_path},
-      {"r", config.r},
-      {"lora_alpha", config.lora_alpha},
-      {"lora_dropout", config.lora_dropout},
-      {"target_modules", targets},
-      {"modules_to_save",
-       config.modules_to_save.empty() ? nlohmann::json() : nlohmann::json(config.modules_to_save)},
-      {"use_rslora", config.use_rslora},
-      {"use_dora", false},
-      {"fan_in_fan_out", config.fan_in_fan_out},
-      {"bias", "none"},
-      {"init_lora_weights", true},
-      {"inference_mode", true}};
+  const auto or_null = [](const auto& list) {
+    return list.empty() ? nlohmann::json() : nlohmann::json(list);
+  };
+  const nlohmann::json json = {{"peft_type", "LORA"},
+                               {"task_type", or_null(config.task_type)},
+                               {"base_model_name_or_path", config.base_model_name_or_path},
+                               {"r", config.r},
+                               {"lora_alpha", config.lora_alpha},
+                               {"lora_dropout", config.lora_dropout},
+                               {"target_modules", targets},
+                               {"exclude_modules", or_null(config.exclude_modules)},
+                               {"layers_to_transform", or_null(config.layers_to_transform)},
+                               {"modules_to_save", or_null(config.modules_to_save)},
+                               {"rank_pattern", config.rank_pattern},
+                               {"alpha_pattern", config.alpha_pattern},
+                               {"use_rslora", config.use_rslora},
+                               {"use_dora", config.use_dora},
+                               {"fan_in_fan_out", config.fan_in_fan_out},
+                               {"bias", config.bias},
+                               {"init_lora_weights", true},
+                               {"inference_mode", true}};
   write_file_atomically(folder / detail::kAdapterConfig, json.dump(2) + "\n");
-  write_safetensors(folder / detail::kAdapterWeights,
-                    detail::adapter_tensors(model, config.modules_to_save));
+  write_safetensors(folder / detail::kAdapterWeights, tensors);
 }
 
 LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
@@ -456,16 +476,11 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
   LoraConfig config = LoraConfig::from_pretrained(folder);
   const SafetensorsReader reader(folder / detail::kAdapterWeights);
   const std::string file = reader.path().string();
-  const auto options = folder / detail::kAdapterConfig;
-  const nlohmann::json json = read_json_file(detail::kAdapterWhere, options);
-  detail::require_targets(options, json, reader);
+  const nlohmann::json json =
+      read_json_file(detail::kAdapterWhere, folder / detail::kAdapterConfig);
   if (detail::adapted_places(*model).empty()) {
-    // Without the option the family's layers are adapted.
-    if (config.target_modules.empty() &&
-        !json.value("target_modules", nlohmann::json()).is_null()) {
-      config.target_modules = detail::adapted_layers(reader);
-    }
     try {
+      detail::take_patterns(*model, json, config);
       config = get_peft_model(model, config);
     } catch (const InputError& error) {
       throw InputError(detail::kAdapterWhere,
@@ -474,7 +489,7 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
     }
   }
   std::vector<std::string> problems;
-  auto tensors = detail::adapter_tensors(*model, config.modules_to_save);
+  auto tensors = detail::adapter_tensors(*model, config);
   for (const auto& [name, tensor] : tensors) {
     if (!reader.contains(name)) {
       problems.push_back("missing: " + name);
@@ -486,7 +501,8 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
   }
   const auto parameters = model->named_parameters();
   for (const std::string& name : reader.names()) {
-    if (tensors.contains(name)) {
+    if (tensors.contains(name) || name.find(".original_module.") != std::string::npos ||
+        name.find(".modules_to_save.") != std::string::npos) { // bias=all has some biases thrice
       continue;
     }
     const at::Tensor base = detail::base_weight(parameters, name);
@@ -500,7 +516,9 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
   if (!problems.empty()) {
     throw InputError(detail::kAdapterWhere,
                      file + " does not fit the model: " + joined(first_items(problems, 6), "; "),
-                     "an adapter of this model with r=" + std::to_string(config.r));
+                     "an adapter of this model, of the layers that target_modules, exclude_modules "
+                     "and layers_to_transform name, with r=" +
+                         std::to_string(config.r) + " and rank_pattern");
   }
   const at::NoGradGuard no_grad;
   for (auto& [name, tensor] : tensors) {
@@ -510,18 +528,20 @@ LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
 }
 
 void merge_adapter(torch::nn::Module& model) {
-  detail::merge_places(model, true, "models::merge_adapter");
+  constexpr const char* kWhere = "models::merge_adapter";
+  detail::merge_places(detail::require_adapter(model, kWhere), true, kWhere);
 }
 
 void unmerge_adapter(torch::nn::Module& model) {
-  detail::merge_places(model, false, "models::unmerge_adapter");
+  constexpr const char* kWhere = "models::unmerge_adapter";
+  detail::merge_places(detail::require_adapter(model, kWhere), false, kWhere);
 }
 
 void merge_and_unload(torch::nn::Module& model) {
-  detail::merge_places(model, true, "models::merge_and_unload");
-  for (const detail::LinearPlace& place : detail::adapted_places(model)) {
-    detail::release_layer(place);
-  }
+  constexpr const char* kWhere = "models::merge_and_unload";
+  const auto places = detail::require_adapter(model, kWhere);
+  detail::merge_places(places, true, kWhere);
+  std::ranges::for_each(places, detail::release_layer);
   for (at::Tensor& parameter : model.parameters()) {
     parameter.requires_grad_(true);
   }
@@ -529,8 +549,10 @@ void merge_and_unload(torch::nn::Module& model) {
 
 void cast_frozen_weights(torch::nn::Module& model, at::ScalarType dtype) {
   for (const detail::LinearPlace& place : detail::linear_places(model)) {
+    const auto mark = detail::lora_mark(place.weight); // DoRA reads the weight's norm, too
+    const bool exact = place.embedding || (mark && !mark->magnitude.expired());
     for (at::Tensor tensor : {place.weight, place.bias}) {
-      if (tensor.defined() && !tensor.requires_grad()) {
+      if (tensor.defined() && !exact && !tensor.requires_grad()) {
         tensor.set_data(tensor.to(dtype));
       }
     }

@@ -7,7 +7,9 @@
 #include <ATen/ops/matmul_native.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
+#include <torch/nn/modules/embedding.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
@@ -17,7 +19,9 @@
 #include "core/dropout.h"
 #include "decoder.h"
 #include "encoder.h"
+#include "hasten/base/error.h"
 #include "hasten/core/autocast.h"
+#include "hasten/core/deferred_init.h"
 #include "hasten/core/linear.h"
 #include "hasten/exported/exported_module.h"
 
@@ -28,12 +32,14 @@ std::vector<LinearPlace> linear_places(const torch::nn::Module& model) {
   std::unordered_set<const torch::nn::Module*> seen;
   for (const auto& item : model.named_modules("", /*include_self=*/false)) {
     const auto& module = item.value();
-    if (!seen.insert(module.get()).second || ("." + item.key()).ends_with(".lora_A") ||
-        ("." + item.key()).ends_with(".lora_B")) {
+    if (!seen.insert(module.get()).second ||
+        item.key().substr(item.key().rfind('.') + 1).starts_with("lora_")) {
       continue;
     }
     if (const auto* linear = dynamic_cast<const torch::nn::LinearImpl*>(module.get())) {
       places.push_back({item.key(), module, linear->weight, linear->bias, false});
+    } else if (const auto* rows = dynamic_cast<const torch::nn::EmbeddingImpl*>(module.get())) {
+      places.push_back({item.key(), module, rows->weight, {}, true, true});
     } else if (const auto* conv = dynamic_cast<const Conv1DImpl*>(module.get())) {
       places.push_back({item.key(), module, conv->weight(), conv->bias(), true});
     } else if (const auto* part = dynamic_cast<const ExportedPart*>(module.get())) {
@@ -69,34 +75,70 @@ static thread_local bool base_products = false;
 BaseProducts::BaseProducts() : before_(base_products) { base_products = true; }
 BaseProducts::~BaseProducts() { base_products = before_; }
 
-std::shared_ptr<LoraMark> lora_mark(const at::Tensor& weight) {
+std::shared_ptr<LoraMark> lora_mark(const at::Tensor& weight, bool embedding) {
   LoraMarks& marks = lora_marks();
   if (!marks.any.load(std::memory_order_relaxed)) {
     return nullptr;
   }
   const std::shared_lock lock(marks.mutex);
   const auto found = marks.by_weight.find(weight.unsafeGetTensorImpl());
-  return found == marks.by_weight.end() ? nullptr : found->second;
+  return found == marks.by_weight.end() || found->second->embedding != embedding ? nullptr
+                                                                                 : found->second;
 }
 
-at::Tensor lora_update(const LoraMark& mark, const at::Tensor& x) {
+/// B A, scaled.
+static at::Tensor weight_update(const LoraMark& mark) {
+  return at::mm(mark.b.lock()->weight, mark.a.lock()->weight) * mark.scaling;
+}
+
+/// The norms of the adapted weight, one for each output: [out]. Constants of backward (Liu et al. 2024,
+/// "DoRA: Weight-Decomposed Low-Rank Adaptation", 4.3).
+static at::Tensor weight_norm(const LoraMark& mark) {
+  const at::NoGradGuard no_grad;
+  const Autocast wide({.enabled = false});
+  const at::Tensor weight(mark.identity.lock());
+  return at::linalg_vector_norm((mark.fan_in_fan_out ? weight.t() : weight) + weight_update(mark),
+                                2, {{1}});
+}
+
+/// What DoRA multiplies the results of W + scaling * B A with.
+static at::Tensor dora_scale(const LoraMark& mark, const torch::nn::Module& magnitude) {
+  return magnitude.named_parameters(/*recurse=*/false)["weight"] / weight_norm(mark);
+}
+
+at::Tensor with_adapter(const LoraMark& mark, const at::Tensor& x, const at::Tensor& product,
+                        const at::Tensor& bias, const at::Scalar& alpha, const RowsOf& rows) {
   const auto layer = mark.layer.lock();
   const auto a = mark.a.lock();
   const auto b = mark.b.lock();
   if (!layer || !a || !b || mark.merged) {
-    return {};
+    return product;
   }
-  const bool narrow = autocast_dtype(x.device().type()).has_value();
-  const at::Tensor in = narrow ? x : x.to(a->weight.scalar_type());
-  const at::Tensor read = dropout_add(in, {}, layer->is_training() ? mark.dropout : 0.0);
-  return fast_linear(fast_linear(read, a->weight) * mark.scaling, b->weight);
+  const BaseProducts alone;
+  const double dropout = layer->is_training() && !mark.embedding ? mark.dropout : 0.0;
+  const bool wide = !mark.embedding && !autocast_dtype(x.device().type());
+  const at::Tensor in = wide ? x.to(a->weight.scalar_type()) : x;
+  const at::Tensor read = dropout > 0 ? dropout_add(in, {}, dropout) : in;
+  const at::Tensor low = rows ? rows(a->weight.t()) : fast_linear(read, a->weight);
+  at::Tensor update = fast_linear(low * mark.scaling, b->weight);
+  if (const auto magnitude = mark.magnitude.lock()) {
+    const at::Tensor scale = dora_scale(mark, *magnitude), weight(mark.identity.lock());
+    const at::Tensor base = dropout > 0 || !alpha.equal(1) // PEFT's: of what A reads
+                                ? fast_linear(read, mark.fan_in_fan_out ? weight.t() : weight)
+                                : bias.defined() ? product - bias : product;
+    update = (scale - 1) * base + scale * update;
+  }
+  return at::add(product, update.to(product.scalar_type()), alpha);
 }
 
 // Calls `base` for the layer's own product, and adds the adapter's, times alpha.
 template <typename Base>
-at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight, const Base& base,
-                                const at::Scalar& alpha = 1) {
-  const auto mark = base_products || !weight.defined() ? nullptr : lora_mark(weight);
+at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight,
+                                const at::Tensor& bias, const Base& base,
+                                const at::Scalar& alpha = 1, const RowsOf& rows = {}) {
+  const auto mark = base_products || !weight.defined()
+                        ? nullptr
+                        : lora_mark(weight, /*embedding=*/rows != nullptr);
   if (!mark) {
     return base();
   }
@@ -105,8 +147,7 @@ at::Tensor product_with_adapter(const at::Tensor& x, const at::Tensor& weight, c
     const BaseProducts alone;
     product = base();
   }
-  const at::Tensor update = lora_update(*mark, x);
-  return update.defined() ? at::add(product, update.to(product.scalar_type()), alpha) : product;
+  return with_adapter(*mark, x, product, bias, alpha, rows);
 }
 
 // What a product reads, if it is the transpose of a whole parameter, or an adapted weight [in, out].
@@ -124,37 +165,62 @@ static at::Tensor transposed_parameter(const at::Tensor& matrix) {
 
 static at::Tensor linear_kernel(const at::Tensor& x, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias) {
-  return product_with_adapter(x, weight, [&] { return at::native::linear(x, weight, bias); });
+  return product_with_adapter(x, weight, bias.value_or(at::Tensor()),
+                              [&] { return at::native::linear(x, weight, bias); });
 }
 
 static at::Tensor matmul_kernel(const at::Tensor& x, const at::Tensor& other) {
-  return product_with_adapter(x, transposed_parameter(other),
+  return product_with_adapter(x, transposed_parameter(other), at::Tensor(),
                               [&] { return at::native::matmul(x, other); });
 }
 
 // torch's kernel is that of the next key: below autograd, or below inference mode's.
 template <bool kAutograd>
+c10::DispatchKeySet torchs_keys(c10::DispatchKeySet keys) {
+  return kAutograd ? (keys & c10::after_autograd_keyset) |
+                         c10::DispatchKeySet(c10::DispatchKey::AutogradOther)
+                   : keys & c10::after_ADInplaceOrView_keyset;
+}
+
+template <bool kAutograd>
 at::Tensor addmm_kernel(c10::DispatchKeySet keys, const at::Tensor& bias, const at::Tensor& x,
                         const at::Tensor& other, const at::Scalar& beta, const at::Scalar& alpha) {
-  const auto torchs = kAutograd ? (keys & c10::after_autograd_keyset) |
-                                      c10::DispatchKeySet(c10::DispatchKey::AutogradOther)
-                                : keys & c10::after_ADInplaceOrView_keyset;
   return product_with_adapter(
-      x, transposed_parameter(other),
-      [&] { return at::redispatch::addmm(torchs, bias, x, other, beta, alpha); }, alpha);
+      x, transposed_parameter(other), beta.equal(1) ? bias : bias * beta,
+      [&] {
+        return at::redispatch::addmm(torchs_keys<kAutograd>(keys), bias, x, other, beta, alpha);
+      },
+      alpha);
+}
+
+template <bool kAutograd>
+at::Tensor embedding_kernel(c10::DispatchKeySet keys, const at::Tensor& weight,
+                            const at::Tensor& indices, c10::SymInt padding, bool by_frequency,
+                            bool sparse) {
+  return product_with_adapter(
+      indices, weight, at::Tensor(),
+      [&] {
+        return at::redispatch::embedding_symint(torchs_keys<kAutograd>(keys), weight, indices,
+                                                padding, by_frequency, sparse);
+      },
+      1,
+      [&](const at::Tensor& of) {
+        return at::embedding_symint(of, indices, padding, by_frequency, sparse);
+      });
 }
 
 template <bool kAutograd>
 void implement_products(torch::Library& library) {
   library.impl("linear", TORCH_FN(linear_kernel))
       .impl("matmul", TORCH_FN(matmul_kernel))
-      .impl("addmm", TORCH_FN(addmm_kernel<kAutograd>));
+      .impl("addmm", TORCH_FN(addmm_kernel<kAutograd>))
+      .impl("embedding", TORCH_FN(embedding_kernel<kAutograd>));
 }
 
 /// The layer's own product is called with autocast's casts, as torch's own kernels under autocast do.
 template <c10::DeviceType device, typename Product>
-at::Tensor product_with_casts(const at::Tensor& x, const at::Tensor& weight, const Product& product,
-                              const at::Scalar& alpha = 1) {
+at::Tensor product_with_casts(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                              const Product& product, const at::Scalar& alpha = 1) {
   const auto base = [&] {
     const c10::impl::ExcludeDispatchKeyGuard below(
         at::autocast::get_autocast_dispatch_key_from_device_type(device));
@@ -163,21 +229,22 @@ at::Tensor product_with_casts(const at::Tensor& x, const at::Tensor& weight, con
           at::autocast::get_lower_precision_fp_from_device_type(device), tensor, device);
     });
   };
-  return product_with_adapter(x, weight, base, alpha);
+  return product_with_adapter(x, weight, bias, base, alpha);
 }
 
 template <c10::DeviceType device>
 at::Tensor linear_under_autocast(const at::Tensor& x, const at::Tensor& weight,
                                  const std::optional<at::Tensor>& bias) {
-  return product_with_casts<device>(
-      x, weight, [&](const auto& cast) { return at::linear(cast(x), cast(weight), cast(bias)); });
+  return product_with_casts<device>(x, weight, bias.value_or(at::Tensor()), [&](const auto& cast) {
+    return at::linear(cast(x), cast(weight), cast(bias));
+  });
 }
 
 template <c10::DeviceType device>
 at::Tensor matmul_under_autocast(const at::Tensor& x, const at::Tensor& other) {
-  return product_with_casts<device>(x, transposed_parameter(other), [&](const auto& cast) {
-    return at::matmul(cast(x), cast(other));
-  });
+  return product_with_casts<device>(
+      x, transposed_parameter(other), at::Tensor(),
+      [&](const auto& cast) { return at::matmul(cast(x), cast(other)); });
 }
 
 template <c10::DeviceType device>
@@ -185,7 +252,7 @@ at::Tensor addmm_under_autocast(const at::Tensor& bias, const at::Tensor& x,
                                 const at::Tensor& other, const at::Scalar& beta,
                                 const at::Scalar& alpha) {
   return product_with_casts<device>(
-      x, transposed_parameter(other),
+      x, transposed_parameter(other), beta.equal(1) ? bias : bias * beta,
       [&](const auto& cast) { return at::addmm(cast(bias), cast(x), cast(other), beta, alpha); },
       alpha);
 }
@@ -233,14 +300,21 @@ static void register_products() {
 }
 
 void adapt_layer(const LinearPlace& place, const torch::nn::Linear& a, const torch::nn::Linear& b,
-                 double scaling, double dropout) {
+                 double scaling, double dropout, bool use_dora) {
   register_products();
-  place.module->register_module("lora_A", a);
-  place.module->register_module("lora_B", b);
-  auto mark = std::make_shared<LoraMark>(
-      LoraMark{c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                   place.weight.getIntrusivePtr()),
-               place.module, a.ptr(), b.ptr(), scaling, dropout, place.fan_in_fan_out});
+  place.module->register_module(place.embedding ? "lora_embedding_A" : "lora_A", a);
+  place.module->register_module(place.embedding ? "lora_embedding_B" : "lora_B", b);
+  auto mark = std::make_shared<LoraMark>(LoraMark{
+      c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+          place.weight.getIntrusivePtr()),
+      place.module, a.ptr(), b.ptr(), scaling, dropout, place.fan_in_fan_out, place.embedding});
+  if (use_dora) {
+    materialize({place.weight}); // if it is deferred, because the first magnitude is its norm
+    const auto magnitude = place.module->register_module("lora_magnitude_vector",
+                                                         std::make_shared<torch::nn::Module>());
+    magnitude->register_parameter("weight", weight_norm(*mark));
+    mark->magnitude = magnitude;
+  }
   if (auto* part = dynamic_cast<ExportedPart*>(place.module.get())) {
     part->set_product(
         [](const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
@@ -255,14 +329,47 @@ void adapt_layer(const LinearPlace& place, const torch::nn::Linear& a, const tor
 }
 
 void release_layer(const LinearPlace& place) {
-  place.module->unregister_module("lora_A");
-  place.module->unregister_module("lora_B");
+  for (const std::string& name : place.module->named_children().keys()) {
+    if (name.starts_with("lora_")) {
+      place.module->unregister_module(name);
+    }
+  }
   if (auto* part = dynamic_cast<ExportedPart*>(place.module.get())) {
     part->set_product(nullptr);
   }
   LoraMarks& marks = lora_marks();
   const std::unique_lock lock(marks.mutex);
   marks.by_weight.erase(place.weight.unsafeGetTensorImpl());
+}
+
+void merge_places(const std::vector<LinearPlace>& places, bool merged, const char* where) {
+  const at::NoGradGuard no_grad;
+  for (const LinearPlace& place : places) {
+    if (place.weight.dim() != 2 ||
+        lora_mark(place.weight, place.embedding)->b.lock()->weight.size(0) != place.out()) {
+      throw InputError(where, "the weight of " + place.name + " is a shard", "whole parameters",
+                       "call it in Accelerator::summon_full_params");
+    }
+  }
+  for (const LinearPlace& place : places) {
+    const auto mark = lora_mark(place.weight, place.embedding);
+    if (mark->merged == merged) {
+      continue;
+    }
+    at::Tensor weight = place.fan_in_fan_out ? place.weight.t() : place.weight;
+    const at::Tensor update = weight_update(*mark);
+    at::Tensor value = weight.to(update.scalar_type());
+    if (const auto magnitude = mark->magnitude.lock(); !magnitude) {
+      value = merged ? value + update : value - update;
+    } else if (merged) {
+      mark->merged_scale = dora_scale(*mark, *magnitude).unsqueeze(1);
+      value = (value + update) * mark->merged_scale;
+    } else {
+      value = value / mark->merged_scale - update;
+    }
+    weight.copy_(value);
+    mark->merged = merged;
+  }
 }
 
 } // namespace hasten::detail

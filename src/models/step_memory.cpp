@@ -23,46 +23,29 @@ std::vector<std::vector<int64_t>> shapes_of(const std::vector<at::Tensor>& param
   return mapped(parameters, [](const at::Tensor& of) { return of.sizes().vec(); });
 }
 
-// With at most two blocks: all but the first have the same shapes.
-PreTrainedModel short_model(PreTrainedConfig config, ModelTask task) {
-  config.num_hidden_layers = std::min<int64_t>(config.num_hidden_layers, 2);
-  return model_from_config(config, task, false);
-}
-
-// Those of a model with all blocks: the last of a short model stands for those that it lacks.
-std::vector<at::Tensor> all_parameters(const PreTrainedModel& model, int64_t layers) {
-  auto parameters = model->parameters();
-  const auto blocks = model->blocks();
-  const auto of_block = blocks.empty() ? std::vector<at::Tensor>() : blocks.back()->parameters();
-  for (auto layer = std::ssize(blocks); !blocks.empty() && layer < layers; ++layer) {
-    parameters.insert(parameters.end(), of_block.begin(), of_block.end());
-  }
-  return parameters;
-}
-
 } // namespace detail
 
 std::vector<std::vector<int64_t>> block_shapes(const PreTrainedConfig& config) {
   const MemoryRehearsal rehearsal;
-  const auto blocks = detail::short_model(config, ModelTask::sequence_classification)->blocks();
+  const auto blocks =
+      model_from_config(config, ModelTask::sequence_classification, false)->blocks();
   return blocks.empty() ? std::vector<std::vector<int64_t>>()
                         : detail::shapes_of(blocks.back()->parameters());
 }
 
 std::vector<std::vector<int64_t>> parameter_shapes(const PreTrainedConfig& config, ModelTask task) {
   const MemoryRehearsal rehearsal;
-  const PreTrainedModel model = detail::short_model(config, task);
-  return detail::shapes_of(detail::all_parameters(model, config.num_hidden_layers));
+  return detail::shapes_of(model_from_config(config, task, false)->parameters());
 }
 
 LoraMemory lora_memory(const PreTrainedConfig& config, const LoraConfig& lora,
                        at::ScalarType compute_dtype, ModelTask task) {
   const MemoryRehearsal rehearsal;
-  PreTrainedModel model = detail::short_model(config, task);
+  PreTrainedModel model = model_from_config(config, task, false); // whole: blocks may differ
   get_peft_model(model.ptr(), lora);
   cast_frozen_weights(*model, compute_dtype);
   LoraMemory memory;
-  for (const at::Tensor& parameter : detail::all_parameters(model, config.num_hidden_layers)) {
+  for (const at::Tensor& parameter : model->parameters()) {
     if (parameter.requires_grad()) {
       memory.trainable.push_back(parameter.sizes().vec());
     } else {

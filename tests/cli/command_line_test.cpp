@@ -394,7 +394,7 @@ TEST(CommandLine, SignalsFilterAndRestartsOfLaunchAndTrainAreTorchruns) {
        {"launch --nproc 2 --local-ranks-filter 0,2 ./p",
         "[cli::launch] --local-ranks-filter has rank 2 with --nproc=2. Expected ranks below"},
        {"launch --nproc 2 --local-ranks-filter 0,x ./p",
-        "[cli::launch] --local-ranks-filter=0,x. Expected ranks, e.g. 0,1."},
+        "[cli::launch] --local-ranks-filter=0,x. Expected numbers, e.g. 0,1."},
        {"launch --nproc 2 --signals-to-handle SIGTERM,SIGKILL ./p",
         "[cli::launch] --signals-to-handle=SIGTERM,SIGKILL. Expected names of signals"},
        {detail::kTrain + "--signals-to-handle TERM",

@@ -345,7 +345,11 @@ TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
   };
   train({"--model", "bert-tiny", "--output-dir", folder / "base", "--max-steps", "2",
          "--save-strategy", "no"});
+  const std::vector<std::string> layers{
+      "--lora-use-dora",     "--lora-bias",    "lora_only", "--lora-layers-to-transform", "1",
+      "--lora-rank-pattern", "query=3,val.*=1"};
   const auto adapt = [&](const std::string& out, std::vector<std::string> more) {
+    more.insert(more.begin(), layers.begin(), layers.end());
     more.insert(more.begin(),
                 {"--model", folder / "base", "--output-dir", folder / out, "--lora-r", "2",
                  "--lora-dropout", "0.1", "--nproc", "2", "--max-steps", "4", "--save-strategy",
@@ -354,9 +358,10 @@ TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
   };
   const ProgramRun adapted = adapt("out", {});
   EXPECT_TRUE(adapted.said(" parameters are trained"));
-  const auto estimate = nlohmann::json::parse(run({"estimate-memory", "--model", folder / "base",
-                                                   "--lora-r", "2", "--nproc", "2", "--json"})
-                                                  .out);
+  std::vector<std::string> estimates{"estimate-memory", "--model", folder / "base", "--lora-r", "2",
+                                     "--nproc",         "2",       "--json"};
+  estimates.insert(estimates.end(), layers.begin(), layers.end());
+  const auto estimate = nlohmann::json::parse(run(estimates).out);
   const auto sent = estimate.at("sent_bytes").get<int64_t>();
   EXPECT_LT(sent, estimate.at("parameter_count").get<int64_t>());
   EXPECT_TRUE(adapted.said(format_bytes(sent) + " sent by each rank in a step")) << adapted.error;
@@ -364,6 +369,12 @@ TEST(TaskPrograms, AnAdapterTrainsResumesPredictsAndMerges) {
   EXPECT_FALSE(std::filesystem::exists(folder / "out/model.safetensors"));
   const std::string adapter = read_file(folder / "out/adapter_model.safetensors");
   EXPECT_NE(adapter.find("base_model.model.classifier.weight"), std::string::npos);
+  EXPECT_EQ(adapter.find("layer.0"), std::string::npos);
+  for (const char* name : {"query.lora_magnitude_vector", "value.base_layer.bias"}) {
+    EXPECT_NE(adapter.find("encoder.layer.1.attention.self." + std::string(name)),
+              std::string::npos)
+        << name;
+  }
   // The state has no weights of the base: the file is hardly larger than the adapter's.
   EXPECT_LT(std::filesystem::file_size(folder / "out/checkpoint-2/model.safetensors"),
             adapter.size() + 4096);
@@ -414,9 +425,11 @@ TEST(TaskPrograms, LoraFlagsThatCannotWorkAreRefused) {
     EXPECT_EQ(made.code, 2);
     EXPECT_TRUE(made.said(said)) << made.error;
   };
-  refused({"--model", "bert-tiny", "--lora-alpha", "4"}, "--lora-alpha without --lora-r");
+  refused({"--model", "bert-tiny", "--lora-alpha", "4"}, "--lora-r is missing");
   refused({"--model", "bert-tiny", "--lora-r", "0"}, "--lora-r=0. Expected at least 1");
   refused({"--model", "bert-tiny", "--lora-r", "4", "--lora-dropout", "1"}, "--lora-dropout=1");
+  refused({"--model", "bert-tiny", "--lora-r", "4", "--lora-rank-pattern", "query"},
+          "--lora-rank-pattern=query. Expected numbers by pattern");
   refused({"--model", "bert-tiny", "--lora-r", "4"}, "Expected a trained model");
   write_file_atomically(folder / "adapter_config.json", "{}");
   refused({"--model", folder.path().string()}, "is an adapter");

@@ -51,17 +51,19 @@ static void expect_near(const Values& a, const Values& b, double tolerance) {
 static PreTrainedModel adapted_llama() {
   torch::manual_seed(9);
   PreTrainedModel model = model_from_config(small_config("llama"), ModelTask::causal_lm);
-  get_peft_model(model.ptr(), {.r = 2, .target_modules = {"all-linear"}});
+  get_peft_model(model.ptr(), {.r = 2,
+                               .target_modules = {"q_proj", "v_proj", "down_proj", "embed_tokens"},
+                               .use_dora = true});
   return model;
 }
 
 /// A module that this library does not know, [rows, kTokens] numbers to [rows, 3].
-static torch::nn::Sequential adapted_sequential() {
+static torch::nn::Sequential adapted_sequential(const std::string& bias = "none") {
   torch::manual_seed(9);
   torch::nn::Sequential model(torch::nn::Linear(kTokens, 24), torch::nn::ReLU(),
                               torch::nn::Linear(24, 24), torch::nn::ReLU(),
                               torch::nn::Linear(24, 3));
-  get_peft_model(model.ptr(), {.r = 2, .target_modules = {"all-linear"}});
+  get_peft_model(model.ptr(), {.r = 2, .target_modules = {"all-linear"}, .bias = bias});
   return model;
 }
 
@@ -151,12 +153,12 @@ Values train(Model model, const Run& run) {
 TEST(LoraWorld, RanksEqualOneRankOnTheJoinedBatch) {
   const OneThread one_thread;
   const Values llama = train_alone(adapted_llama(), 4);
-  const Values sequential = train_alone(adapted_sequential(), 4);
+  const Values sequential = train_alone(adapted_sequential("all"), 4);
   for (const Strategy strategy : {Strategy::ddp, Strategy::fsdp}) {
     SCOPED_TRACE(spelling(strategy));
     for (const auto& [ours, expected] :
          {std::pair(train(adapted_llama(), {.strategy = strategy}), llama),
-          std::pair(train(adapted_sequential(), {.strategy = strategy}), sequential)}) {
+          std::pair(train(adapted_sequential("all"), {.strategy = strategy}), sequential)}) {
       if (!ours.empty()) { // rank 0
         expect_near(ours, expected, 1e-5);
       }

@@ -142,7 +142,8 @@ TEST(ExportedModel, LoraAdaptsItsLinearLayers) {
   const ModelInputs inputs{.input_ids = golden.in.at("input_ids"),
                            .position_ids = golden.in.at("position_ids")};
   PreTrainedModel model = AutoModelForCausalLM::from_pretrained(golden_path("writer"));
-  const LoraConfig chosen = get_peft_model(model.ptr(), {.r = 2});
+  const LoraConfig chosen =
+      get_peft_model(model.ptr(), {.r = 2, .bias = "lora_only", .use_dora = true});
   EXPECT_EQ(chosen.target_modules, std::vector<std::string>{"c_attn"});
   EXPECT_TRUE(chosen.fan_in_fan_out);
   const Tensor base = model->logits(inputs);
@@ -159,14 +160,15 @@ TEST(ExportedModel, LoraAdaptsItsLinearLayers) {
   EXPECT_GT(relative_difference(adapted, base), 1e-2);
   adapted.sum().backward();
   for (const auto& parameter : model->named_parameters()) {
-    const bool lora = parameter.key().find("lora_") != std::string::npos;
+    const bool lora = parameter.key().find("lora_") != std::string::npos ||
+                      parameter.key().ends_with("c_attn.bias");
     EXPECT_EQ(parameter.value().grad().defined(), lora) << parameter.key();
   }
 
   // With torch's operators, too, and merged into the weights.
   ExportedModule graph =
       ExportedModule::load(golden_path("writer/model.pt2"), {.substitutions = false});
-  get_peft_model(graph.ptr(), {.r = 2, .target_modules = {"c_attn", "out"}});
+  get_peft_model(graph.ptr(), {.r = 2, .target_modules = {"c_attn", "out"}, .use_dora = true});
   load_equal_parameters(*graph, *model);
   EXPECT_LE(relative_difference(graph->forward(golden.in).at("logits"), adapted), 1e-5);
   merge_and_unload(*model);

@@ -171,12 +171,12 @@ def config_rows():
 
 def adapter_rows():
     used(ADAPTER, "*", "peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora fan_in_fan_out target_modules "
-         "modules_to_save layers_to_transform exclude_modules")
+         "modules_to_save layers_to_transform exclude_modules rank_pattern alpha_pattern bias use_dora")
     refused(ADAPTER, "*", layers_pattern=[[]], task_type=["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"])
     # Of where it comes from, of how it began, and of Megatron.
     neutral(ADAPTER, "*", "auto_mapping revision inference_mode peft_version megatron_core qalora_group_size loftq_config eva_config "
             "corda_config lora_ga_config runtime_config enable_lora merge_weights")
-    refused(ADAPTER, "*", bias=["none"], use_dora=[False], use_qalora=[False], lora_bias=[False], rank_pattern=[{}], alpha_pattern=[{}],
+    refused(ADAPTER, "*", use_qalora=[False], lora_bias=[False],
             init_lora_weights=[True, False, "gaussian", "orthogonal"], layer_replication=[[]], target_parameters=[[]],
             trainable_token_indices=[], alora_invocation_tokens=[], megatron_config=[], arrow_config=[], use_bdlora=[], kasa_config=[],
             velora_config=[], monteclora_config=[], ensure_weight_tying=[False])

@@ -33,6 +33,21 @@ CASES = {
                                      task_type="CAUSAL_LM")),
     "lora_head": ("llama", dict(r=2, lora_alpha=8, target_modules=["q_proj", "lm_head"],
                                 task_type="CAUSAL_LM")),
+    "patterns": ("llama", dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"],
+                               rank_pattern={"layers.1.self_attn.q_proj": 3, "v_pro.": 1},
+                               alpha_pattern={"down_proj|v_proj": 5}, exclude_modules=["0.mlp.down_proj"],
+                               task_type="CAUSAL_LM")),
+    "layers": ("roberta", dict(r=2, lora_alpha=4, target_modules=["query", "value", "layer.0.output.dense"],
+                               layers_to_transform=1, bias="lora_only",
+                               task_type="SEQ_CLS")),
+    "all_biases": ("roberta", dict(r=2, lora_alpha=4, target_modules=["query"], layers_to_transform=[0],
+                                   bias="all", task_type="SEQ_CLS")),
+    "tied_lora_embeddings": ("qwen2", dict(r=2, lora_alpha=8, target_modules=["q_proj", "embed_tokens"],
+                                           task_type="CAUSAL_LM")),
+    "tied_dora": ("qwen2", dict(r=2, lora_alpha=8, target_modules=["q_proj", "embed_tokens", "lm_head"],
+                                use_dora=True, use_rslora=True, task_type="CAUSAL_LM")),
+    "dora_gpt2": ("gpt2", dict(r=2, lora_alpha=8, target_modules=["c_attn", "wpe"], use_dora=True,
+                               fan_in_fan_out=True, task_type="CAUSAL_LM")),
 }
 
 
@@ -40,7 +55,7 @@ def plain(name):
     """A parameter's name without what PEFT adds."""
     for part in ("base_model.model.", ".default", ".base_layer", ".modules_to_save", ".original_module"):
         name = name.replace(part, "")
-    return name
+    return name + ".weight" if "lora_embedding_" in name else name  # a parameter in PEFT
 
 
 def make(name):
@@ -54,6 +69,7 @@ def make(name):
         for path, parameter in model.named_parameters():
             if "lora_" in path:
                 values = families.bits(plain(path), parameter.numel()) / 2**32 - 0.5
+                values = values * 0.2 + 1 if parameter.dim() == 1 else values
                 parameter.copy_(torch.tensor(values).float().view_as(parameter))
     return model, task, config
 
@@ -74,7 +90,10 @@ def main():
                 input_ids=first["input_ids"], attention_mask=first["attention_mask"]).logits
         model.train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        golden[name + ".trainable"] = torch.tensor(model.get_nb_trainable_parameters())
+        trainable, every = model.get_nb_trainable_parameters()
+        unused = [parameter.numel() for path, parameter in model.named_parameters()
+                  if parameter.requires_grad and ".original_module." in path]  # with bias="all"
+        golden[name + ".trainable"] = torch.tensor([trainable - sum(unused), every])
         optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
         losses = []
         for number, lengths in enumerate(families.BATCHES[1:6], 1):

@@ -9,11 +9,11 @@
 //   … train …
 //   hasten::save_adapter(*model, config, folder); // a few megabytes, which PEFT can load
 //
-// Any torch::nn::Linear of any module can be adapted, in place: its A and B become the child modules
-// `lora_A` and `lora_B` of the layer, so optimizers, DDP, FSDP, Local SGD and checkpoints see them
-// like other parameters. The layer is known by its weight (the TensorImpl, which set_data, to() and
-// FSDP keep). The first adaptation registers kernels of linear, matmul and addmm for the CPU and CUDA,
-// also under autocast and in inference mode; other layers continue to torch's own. Models of this
+// Any torch::nn::Linear or Embedding of any module can be adapted, in place: its A and B become the child
+// modules `lora_A` and `lora_B` of the layer, or `lora_embedding_A` and `lora_embedding_B`, so optimizers, DDP,
+// FSDP, Local SGD and checkpoints see them like other parameters. The layer is known by its weight (the
+// TensorImpl, which set_data, to() and FSDP keep). The first adaptation registers kernels of linear,
+// matmul, addmm and embedding for the CPU and CUDA, also under autocast and in inference mode; other layers continue to torch's own. Models of this
 // library are adapted on every device. A module that reads the weight by another operator, or a copy of
 // it by clone(), computes without the adapter. Cost of a layer: 2 r (in + out) operations for each row; memory (in + out) r
 // elements.
@@ -26,6 +26,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -40,14 +41,30 @@ struct LoraConfig {
   double lora_alpha = 8;
   /// Of the input of A, in training mode; from 0 to below 1. Drawn like the models' dropout.
   double lora_dropout = 0;
-  /// Names of modules, or ends of names after a dot ("q_proj"). {"all-linear"}: all linear layers but
+  /// Names of modules, or ends of names after a dot ("q_proj"). Embeddings of exported programs cannot be
+  /// adapted. {"all-linear"}: all linear layers but
   /// the head. Empty: PEFT's choice for the model's type: query and value, q_proj and v_proj, or c_attn.
   std::vector<std::string> target_modules{};
+  /// Layers that target_modules names but that are not adapted, by the same rule.
+  std::vector<std::string> exclude_modules{};
+  /// Numbers of the blocks whose layers are adapted: the first number in a layer's name. Empty: all. It
+  /// does not change layers that target_modules names in full.
+  std::vector<int64_t> layers_to_transform{};
   /// Modules that are trained whole and saved with the adapter, by the same rule. Models for sequences
   /// or tokens add their `classifier` or `score`.
   std::vector<std::string> modules_to_save{};
+  /// Other values of r and lora_alpha, by regular expressions (std::regex) of names or of ends of names after a dot. The
+  /// first that matches counts, in the order of the text, as in PEFT's files. One that matches no layer does nothing.
+  std::map<std::string, int64_t> rank_pattern{};
+  std::map<std::string, double> alpha_pattern{};
+  /// Biases that are trained and saved: "none", "all", or "lora_only" (of adapted layers).
+  std::string bias = "none";
   /// scaling = lora_alpha / sqrt(r) (Kalajdzievski 2023).
   bool use_rslora = false;
+  /// DoRA (Liu et al. 2024): the length of each row of W + scaling * B A is trained apart, as
+  /// `lora_magnitude_vector` [out]. A forward takes r in out operations and 2 in out elements more, and
+  /// cast_frozen_weights() leaves such layers as they are.
+  bool use_dora = false;
   /// The weights of the adapted layers are [in, out], as in GPT-2. get_peft_model() sets it.
   bool fan_in_fan_out = false;
   /// Where the frozen weights come from. Not read by get_peft_model().
@@ -57,7 +74,9 @@ struct LoraConfig {
 
   /// Throws InputError that names the value that is out of range.
   void validate() const;
-  double scaling() const;
+  /// Of the layer of this name.
+  int64_t rank(const std::string& module) const;
+  double scaling(const std::string& module) const;
   /// Reads a folder's adapter_config.json. Throws InputError for a file that is missing or damaged,
   /// a peft_type other than LORA, or an option that changes the computation and that this struct
   /// does not have.
@@ -72,8 +91,9 @@ struct LoraConfig {
 /// Adapts the layers that the configuration names and freezes all other parameters, but for those of
 /// modules_to_save. A is drawn from uniform(-1 / sqrt(in), 1 / sqrt(in)) by torch's default generator,
 /// fp32. Returns the configuration with what was chosen, for save_adapter().
-/// Throws InputError if a name matches no module or one that is not linear, the model has an
-/// adapter, or its weights were made in inference mode.
+/// If the word embeddings share the weight of the output layer, and one of them is named, they get a weight each.
+/// Throws InputError if a name matches no module or one that is neither linear nor an embedding, all
+/// layers are left out, the model has an adapter, or its weights were made in inference mode.
 LoraConfig get_peft_model(const std::shared_ptr<torch::nn::Module>& model, LoraConfig config);
 
 /// Writes adapter_config.json and adapter_model.safetensors, fp32, with PEFT's names, into an existing
@@ -88,8 +108,8 @@ void save_adapter(const torch::nn::Module& model, const LoraConfig& config,
 LoraConfig load_adapter(const std::shared_ptr<torch::nn::Module>& model,
                         const std::filesystem::path& folder);
 
-/// Adds scaling * B A to the weights, which then give the same results without the additional
-/// products; unmerge_adapter() subtracts it again (equal but for rounding). Both do nothing if the
+/// Adds scaling * B A to the weights, and gives them DoRA's lengths. They then give the same results without
+/// the additional products; unmerge_adapter() takes it out again (equal but for rounding). Both do nothing if the
 /// weights are already in that state. Throws InputError without an adapter, or if the weights are
 /// shards.
 void merge_adapter(torch::nn::Module& model);
