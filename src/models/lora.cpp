@@ -47,6 +47,9 @@ bool inside_modules(const std::string& path, const std::vector<std::string>& nam
 /// Python's re.fullmatch. Throws InputError for a pattern that only Python has.
 static bool matches_pattern(const char* key, const std::string& pattern, const std::string& name) {
   try {
+    if (pattern.size() > 2000) { // std::regex takes stack for each parenthesis
+      throw std::regex_error(std::regex_constants::error_complexity);
+    }
     return std::regex_match(name, std::regex(pattern));
   } catch (const std::regex_error& error) {
     throw InputError("models::LoraConfig",
@@ -357,7 +360,7 @@ LoraConfig LoraConfig::from_pretrained(const std::filesystem::path& folder) {
   config.base_model_name_or_path = value("base_model_name_or_path", std::string());
   config.task_type = value("task_type", std::string());
   config.modules_to_save = value("modules_to_save", std::vector<std::string>());
-  if (auto& blocks = json["layers_to_transform"]; blocks.is_number()) {
+  if (auto& blocks = json["layers_to_transform"]; blocks.is_number_integer()) {
     blocks = std::vector{value("layers_to_transform", int64_t{0})};
   }
   config.layers_to_transform = value("layers_to_transform", config.layers_to_transform);

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <regex>
 #include <shared_mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -28,12 +29,12 @@
 namespace hasten::detail {
 
 std::vector<LinearPlace> linear_places(const torch::nn::Module& model) {
+  static const std::regex part(R"((.*\.)?lora_(embedding_)?[AB])");
   std::vector<LinearPlace> places;
   std::unordered_set<const torch::nn::Module*> seen;
   for (const auto& item : model.named_modules("", /*include_self=*/false)) {
     const auto& module = item.value();
-    if (!seen.insert(module.get()).second ||
-        item.key().substr(item.key().rfind('.') + 1).starts_with("lora_")) {
+    if (!seen.insert(module.get()).second || std::regex_match(item.key(), part)) {
       continue;
     }
     if (const auto* linear = dynamic_cast<const torch::nn::LinearImpl*>(module.get())) {

@@ -111,6 +111,9 @@ TEST_F(AdapterFiles, AnAdapterThatDoesNotFitIsRefusedByName) {
   has(load({{"peft_type", "LORA"}, {"lora_bias", true}}), "lora_bias=true");
   has(load({{"peft_type", "LORA"}, {"layers_pattern", "h"}}), "layers_pattern=\"h\"");
   has(load({{"peft_type", "LORA"}, {"trainable_token_indices", {1}}}), "trainable_token_indices=");
+  has(load({{"peft_type", "LORA"}, {"rank_pattern", {{std::string(100'000, '('), 1}}}}),
+      "rank_pattern: (((");
+  has(load({{"peft_type", "LORA"}, {"layers_to_transform", {"a"}}}), "layers_to_transform=[\"a\"]");
   has(load({{"peft_type", "LORA"}, {"bias", "some"}}),
       "bias=some. Expected none, all or lora_only");
   has(load({{"peft_type", "LORA"}, {"rank_pattern", {{"2", 0}}}}), "rank_pattern: 2=0");

@@ -40,7 +40,7 @@ LEGAL = {
     "r": [1, 3], "lora_alpha": [1, 16, 0, -2], "lora_dropout": [0.5], "use_rslora": [True, False], "fan_in_fan_out": [True, False],
     "target_modules": [["v_proj"], ["q_proj", "k_proj"], "all-linear", ".*q_proj", ["no_proj"]], "modules_to_save": [["norm"], ["lm_head"], []],
     "layers_to_transform": [[0], 0, []], "exclude_modules": [["q_proj"], ["no"], []], "layers_pattern": ["layers"], "peft_type": ["IA3", "NO"],
-    "task_type": ["SEQ_CLS", "NO"], "bias": ["none", "all"], "rank_pattern": [{}, {"q_proj": 1}], "alpha_pattern": [{}, {"q_proj": 9}],
+    "task_type": ["SEQ_CLS", "NO"], "bias": ["none", "all"], "rank_pattern": [{}, {"q_proj": 1}], "alpha_pattern": [{}, {"q_proj": 9}], "use_dora": [True],
     "init_lora_weights": [False, "gaussian", "pissa"], "base_model_name_or_path": ["/no/where"],
     "additional_special_tokens": [["<new1>", "new2"], [], ["the", NEW_TOKEN]], "extra_special_tokens": [["<new1>", "new2"], [], {"image_token": "<new1>"}],
     "added_tokens_decoder": [{}, {"0": {"content": "the", "special": True}}, {"9000": {"content": "<new1>"}, "8000": {"content": "new2", "special": True}}],

@@ -41,9 +41,9 @@ struct LoraConfig {
   double lora_alpha = 8;
   /// Of the input of A, in training mode; from 0 to below 1. Drawn like the models' dropout.
   double lora_dropout = 0;
-  /// Names of modules, or ends of names after a dot ("q_proj"). Embeddings of exported programs cannot be
-  /// adapted. {"all-linear"}: all linear layers but
-  /// the head. Empty: PEFT's choice for the model's type: query and value, q_proj and v_proj, or c_attn.
+  /// Names of linear layers and embeddings, or ends of names after a dot ("q_proj"); not of embeddings of
+  /// exported programs. {"all-linear"}: all linear layers but the head. Empty: PEFT's choice for the
+  /// model's type: query and value, q_proj and v_proj, or c_attn.
   std::vector<std::string> target_modules{};
   /// Layers that target_modules names but that are not adapted, by the same rule.
   std::vector<std::string> exclude_modules{};
@@ -53,8 +53,9 @@ struct LoraConfig {
   /// Modules that are trained whole and saved with the adapter, by the same rule. Models for sequences
   /// or tokens add their `classifier` or `score`.
   std::vector<std::string> modules_to_save{};
-  /// Other values of r and lora_alpha, by regular expressions (std::regex) of names or of ends of names after a dot. The
-  /// first that matches counts, in the order of the text, as in PEFT's files. One that matches no layer does nothing.
+  /// Other values of r and lora_alpha, by regular expressions (std::regex) of names or of ends of names
+  /// after a dot. The first that matches counts, in the order of the text, as in PEFT's files. One that matches
+  /// no layer does nothing.
   std::map<std::string, int64_t> rank_pattern{};
   std::map<std::string, double> alpha_pattern{};
   /// Biases that are trained and saved: "none", "all", or "lora_only" (of adapted layers).
@@ -74,7 +75,7 @@ struct LoraConfig {
 
   /// Throws InputError that names the value that is out of range.
   void validate() const;
-  /// Of the layer of this name.
+  /// The rank of the layer of this name, and its scaling.
   int64_t rank(const std::string& module) const;
   double scaling(const std::string& module) const;
   /// Reads a folder's adapter_config.json. Throws InputError for a file that is missing or damaged,
