@@ -11,10 +11,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <regex>
 #include <shared_mutex>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "core/dropout.h"
@@ -61,7 +61,8 @@ std::vector<LinearPlace> linear_places(const torch::nn::Module& model) {
 // address, so a mark never matches another weight.
 struct LoraMarks {
   std::shared_mutex mutex;
-  std::unordered_map<const void*, std::shared_ptr<LoraMark>> by_weight;
+  std::map<std::pair<const void*, bool>, std::shared_ptr<LoraMark>>
+      by_weight; // and whether embedding
   std::atomic<bool> any = false;
 };
 
@@ -82,9 +83,8 @@ std::shared_ptr<LoraMark> lora_mark(const at::Tensor& weight, bool embedding) {
     return nullptr;
   }
   const std::shared_lock lock(marks.mutex);
-  const auto found = marks.by_weight.find(weight.unsafeGetTensorImpl());
-  return found == marks.by_weight.end() || found->second->embedding != embedding ? nullptr
-                                                                                 : found->second;
+  const auto found = marks.by_weight.find({weight.unsafeGetTensorImpl(), embedding});
+  return found == marks.by_weight.end() ? nullptr : found->second;
 }
 
 /// B A, scaled.
@@ -196,17 +196,17 @@ at::Tensor addmm_kernel(c10::DispatchKeySet keys, const at::Tensor& bias, const 
 
 template <bool kAutograd>
 at::Tensor embedding_kernel(c10::DispatchKeySet keys, const at::Tensor& weight,
-                            const at::Tensor& indices, c10::SymInt padding, bool by_frequency,
+                            const at::Tensor& indices, int64_t padding, bool by_frequency,
                             bool sparse) {
   return product_with_adapter(
       indices, weight, at::Tensor(),
       [&] {
-        return at::redispatch::embedding_symint(torchs_keys<kAutograd>(keys), weight, indices,
-                                                padding, by_frequency, sparse);
+        return at::redispatch::embedding(torchs_keys<kAutograd>(keys), weight, indices, padding,
+                                         by_frequency, sparse);
       },
       1,
       [&](const at::Tensor& of) {
-        return at::embedding_symint(of, indices, padding, by_frequency, sparse);
+        return at::embedding(of, indices, padding, by_frequency, sparse);
       });
 }
 
@@ -325,7 +325,7 @@ void adapt_layer(const LinearPlace& place, const torch::nn::Linear& a, const tor
   const std::unique_lock lock(marks.mutex);
   std::erase_if(marks.by_weight,
                 [](const auto& entry) { return entry.second->identity.expired(); });
-  marks.by_weight[place.weight.unsafeGetTensorImpl()] = std::move(mark);
+  marks.by_weight[{place.weight.unsafeGetTensorImpl(), place.embedding}] = std::move(mark);
   marks.any = true;
 }
 
@@ -340,7 +340,7 @@ void release_layer(const LinearPlace& place) {
   }
   LoraMarks& marks = lora_marks();
   const std::unique_lock lock(marks.mutex);
-  marks.by_weight.erase(place.weight.unsafeGetTensorImpl());
+  marks.by_weight.erase({place.weight.unsafeGetTensorImpl(), place.embedding});
 }
 
 void merge_places(const std::vector<LinearPlace>& places, bool merged, const char* where) {

@@ -198,6 +198,23 @@ TEST_F(Lora, AnEmbeddingIsAdaptedInEveryMode) {
   EXPECT_TRUE(p["0.lora_magnitude_vector.weight"].grad().defined());
 }
 
+TEST_F(Lora, LayersThatShareAWeightHaveAnAdapterEach) {
+  torch::nn::Embedding words(10, 6);
+  torch::nn::Linear head(6, 10);
+  head->weight = words->weight; // as models of others tie them
+  torch::nn::Sequential model(words, head);
+  const at::Tensor ids = torch::arange(10);
+  const auto results = [&] { return std::pair(words->forward(ids), head->forward(torch::eye(6))); };
+  const auto base = results();
+  get_peft_model(model.ptr(), {.r = 2, .target_modules = {"0", "1"}});
+  const at::NoGradGuard no_grad;
+  words->named_parameters()["lora_embedding_A.weight"].fill_(0.1);
+  EXPECT_FALSE(at::equal(results().first, base.first));
+  EXPECT_TRUE(at::equal(results().second, base.second));
+  head->named_parameters()["lora_B.weight"].fill_(0.1);
+  EXPECT_FALSE(at::equal(results().second, base.second));
+}
+
 // With dropout PEFT's DoRA reads W x again, from what is left of x.
 TEST_F(Lora, DropoutIsBeforeBothProductsOfDora) {
   torch::nn::Sequential model(torch::nn::Linear(20, 20));
