@@ -46,6 +46,10 @@ CASES = {
                                            task_type="CAUSAL_LM")),
     "tied_dora": ("qwen2", dict(r=2, lora_alpha=8, target_modules=["q_proj", "embed_tokens", "lm_head"],
                                 use_dora=True, use_rslora=True, task_type="CAUSAL_LM")),
+    "tied_scaled_embeddings": ("gemma2", dict(r=2, lora_alpha=8, target_modules=["o_proj", "embed_tokens"],
+                                              task_type="CAUSAL_LM")),
+    "fused": ("phi3", dict(r=2, lora_alpha=8, target_modules=["qkv_proj", "gate_up_proj"], use_dora=True,
+                           task_type="CAUSAL_LM")),
     "dora_gpt2": ("gpt2", dict(r=2, lora_alpha=8, target_modules=["c_attn", "wpe"], use_dora=True,
                                fan_in_fan_out=True, task_type="CAUSAL_LM")),
 }
