@@ -50,13 +50,22 @@ test -s out/model.safetensors
 '
 
 configure_and_build() { # FOLDER option…
-  local folder=$1
+  local folder=$1 target=${target:-all}
   shift
   cmake -S "$root" -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHASTEN_TESTS=OFF \
     -DHASTEN_EXAMPLES=OFF -DHASTEN_BENCHMARKS=OFF "-DHASTEN_LICENCES=$licences" \
     "-DHASTEN_WERROR=$(werror)" "$@" \
     >"$work/configure.log" 2>&1 || { cat "$work/configure.log" >&2; die "cmake could not configure."; }
-  cmake --build "$folder" -j "$(compile_jobs)"
+  cmake --build "$folder" -j "$(compile_jobs)" --target $target
+}
+
+# What a GPU needs is built against LibTorch's CUDA build. hasten loads it where torch is one.
+build_cuda_modules() { # KIND
+  "$root/scripts/setup.sh" --cuda
+  target='hasten_nccl hasten_cuda_graph' configure_and_build "$root/build/package-cuda" \
+    "-DHASTEN_PACKAGE=$1" "-DHASTEN_TORCH=$cache/libtorch-cuda" -DHASTEN_CUDA=ON \
+    -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON
+  cuda_modules=$root/build/package-cuda/src
 }
 
 # The licences of what comes along or is compiled in: Debian's files, those of torch's wheel,
@@ -90,7 +99,9 @@ collect_licences() {
 }
 
 build_bundle() {
-  configure_and_build "$root/build/package" -DHASTEN_PACKAGE=bundle
+  build_cuda_modules bundle
+  configure_and_build "$root/build/package" -DHASTEN_PACKAGE=bundle \
+    "-DHASTEN_CUDA_MODULES=$cuda_modules"
   command -v help2man >/dev/null || install_packages help2man
   "$root/scripts/man.sh" "$root/build/package"
   rm -f "$packages"/hasten*.tar.gz* "$packages"/hasten*.deb*
@@ -160,10 +171,12 @@ try_bundle() {
 # The wheel's name says which glibc it needs. The libstdc++ of GCC 12 is that of manylinux_2_35.
 build_wheel() {
   local glibc wheel
+  build_cuda_modules wheel
   # scikit-build-core would take g++, whose objects are others for ccache.
   CXX=${CXX:-c++} HASTEN_TORCH=$torch CMAKE_BUILD_PARALLEL_LEVEL=$(compile_jobs) python3 -m pip wheel -q \
     --disable-pip-version-check --no-deps --wheel-dir "$work/wheel" \
     --config-settings "cmake.define.HASTEN_LICENCES=$licences" \
+    --config-settings "cmake.define.HASTEN_CUDA_MODULES=$cuda_modules" \
     --config-settings "cmake.define.HASTEN_WERROR=$(werror)" "$root"
   python3 -m venv "$work/tags"
   "$work/tags/bin/pip" install -q --disable-pip-version-check wheel
@@ -185,6 +198,26 @@ try_wheel() {
   "$place/bin/pip" install -q --disable-pip-version-check "torch==$torch_version"
   "$place/bin/pip" install -q --disable-pip-version-check "$packages"/hasten-*.whl
   env -i HOME="$HOME" PATH="$place/bin:/usr/bin:/bin" bash -c "$train_there"
+  say "--- the wheel beside a torch with CUDA, without a GPU"
+  mkdir "$work/beside"
+  ln -s "$cache/libtorch-cuda" "$(realpath "$cache/libtorch-cuda")/../nvidia" "$work/beside"
+  mv "$work/beside/libtorch-cuda" "$work/beside/torch"
+  cp -r "$place"/lib/python3*/site-packages/hasten "$work/beside"
+  python3 - "$work/beside" <<'EOF'
+import ctypes, sys
+for path in "torch/lib/libtorch_cuda.so", "hasten/lib/libhasten_nccl.so":
+    ctypes.CDLL(f"{sys.argv[1]}/{path}", ctypes.RTLD_GLOBAL)  # every symbol is found
+EOF
+  env -i HOME="$HOME" PATH="$work/beside/hasten/bin:/usr/bin:/bin" bash -c "$train_there"
+  "$work/beside/hasten/bin/hasten" synth reviews --rows 20 --output "$work/reviews.csv"
+  for place in "$place"/lib/python3*/site-packages/hasten "$work/beside/hasten"; do
+    "$place/bin/hasten" env | grep '^CUDA'
+    command -v nvidia-smi >/dev/null && continue
+    text=$("$place/bin/hasten" train --model bert-tiny --train-file "$work/reviews.csv" --device cuda \
+      --output-dir "$work/out" 2>&1) && die "it trained on a GPU that is not there"
+    [[ $text == *'no NVIDIA driver'* ]] || die "another error: $text"
+  done
+  place=$work/venv
   say "--- the wheel with another torch"
   mv "$place"/lib/python3*/site-packages/torch-*.dist-info "$work/dist-info"
   sed -i "s/^Version: .*/Version: 2.12.1/" "$work/dist-info/METADATA"

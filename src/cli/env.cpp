@@ -49,7 +49,8 @@ std::vector<std::string> cpu_features() {
 }
 
 nlohmann::ordered_json environment_json() {
-  const int gpus = detail::cuda_facts().devices; // before LibTorch looks
+  const CudaFacts& cuda = cuda_facts(); // before LibTorch looks
+  const int gpus = cuda.devices;
   nlohmann::ordered_json json;
   json["hasten"] = HASTEN_VERSION;
   json["torch"] = TORCH_VERSION;
@@ -75,6 +76,8 @@ nlohmann::ordered_json environment_json() {
     json["speed_of_fp32"][name] = precision_speedup(dtype);
   }
   json["cuda_devices"] = gpus;
+  json["cuda"] = {
+      {"torch", cuda.of_torch}, {"libhasten_nccl", cuda.of_hasten}, {"driver", cuda.driver}};
   json["collectives"] = gpus > 0 ? std::vector<std::string>{"nccl", "shm", "gloo"}
                                  : std::vector<std::string>{"shm", "gloo"};
   const World world = world_from_environment();
@@ -144,6 +147,9 @@ std::string environment_text(const nlohmann::ordered_json& json) {
   const auto word = [&](const char* key) { return json.at(key).get<std::string>(); };
   const auto bytes = [&](const char* key) { return format_bytes(json.at(key).get<int64_t>()); };
   const auto yes = [&](const char* key) { return json.at(key).get<bool>() ? "yes" : "no"; };
+  const auto with = [&](const char* part) {
+    return json.at("cuda").at(part).get<bool>() ? "with CUDA" : "without";
+  };
   const auto speed = [&](const char* name) {
     const double factor = json.at("speed_of_fp32").at(name).get<double>();
     return std::string(name) + " " + format_digits(factor, 2) + " times" +
@@ -172,6 +178,8 @@ std::string environment_text(const nlohmann::ordered_json& json) {
                       yes("onednn") + "; float products by " + word("float_products")},
       {"speed vs. fp32", speed("bf16") + ", " + speed("fp16")},
       {"CUDA devices", json.at("cuda_devices").dump()},
+      {"CUDA", std::string("LibTorch ") + with("torch") + ", hasten " + with("libhasten_nccl") +
+                   (json.at("cuda").at("driver") ? "" : ", no NVIDIA driver")},
       {"collectives", joined(json.at("collectives").get<std::vector<std::string>>())},
       {"world", "rank " + world.at("rank").dump() + " of " + world.at("world_size").dump() + " (" +
                     world.at("source").get<std::string>() + ")"}};

@@ -23,13 +23,15 @@ static bool has_driver() {
   return library != nullptr;
 }
 
-void* open_library_beside(const void* address, const std::string& name, std::string& error) {
+static std::string path_beside(const void* address, const std::string& name) {
   Dl_info own{};
-  std::string beside = name;
-  if (::dladdr(address, &own) != 0 && own.dli_fname != nullptr) {
-    beside = std::filesystem::path(own.dli_fname).replace_filename(name).string();
-  }
-  for (const std::string& path : {beside, name}) {
+  return ::dladdr(address, &own) != 0 && own.dli_fname != nullptr
+             ? std::filesystem::path(own.dli_fname).replace_filename(name).string()
+             : name;
+}
+
+void* open_library_beside(const void* address, const std::string& name, std::string& error) {
+  for (const std::string& path : {path_beside(address, name), name}) {
     if (void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL)) {
       return library;
     }
@@ -47,10 +49,13 @@ static CudaFacts look_for_cuda() {
     facts.visible = visible;
   }
   facts.driver = has_driver();
+  const void* const of_torch = reinterpret_cast<const void*>(&at::globalContext);
+  const void* const own = reinterpret_cast<const void*>(&look_for_cuda);
+  facts.of_torch = std::filesystem::exists(path_beside(of_torch, "libtorch_cuda.so"));
+  facts.of_hasten = std::filesystem::exists(path_beside(own, "libhasten_nccl.so"));
   if (!facts.driver) {
     return facts;
   }
-  const void* const of_torch = reinterpret_cast<const void*>(&at::globalContext);
   if (open_library_beside(of_torch, "libtorch_cuda.so", facts.not_loaded) == nullptr) {
     return facts;
   }

@@ -9,6 +9,8 @@ namespace hasten::detail {
 
 /// What this process has found of CUDA.
 struct CudaFacts {
+  bool of_torch = false; // LibTorch is a build with CUDA: libtorch_cuda.so lies beside it
+  bool of_hasten = false; // libhasten_nccl.so lies beside hasten
   bool driver = false; // the device file of a GPU, or the driver's library, is there
   std::string not_loaded{}; // why LibTorch's library was not loaded; empty if it was
   bool seen = false; // LibTorch has taken notice of the library
