@@ -65,21 +65,21 @@ void check_read_by_all(const std::string& flag, const files::path& path, int pro
   }
 }
 
-bool is_adapter_folder(const std::string& folder) {
+bool is_adapter_folder(const files::path& folder) {
   std::error_code error;
-  return files::is_regular_file(files::path(folder) / "adapter_config.json", error);
+  return files::is_regular_file(folder / "adapter_config.json", error);
 }
 
-/// `shapes`: the model may also be the name of a shape.
-void check_model(const std::string& where, const std::string& model, bool shapes) {
+/// `shapes`: the model may also be the name of a shape. Returns the folder of any other.
+files::path check_model(const std::string& where, const std::string& model, bool shapes) {
   std::error_code error;
   if (shapes && is_model_shape(model)) {
-    return;
+    return {};
   }
   const files::path folder = pretrained_folder(
       model, where, "--model", shapes ? model_shapes() : std::vector<std::string>());
-  if (files::is_regular_file(folder / "config.json", error) || is_adapter_folder(folder.string())) {
-    return;
+  if (files::is_regular_file(folder / "config.json", error) || is_adapter_folder(folder)) {
+    return folder;
   }
   throw InputError(where,
                    "--model=" + model + (folder == model ? "" : ": " + folder.string()) +
@@ -123,11 +123,6 @@ void check_output_dir(const TrainCommand& command) {
     if (!files::is_directory(folder, error)) {
       throw InputError(kWhere, said + " is a file", "a folder, or a new name");
     }
-    if (!is_model_shape(command.model) &&
-        files::equivalent(folder, pretrained_folder(command.model), error)) {
-      throw InputError(kWhere, said + " is the folder of --model",
-                       "another folder, because a run that fails could damage the model");
-    }
     const files::path trace = trace_of_a_run(folder);
     if (!trace.empty() && !command.arguments.overwrite_output_dir &&
         command.arguments.resume_from_checkpoint.empty()) {
@@ -152,16 +147,23 @@ void check_output_dir(const TrainCommand& command) {
 
 } // namespace detail
 
-void check_inputs(const TrainCommand& command) {
+void check_inputs(const TrainCommand& command, bool fetched) {
   constexpr const char* kWhere = "cli::train";
-  detail::check_model(kWhere, command.model, true);
-  if (detail::is_adapter_folder(command.model)) {
+  const auto folder =
+      fetched ? detail::check_model(kWhere, command.model, true) : detail::files::path();
+  if (!folder.empty() && detail::is_adapter_folder(folder)) {
     throw InputError(
         kWhere, "--model=" + command.model + " is an adapter", "a whole model",
         "merge it first: hasten merge --model " + command.model + " --output-dir FOLDER");
   }
-  if (!command.tokenizer.empty()) {
+  if (fetched && !command.tokenizer.empty()) {
     detail::check_tokenizer_folder(kWhere, command.tokenizer);
+  }
+  const std::string& output = command.arguments.output_dir;
+  std::error_code error;
+  if (detail::files::equivalent(folder, output, error)) {
+    throw InputError(kWhere, "--output-dir=" + output + " is the folder of --model",
+                     "another folder, because a run that fails could damage the model");
   }
   require_utf8(kWhere, described_inputs(command));
   const int processes = std::max(command.nproc, world_from_environment().world_size);
@@ -175,6 +177,9 @@ void check_inputs(const TrainCommand& command) {
     }
   }
   detail::check_output_dir(command);
+  if (command.task != "text-generation") { // where a line may give several samples
+    check_lines(command.train_file, command.nproc);
+  }
 }
 
 nlohmann::json described_inputs(const TrainCommand& command) {
@@ -234,20 +239,25 @@ std::string finished_line(const TrainCommand& command) {
   return "The run in " + command.arguments.output_dir + " is finished; there is nothing to do.";
 }
 
-static void check_texts(const char* where, const TextsFlags& command) {
-  detail::check_model(where, command.model, false);
+static void check_texts(const char* where, const ModelFlags& command, bool fetched) {
+  if (fetched) {
+    detail::check_model(where, command.model, false);
+  }
   if (!command.file.empty()) {
     detail::check_readable_files(where, "--file", command.file);
   }
 }
 
-void check_inputs(const PredictCommand& command) { check_texts("cli::predict", command); }
+void check_inputs(const PredictCommand& command, bool fetched) {
+  check_texts("cli::predict", command, fetched);
+}
 
-void check_inputs(const GenerateCommand& command) { check_texts("cli::generate", command); }
+void check_inputs(const GenerateCommand& command, bool fetched) {
+  check_texts("cli::generate", command, fetched);
+}
 
-void check_inputs(const EvalCommand& command) {
-  detail::check_model("cli::eval", command.model, false);
-  detail::check_readable_files("cli::eval", "--file", command.file);
+void check_inputs(const EvalCommand& command, bool fetched) {
+  check_texts("cli::eval", command, fetched);
 }
 
 void check_inputs(const PlanCommand& command) {
@@ -258,8 +268,10 @@ void check_inputs(const EstimateMemoryCommand& command) {
   detail::check_model("cli::estimate-memory", command.model, true);
 }
 
-void check_inputs(const CompareCommand& command) {
-  detail::check_model("cli::compare", command.model, true);
+void check_inputs(const CompareCommand& command, bool fetched) {
+  if (fetched) {
+    detail::check_model("cli::compare", command.model, true);
+  }
   if (!command.json.empty() &&
       !detail::is_writable_folder(detail::files::absolute(command.json).parent_path())) {
     throw InputError("cli::compare", "--json=" + command.json + " cannot be written",
@@ -277,9 +289,10 @@ void check_inputs(const StateCommand& command) {
   }
 }
 
-void check_inputs(const MergeCommand& command) {
+void check_inputs(const MergeCommand& command, bool fetched) {
   std::error_code error;
-  if (!detail::is_adapter_folder(command.model)) {
+  if (fetched &&
+      !detail::is_adapter_folder(pretrained_folder(command.model, "cli::merge", "--model"))) {
     throw InputError("cli::merge", "--model=" + command.model + " has no adapter_config.json",
                      "the output of hasten train --lora-r, or another adapter in PEFT's layout");
   }
@@ -291,13 +304,13 @@ void check_inputs(const MergeCommand& command) {
   }
 }
 
-void check_inputs(const TokenizerCommand& command) {
+void check_inputs(const TokenizerCommand& command, bool fetched) {
   constexpr const char* kWhere = "cli::tokenizer";
   for (const std::string& file : command.files) {
     detail::check_readable_file(kWhere, "FILE", file);
   }
   if (command.action == "encode") {
-    return detail::check_tokenizer_folder(kWhere, command.tokenizer);
+    return fetched ? detail::check_tokenizer_folder(kWhere, command.tokenizer) : void();
   }
   const auto existing = detail::nearest_existing(command.output);
   if (!detail::is_writable_folder(existing)) {

@@ -17,22 +17,23 @@ namespace hasten {
 /// Throws InputError with flag and path for: a file that is missing, empty, a folder or
 /// unreadable; a model that is neither a folder with config.json nor a shape; an output folder
 /// that cannot be written or holds another run (unless overwrite_output_dir is set or
-/// resume_from_checkpoint finds a checkpoint there).
-void check_inputs(const TrainCommand& command);
-void check_inputs(const PredictCommand& command);
-void check_inputs(const GenerateCommand& command);
-void check_inputs(const EvalCommand& command);
+/// resume_from_checkpoint finds a checkpoint there); fewer lines than processes. `fetched`: false
+/// leaves out what needs the files of --model and --tokenizer.
+void check_inputs(const TrainCommand& command, bool fetched = true);
+void check_inputs(const PredictCommand& command, bool fetched = true);
+void check_inputs(const GenerateCommand& command, bool fetched = true);
+void check_inputs(const EvalCommand& command, bool fetched = true);
 void check_inputs(const PlanCommand& command);
 void check_inputs(const EstimateMemoryCommand& command);
-void check_inputs(const CompareCommand& command);
+void check_inputs(const CompareCommand& command, bool fetched = true);
 /// For a folder without state.json.
 void check_inputs(const StateCommand& command);
 
 /// For a folder that is no adapter, and an output folder that is not empty.
-void check_inputs(const MergeCommand& command);
+void check_inputs(const MergeCommand& command, bool fetched = true);
 
 /// For files as above, a tokenizer that is not a folder, and an output that cannot be a folder.
-void check_inputs(const TokenizerCommand& command);
+void check_inputs(const TokenizerCommand& command, bool fetched = true);
 
 /// The flags that define model and data, for the record of a run. A JSON object.
 nlohmann::json described_inputs(const TrainCommand& command);

@@ -96,14 +96,20 @@ void use_secret_file(const std::string& file) {
   }
 }
 
-/// Fetches the model and the tokenizer that are given by a name which the cache lacks.
+/// Fetches the model and the tokenizer that are given by a name which the cache lacks, after all
+/// checks that need neither.
 template <typename C>
 void fetch_names(const C& command) {
   if constexpr (requires { command.offline; }) {
+    const auto check = [&] {
+      if constexpr (requires { check_inputs(command, false); }) {
+        check_inputs(command, false);
+      }
+    };
     const auto fetch = [&](const std::string& name, HubFiles files, const char* flag) {
       // A name near that of a shape is more likely a slip.
       if (!name.empty() && nearest_name(name, model_shapes()).empty()) {
-        download_missing(name, {.files = files, .given_as = flag});
+        download_missing(name, {.files = files, .given_as = flag}, check);
       }
     };
     if (command.offline) {
@@ -135,6 +141,7 @@ class Hasten {
       check_nproc("train", command.nproc, command.oversubscribe || command.dry_run, world);
     }
     check_launch_outside("train", command, world);
+    fetch_names(command);
     if (world.world_size > 1) {
       become_worker(arguments_); // a rank of another launcher; the ranks check together
     }
@@ -150,9 +157,6 @@ class Hasten {
     if (command.nproc == 1 && !command.logs.any()) {
       become_worker(arguments_);
     }
-    if (command.task != "text-generation") { // where a line may give several samples
-      check_lines(command.train_file, command.nproc);
-    }
     LaunchOptions options = with_prefix(command);
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
     return report(launch_workers(std::move(options)), true);
@@ -162,6 +166,7 @@ class Hasten {
     if (world.world_size == 1) {
       check_nproc("eval", command.nproc, command.oversubscribe, world);
     }
+    fetch_names(command);
     if (world.world_size > 1) {
       become_worker(arguments_); // a rank of another launcher; the ranks check together
     }
@@ -173,6 +178,7 @@ class Hasten {
   }
   int operator()(const CompareCommand& command) {
     check_nproc("compare", command.nproc, command.oversubscribe, world_from_environment());
+    fetch_names(command);
     check_inputs(command);
     compare_strategies(command, [&](const std::string& state_file) {
       const LaunchResult result = launch_workers(
@@ -213,6 +219,7 @@ class Hasten {
   /// Commands that the worker runs in one process.
   template <typename C>
   int operator()(const C& command) {
+    fetch_names(command);
     if constexpr (requires { check_inputs(command); }) {
       check_inputs(command);
     }
@@ -243,11 +250,7 @@ int main(int argc, char** argv) {
   ::setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
   return hasten::exit_code_of(0, 1, [&] {
     try {
-      const auto run = [&](const auto& command) {
-        hasten::detail::fetch_names(command);
-        return hasten::detail::Hasten(arguments)(command);
-      };
-      return std::visit(run, hasten::parse_command_line(arguments));
+      return std::visit(hasten::detail::Hasten(arguments), hasten::parse_command_line(arguments));
     } catch (const hasten::InputError&) {
       if (!hasten::detail::reports_common_errors()) {
         throw hasten::SilentExit(hasten::kExitBadInput);

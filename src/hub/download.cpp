@@ -335,6 +335,31 @@ HubName hub_name_of(const std::string& text, const DownloadOptions& options) {
   return *name;
 }
 
+void download_one_missing(const std::string& name_or_path, const DownloadOptions& options,
+                          const std::function<void()>& before) {
+  std::error_code error;
+  const auto name = hub_name(name_or_path);
+  if (!name || files::exists(name_or_path, error)) {
+    return;
+  }
+  const auto cached = hub_snapshot(hub_cache(), *name);
+  if (is_complete(cached, options.files) || !can_download()) { // this loads libcurl
+    return;
+  }
+  try {
+    if (before) {
+      before();
+    }
+    download(name_or_path, options);
+  } catch (const HubUnreachable& unreachable) {
+    // Python may have left out what it did not need; this command may not need it either.
+    if (!files::is_directory(cached, error)) {
+      throw;
+    }
+    log_warning(unreachable.text());
+  }
+}
+
 bool is_offline() {
   return std::ranges::any_of(std::array{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"}, [](auto name) {
     std::string value = environment_value(name).value_or("");
@@ -369,25 +394,9 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
   return detail::Fetch(name, options).run(name);
 }
 
-void download_missing(const std::string& name_or_path, const DownloadOptions& options) {
-  std::error_code error;
-  const auto name = detail::hub_name(name_or_path);
-  if (!name || std::filesystem::exists(name_or_path, error)) {
-    return;
-  }
-  const auto cached = detail::hub_snapshot(detail::hub_cache(), *name);
-  if (detail::is_complete(cached, options.files) || !can_download()) { // this loads libcurl
-    return;
-  }
-  try {
-    download(name_or_path, options);
-  } catch (const detail::HubUnreachable& unreachable) {
-    // Python may have left out what it did not need; this command may not need it either.
-    if (!std::filesystem::is_directory(cached, error)) {
-      throw;
-    }
-    log_warning(unreachable.text());
-  }
+void download_missing(const std::string& name_or_path, const DownloadOptions& options,
+                      const std::function<void()>& before) {
+  detail::download_one_missing(name_or_path, options, before);
 }
 
 } // namespace hasten

@@ -15,16 +15,26 @@ using testing_support::train_arguments;
 
 namespace detail {
 
-// A hub with a model that was trained for a step, and the environment of programs that use it.
-struct HubOfReviews {
+// A hub, and the environment of programs that use it.
+struct HubOfPrograms {
   TemporaryFolder folder{};
   HubServer hub{};
   std::filesystem::path cache = folder / "home/hub";
   ProgramOptions options{};
+
+  HubOfPrograms() {
+    write_file_atomically(folder / "train.csv", small_reviews(12));
+    options.environment = {{"HF_ENDPOINT", hub.url()},   {"HF_HUB_OFFLINE", ""},
+                           {"HF_HOME", folder / "home"}, {"HF_HUB_CACHE", ""},
+                           {"HF_TOKEN", "hf_secret"},    {"no_proxy", "127.0.0.1"}};
+  }
+};
+
+// With a model that was trained for a step.
+struct HubOfReviews : HubOfPrograms {
   size_t served = 0; // files that a model needs
 
   HubOfReviews() {
-    write_file_atomically(folder / "train.csv", small_reviews(12));
     const auto first =
         run_program(train_arguments(folder.path(), {"--max-steps", "1", "--save-strategy", "no"}));
     EXPECT_EQ(first.code, 0) << first.error;
@@ -35,9 +45,6 @@ struct HubOfReviews {
       }
     }
     std::filesystem::rename(folder / "out", folder / "first");
-    options.environment = {{"HF_ENDPOINT", hub.url()},   {"HF_HUB_OFFLINE", ""},
-                           {"HF_HOME", folder / "home"}, {"HF_HUB_CACHE", ""},
-                           {"HF_TOKEN", "hf_secret"},    {"no_proxy", "127.0.0.1"}};
   }
 };
 
@@ -76,6 +83,30 @@ TEST(HubPrograms, AnEstimateFetchesTheConfigurationAlone) {
       run_program({"hasten", "estimate-memory", "--model", "org/tiny"}, reviews.options);
   EXPECT_EQ(estimate.code, 0) << estimate.error;
   EXPECT_EQ(reviews.hub.count("GET", "/resolve/"), 1u);
+}
+
+TEST(HubPrograms, WhatNeedsNoModelIsCheckedBeforeTheFirstRequest) {
+  const detail::HubOfPrograms files;
+  const std::string train = files.folder / "train.csv", none = files.folder / "none.csv";
+  const std::string output = files.folder / "out", two = files.folder / "two.csv";
+  write_file_atomically(two, "text,label\ngood,1\n");
+  const std::vector<std::pair<std::vector<std::string>, std::string>> refused{
+      {{"train", "--train-file", none, "--output-dir", output}, "none.csv does not exist"},
+      {{"train", "--train-file", train, "--output-dir", train}, "is a file"},
+      {{"train", "--train-file", train, "--output-dir", output, "--nproc", "9999"}, "--nproc=9999"},
+      {{"train", "--train-file", two, "--output-dir", output, "--nproc", "4"}, "at most 3 samples"},
+      {{"eval", "--file", none}, "none.csv does not exist"},
+      {{"predict", "--file", none}, "none.csv does not exist"},
+      {{"generate", "--file", none}, "none.csv does not exist"},
+      {{"compare", "--json", files.folder / "none/a.json"}, "cannot be written"}};
+  for (auto [arguments, said] : refused) {
+    arguments.insert(arguments.begin(), "hasten");
+    arguments.insert(arguments.end(), {"--model", "org/tiny"});
+    const auto program = run_program(arguments, files.options);
+    EXPECT_EQ(program.code, 2) << said;
+    EXPECT_TRUE(program.said(said)) << program.error;
+  }
+  EXPECT_EQ(files.hub.requests().size(), 0u);
 }
 
 TEST(HubPrograms, OfflineTheErrorNamesTheCommandThatDownloads) {
