@@ -262,7 +262,9 @@ struct StateCommand {
 
 /// hasten merge: writes a whole model of an adapter and its base.
 struct MergeCommand {
-  /// The adapter's folder.
+  /// Asks the hub for no file.
+  bool offline = false;
+  /// The adapter's folder or name.
   std::string model{};
   /// A new or empty folder.
   std::string output_dir{};

@@ -80,9 +80,12 @@ Command parse_merge(const CommandEntry& entry, std::vector<std::string> argument
                           .notes = "Adds the updates of a LoRA adapter to its base's weights. The "
                                    "folder is a whole model in the Hugging Face layout."});
   flags.group("Folders");
-  flags.value("--model", command.model, "ADAPTER",
-              "folder with adapter_config.json: output of hasten train --lora-r, or of PEFT");
+  flags.value(
+      "--model", command.model, "ADAPTER",
+      "folder with adapter_config.json, or the name of one on Hugging Face's hub: output of "
+      "hasten train --lora-r, or of PEFT");
   flags.required();
+  declare_offline(flags, command.offline);
   flags.value("--output-dir", command.output_dir, "FOLDER", "new or empty folder to write");
   flags.required();
   flags.parse(std::move(arguments));

@@ -31,8 +31,9 @@ namespace files = std::filesystem;
 using Names = std::vector<std::string>;
 
 constexpr const char* kDownload = "hub::download";
+constexpr const char* kAdapter = "adapter_config.json";
 constexpr const char* kIndex = "model.safetensors.index.json";
-const Names kConfigs{"config.json", "adapter_config.json"};
+const Names kConfigs{"config.json", kAdapter};
 const Names kTokenizers{"tokenizer.json",
                         "tokenizer_config.json",
                         "special_tokens_map.json",
@@ -335,6 +336,17 @@ HubName hub_name_of(const std::string& text, const DownloadOptions& options) {
   return *name;
 }
 
+// Empty for a folder that is no adapter.
+std::string base_of_adapter(const files::path& folder) {
+  if (!has_any(folder, {kAdapter})) {
+    return {};
+  }
+  const auto json = nlohmann::json::parse(read_file(folder / kAdapter), nullptr, false);
+  const auto base =
+      json.is_object() ? json.value("base_model_name_or_path", nlohmann::json()) : json;
+  return base.is_string() ? base.get<std::string>() : "";
+}
+
 void download_one_missing(const std::string& name_or_path, const DownloadOptions& options,
                           const std::function<void()>& before) {
   std::error_code error;
@@ -397,6 +409,17 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
 void download_missing(const std::string& name_or_path, const DownloadOptions& options,
                       const std::function<void()>& before) {
   detail::download_one_missing(name_or_path, options, before);
+  const auto name = detail::hub_name(name_or_path);
+  std::error_code error;
+  const auto folder = name && !std::filesystem::exists(name_or_path, error)
+                          ? detail::hub_snapshot(detail::hub_cache(), *name)
+                          : std::filesystem::path(name_or_path);
+  const std::string base = detail::base_of_adapter(folder);
+  if (options.files != HubFiles::tokenizer && !base.empty()) {
+    DownloadOptions of_base = options;
+    of_base.given_as += "=" + name_or_path + ": base_model_name_or_path";
+    detail::download_one_missing(base, of_base, before);
+  }
 }
 
 } // namespace hasten

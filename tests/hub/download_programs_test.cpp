@@ -98,6 +98,7 @@ TEST(HubPrograms, WhatNeedsNoModelIsCheckedBeforeTheFirstRequest) {
       {{"eval", "--file", none}, "none.csv does not exist"},
       {{"predict", "--file", none}, "none.csv does not exist"},
       {{"generate", "--file", none}, "none.csv does not exist"},
+      {{"merge", "--output-dir", files.folder.path()}, "is not empty"},
       {{"compare", "--json", files.folder / "none/a.json"}, "cannot be written"}};
   for (auto [arguments, said] : refused) {
     arguments.insert(arguments.begin(), "hasten");
@@ -107,6 +108,38 @@ TEST(HubPrograms, WhatNeedsNoModelIsCheckedBeforeTheFirstRequest) {
     EXPECT_TRUE(program.said(said)) << program.error;
   }
   EXPECT_EQ(files.hub.requests().size(), 0u);
+}
+
+TEST(HubPrograms, TheBaseOfAnAdapterIsFetchedWithIt) {
+  const detail::HubOfReviews reviews;
+  const auto in_folder = [&](const char* name) { return (reviews.folder / name).string(); };
+  const auto train = run_program(
+      train_arguments(reviews.folder.path(),
+                      {"--max-steps", "1", "--save-strategy", "no", "--lora-r", "2"}, "org/tiny"),
+      reviews.options);
+  ASSERT_EQ(train.code, 0) << train.error;
+  // An adapter of the hub that is in the cache already.
+  const auto adapter = in_folder("home/hub/models--org--adapter/snapshots/main");
+  const std::vector<std::vector<std::string>> commands{
+      {"predict", "--model", in_folder("out"), "good"},
+      {"predict", "--model", "org/adapter", "good"},
+      {"eval", "--model", in_folder("out"), "--file", in_folder("train.csv")},
+      {"merge", "--model", "org/adapter", "--output-dir", in_folder("merged")}};
+  for (auto arguments : commands) {
+    std::filesystem::remove_all(reviews.cache);
+    std::filesystem::create_directories(adapter);
+    std::filesystem::copy(in_folder("out"), adapter);
+    arguments.insert(arguments.begin(), "hasten");
+    const size_t asked = reviews.hub.count("GET", "model.safetensors");
+    const auto program = run_program(arguments, reviews.options);
+    EXPECT_EQ(program.code, 0) << program.error;
+    EXPECT_EQ(reviews.hub.count("GET", "model.safetensors"), asked + 1) << joined(arguments);
+  }
+  std::filesystem::remove_all(reviews.cache);
+  const auto offline = run_program(
+      {"hasten", "predict", "--model", in_folder("out"), "--offline", "good"}, reviews.options);
+  EXPECT_EQ(offline.code, 2);
+  EXPECT_TRUE(offline.said("base_model_name_or_path=org/tiny is not there")) << offline.error;
 }
 
 TEST(HubPrograms, OfflineTheErrorNamesTheCommandThatDownloads) {

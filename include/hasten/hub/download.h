@@ -59,9 +59,10 @@ bool can_download();
 /// that cannot be written. What came stays, and a later call fetches the rest.
 std::filesystem::path download(const std::string& name, const DownloadOptions& options = {});
 
-/// download() for the name of a model or tokenizer of which the cache lacks files. Calls `before`
-/// first. Does nothing for an existing path, for what cannot be the name of a repository, and if
-/// can_download() is false.
+/// download() for the name of a model or tokenizer of which the cache lacks files, and for the base
+/// of a model that is an adapter (base_model_name_or_path). Does nothing for an existing path, for
+/// what cannot be the name of a repository, and if can_download() is false. Calls `before` before
+/// each download.
 void download_missing(const std::string& name_or_path, const DownloadOptions& options,
                       const std::function<void()>& before = {});
 
