@@ -141,7 +141,7 @@ int run_command(const EvalCommand& command) {
     data = detail::read_eval_rows(command, *model, is_main);
     rows = task_dataset(*model->task, data->train, model->tokenizer, model->data);
   });
-  detail::require_equal_data(communicator, *data, "cli::eval");
+  detail::require_equal_data(communicator, command.model, *data, "cli::eval");
   const auto trainer = detail::make_evaluator(*model, command.batch_size, accelerator);
   trainer->add_callback(std::make_shared<ProgressCallback>());
   nlohmann::json metrics;

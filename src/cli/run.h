@@ -23,8 +23,8 @@ namespace detail {
 void agree_on(Communicator& communicator, const char* name, const std::function<void()>& stage);
 
 /// Throws InputError on all ranks, with their hosts, if the ranks have read other data. Collective.
-void require_equal_data(Communicator& communicator, const TokenizedClassification& data,
-                        const char* where);
+void require_equal_data(Communicator& communicator, const std::string& model,
+                        const TokenizedClassification& data, const char* where);
 
 /// Writes a command's answers to the file `output`, or to stdout if that is empty. Throws Error if
 /// it cannot. `what`: the answers in the log's line "wrote 4,000 reviews to …".

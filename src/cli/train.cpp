@@ -230,6 +230,9 @@ void add_model_facts(BannerLines& lines, const TrainCommand& command,
   lines.emplace_back("model",
                      command.model + ": " + std::to_string(model.config().num_hidden_layers) +
                          " layers, hidden size " + std::to_string(model.config().hidden_size));
+  if (const auto commit = hub_commit(command.model); !commit.empty()) {
+    lines.emplace_back("model", "commit " + commit);
+  }
   for (const std::string& line : model.loading_info().report) {
     lines.emplace_back("model", line);
   }
@@ -406,8 +409,11 @@ std::string train(const TrainCommand& command, const TrainInputs& in,
     trainer.add_callback(std::make_shared<CastBase>(in.model));
   }
   if (accelerator->is_main_process()) {
-    trainer.set_run_facts(described_inputs(command),
-                          {{"train_data", train_data_checksum(*in.data)}});
+    nlohmann::json altering = {{"train_data", train_data_checksum(*in.data)}};
+    if (const auto commit = hub_commit(command.model); !commit.empty()) {
+      altering["model_commit"] = commit;
+    }
+    trainer.set_run_facts(described_inputs(command), altering);
     warn_of(in.data->report);
     if (!arguments.disable_tqdm) {
       const std::string data =
@@ -445,12 +451,13 @@ void agree_on(Communicator& communicator, const char* name, const std::function<
   }
 }
 
-void require_equal_data(Communicator& communicator, const TokenizedClassification& data,
-                        const char* where) {
+void require_equal_data(Communicator& communicator, const std::string& model,
+                        const TokenizedClassification& data, const char* where) {
   if (communicator.world_size() == 1) {
     return;
   }
   auto list = nlohmann::json::array();
+  list.push_back({"model_commit", hub_commit(model)});
   list.push_back({"labels", joined(data.label_names)});
   const auto add = [&](const char* name, const TokenTable& table, const std::string& checksum) {
     list.push_back({name, format_count(std::ssize(table.rows)) + " (checksum " + checksum + ")"});
@@ -460,7 +467,7 @@ void require_equal_data(Communicator& communicator, const TokenizedClassificatio
   add("evaluation samples", data.eval,
       hash_hex({reinterpret_cast<const char*>(bytes.data()), bytes.size()}));
   require_equal_lists(communicator, list, where, "data", "the same data on every rank",
-                      "give all hosts the same files");
+                      "give all hosts the same files, and name the commit: NAME@COMMIT");
 }
 
 } // namespace detail
@@ -481,7 +488,7 @@ int run_command(const TrainCommand& command) {
     inputs =
         read_train_inputs(command, accelerator->num_processes(), accelerator->is_main_process());
   });
-  require_equal_data(communicator, *inputs.data, "cli::train");
+  require_equal_data(communicator, command.model, *inputs.data, "cli::train");
   std::string result;
   try {
     result = train(command, inputs, accelerator);

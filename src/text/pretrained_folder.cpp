@@ -62,6 +62,14 @@ std::filesystem::path hub_snapshot(const std::filesystem::path& cache, const Hub
   return folder / "snapshots" / commit;
 }
 
+std::string hub_commit(const std::string& name_or_path) {
+  std::error_code error;
+  const auto name = hub_name(name_or_path);
+  const auto folder = name ? hub_snapshot(hub_cache(), *name) : std::filesystem::path();
+  const bool cached = std::filesystem::is_directory(folder, error);
+  return cached && !std::filesystem::exists(name_or_path, error) ? folder.filename() : "";
+}
+
 } // namespace detail
 
 std::filesystem::path pretrained_folder(const std::string& name_or_path, const std::string& where,

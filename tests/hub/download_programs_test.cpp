@@ -142,6 +142,32 @@ TEST(HubPrograms, TheBaseOfAnAdapterIsFetchedWithIt) {
   EXPECT_TRUE(offline.said("base_model_name_or_path=org/tiny is not there")) << offline.error;
 }
 
+TEST(HubPrograms, ARunKeepsItsModelsCommitWhichItsRanksShare) {
+  detail::HubOfReviews reviews;
+  const auto in_folder = [&](const char* name) { return (reviews.folder / name).string(); };
+  const std::string first = reviews.hub.commit, second(40, 'd');
+  for (const auto& [home, commit] : {std::pair("home0", first), std::pair("home1", second)}) {
+    reviews.hub.commit = commit;
+    reviews.options.environment.emplace_back("HF_HOME", in_folder(home));
+    EXPECT_EQ(run_program({"hasten", "download", "org/tiny"}, reviews.options).code, 0);
+  }
+  auto train = train_arguments(reviews.folder.path(), {"--max-steps", "1", "--save-strategy", "no"},
+                               "org/tiny");
+  const auto alone = run_program(train, reviews.options);
+  EXPECT_TRUE(alone.said("commit " + second)) << alone.error;
+  const auto state = nlohmann::json::parse(read_file(reviews.folder / "out/hasten_state.json"));
+  EXPECT_EQ(state["facts"]["altering"]["model_commit"], second);
+  std::filesystem::remove_all(reviews.folder / "out");
+  train[0] = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "hasten";
+  const auto apart =
+      run_program({"hasten", "launch", "--nproc", "2", "sh", "-c",
+                   "HF_HOME=" + in_folder("home") + "$RANK exec " + joined(train, " ")},
+                  reviews.options);
+  EXPECT_NE(apart.code, 0);
+  EXPECT_TRUE(apart.said("rank 1's data has model_commit as " + second + ", rank 0 as " + first))
+      << apart.error;
+}
+
 TEST(HubPrograms, OfflineTheErrorNamesTheCommandThatDownloads) {
   const detail::HubOfReviews reviews;
   const auto plan = run_program(

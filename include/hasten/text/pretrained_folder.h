@@ -48,6 +48,8 @@ std::filesystem::path hf_home();
 std::filesystem::path hub_cache();
 /// The folder of this revision, which need not exist.
 std::filesystem::path hub_snapshot(const std::filesystem::path& cache, const HubName& name);
+/// The commit of a repository in the cache; empty for what pretrained_folder() takes from elsewhere.
+std::string hub_commit(const std::string& name_or_path);
 
 } // namespace detail
 
