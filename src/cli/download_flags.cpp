@@ -26,6 +26,8 @@ Command parse_download(const CommandEntry& entry, std::vector<std::string> argum
                "fetch the files that match instead; may be repeated");
   flags.values("--exclude", options.exclude, "PATTERN", "leave these out; may be repeated");
   flags.value("--local-dir", options.local_dir, "FOLDER", "write there and not into the cache");
+  flags.value("--max-workers", options.max_workers, "N", "files fetched at once",
+              NumberRange{1, 64});
   flags.flag("--update", options.update, "ask for a newer commit even if the cache has the name");
   flags.group("Access");
   flags.value("--token", options.token, "TOKEN",

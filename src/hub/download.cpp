@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
+#include <future>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -217,34 +220,57 @@ class Fetch {
                             has_checksum(path, file.etag)));
   }
 
-  void fetch_all(const Names& paths) {
-    std::vector<HubFile> missing;
-    int64_t total = 0, needed = 0;
-    for (const std::string& path : paths) {
+  // Several at once. The first error ends the others, and what came of them stays.
+  void for_each(const Names& paths, const std::function<void(size_t)>& work) {
+    std::atomic<size_t> next{0};
+    std::vector<std::future<void>> workers;
+    while (std::ssize(workers) <
+           std::min(std::max<int64_t>(options_.max_workers, 1), std::ssize(paths))) {
+      workers.push_back(std::async(std::launch::async, [&] {
+        try {
+          for (size_t i = next++; i < paths.size(); i = next++) {
+            work(i);
+          }
+        } catch (const Stopped&) { // another worker has the error
+        } catch (...) {
+          client_.stop = true;
+          throw;
+        }
+      }));
+    }
+    std::ranges::for_each(workers, [](auto& worker) { worker.get(); });
+  }
+
+  void fetch_all(Names paths) {
+    std::erase_if(paths, [&](const std::string& path) {
       require_safe(client_, path);
       std::error_code error;
-      if (!is_local() && files::exists(folder_ / path, error)) {
-        continue; // a commit does not change
-      }
-      const HubFile file = client_.look_up(listing_.commit, path);
-      missing.push_back(file);
+      return !is_local() && files::exists(folder_ / path, error); // a commit does not change
+    });
+    std::vector<HubFile> missing(paths.size());
+    std::mutex mutex;
+    int64_t total = 0, needed = 0, done = 0;
+    for_each(paths, [&](size_t i) {
+      const HubFile file = missing[i] = client_.look_up(listing_.commit, paths[i]);
       if (!is_there(file)) {
+        std::error_code error;
         const auto size = std::max<int64_t>(file.size, 0);
         const auto part = files::file_size(partial(file), error);
+        const std::lock_guard lock(mutex);
         total += size;
         needed += size - (error ? 0 : std::min(static_cast<int64_t>(part), size));
       }
-    }
+    });
     check_space(needed);
     constexpr int64_t kMegabyte = 1'000'000;
     ProgressBar bar("fetching (MB)", std::max<int64_t>(total / kMegabyte, 1), total >= kMegabyte);
-    int64_t done = 0;
-    for (const HubFile& file : missing) {
-      fetch_one(file, [&](int64_t bytes) {
+    for_each(paths, [&](size_t i) {
+      fetch_one(missing[i], [&](int64_t bytes) {
+        const std::lock_guard lock(mutex);
         done += bytes;
         bar.update(std::clamp<int64_t>(done / kMegabyte, 0, total / kMegabyte));
       });
-    }
+    });
     bar.finish();
   }
 
@@ -274,7 +300,9 @@ class Fetch {
     }
     if (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
       log_info(client_.described(file.path) + ": another process fetches it");
-      ::flock(lock.get(), LOCK_EX);
+      while (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        client_.sleep(std::chrono::milliseconds(100));
+      }
       advance(is_there(file) ? file.size : 0);
     }
     for (int attempt = 1; !is_there(file); ++attempt) {
@@ -336,39 +364,28 @@ HubName hub_name_of(const std::string& text, const DownloadOptions& options) {
   return *name;
 }
 
-// Empty for a folder that is no adapter.
-std::string base_of_adapter(const files::path& folder) {
-  if (!has_any(folder, {kAdapter})) {
-    return {};
-  }
-  const auto json = nlohmann::json::parse(read_file(folder / kAdapter), nullptr, false);
-  const auto base =
-      json.is_object() ? json.value("base_model_name_or_path", nlohmann::json()) : json;
-  return base.is_string() ? base.get<std::string>() : "";
-}
-
-void download_one_missing(const std::string& name_or_path, const DownloadOptions& options,
-                          const std::function<void()>& before) {
+// Returns the folder, which may lack what the hub did not send.
+files::path download_one_missing(const std::string& name_or_path, const DownloadOptions& options,
+                                 const std::function<void()>& before) {
   std::error_code error;
   const auto name = hub_name(name_or_path);
   if (!name || files::exists(name_or_path, error)) {
-    return;
+    return name_or_path;
   }
   const auto cached = hub_snapshot(hub_cache(), *name);
   if (is_complete(cached, options.files) || !can_download()) { // this loads libcurl
-    return;
+    return cached;
   }
   try {
-    if (before) {
-      before();
-    }
-    download(name_or_path, options);
+    before ? before() : void();
+    return download(name_or_path, options);
   } catch (const HubUnreachable& unreachable) {
     // Python may have left out what it did not need; this command may not need it either.
     if (!files::is_directory(cached, error)) {
       throw;
     }
     log_warning(unreachable.text());
+    return cached;
   }
 }
 
@@ -408,17 +425,15 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
 
 void download_missing(const std::string& name_or_path, const DownloadOptions& options,
                       const std::function<void()>& before) {
-  detail::download_one_missing(name_or_path, options, before);
-  const auto name = detail::hub_name(name_or_path);
-  std::error_code error;
-  const auto folder = name && !std::filesystem::exists(name_or_path, error)
-                          ? detail::hub_snapshot(detail::hub_cache(), *name)
-                          : std::filesystem::path(name_or_path);
-  const std::string base = detail::base_of_adapter(folder);
-  if (options.files != HubFiles::tokenizer && !base.empty()) {
+  const auto folder = detail::download_one_missing(name_or_path, options, before);
+  const bool adapter = detail::has_any(folder, {detail::kAdapter});
+  const std::string text = adapter ? read_file(folder / detail::kAdapter) : std::string();
+  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto base = json.find("base_model_name_or_path");
+  if (options.files != HubFiles::tokenizer && base != json.end() && base->is_string()) {
     DownloadOptions of_base = options;
     of_base.given_as += "=" + name_or_path + ": base_model_name_or_path";
-    detail::download_one_missing(base, of_base, before);
+    detail::download_one_missing(*base, of_base, before);
   }
 }
 

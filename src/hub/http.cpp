@@ -142,6 +142,12 @@ HttpReply one_request(const HttpRequest& request, const std::string& token, std:
   set(CURLOPT_HEADERDATA, &transfer);
   set(CURLOPT_WRITEFUNCTION, &take_body);
   set(CURLOPT_WRITEDATA, &transfer);
+  set(CURLOPT_NOPROGRESS, 0L);
+  set(
+      CURLOPT_XFERINFOFUNCTION, +[](void* stop, curl_off_t, curl_off_t, curl_off_t, curl_off_t) {
+        return static_cast<const std::atomic<bool>*>(stop)->load() ? 1 : 0;
+      });
+  set(CURLOPT_XFERINFODATA, &request.stop);
   const std::string range = std::to_string(request.from) + "-";
   if (request.from > 0) { // not RESUME_FROM, which refuses a server that sends the whole file
     set(CURLOPT_RANGE, range.c_str());

@@ -2,6 +2,7 @@
 // Private to src/hub.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -31,6 +32,7 @@ struct HttpReply {
 };
 
 struct HttpRequest {
+  const std::atomic<bool>& stop; // true: the transfer ends within a second
   std::string url{};
   bool head = false;
   /// The first byte of the file to send.

@@ -132,6 +132,16 @@ void HubClient::refuse(const HttpReply& reply, const std::string& path) const {
   throw HubUnreachable(kWhere, what + status, {}, "try again later; what came already is kept");
 }
 
+void HubClient::sleep(std::chrono::milliseconds pause) const {
+  constexpr std::chrono::milliseconds kSlice{50};
+  for (; pause.count() > 0 && !stop; pause -= kSlice) {
+    std::this_thread::sleep_for(std::min(pause, kSlice));
+  }
+  if (stop) {
+    throw Stopped();
+  }
+}
+
 HttpReply HubClient::ask(const std::function<HttpRequest()>& next, const std::string& path) {
   constexpr int kAttempts = 5;
   constexpr int64_t kLongestWait = 120; // seconds that a server may ask for
@@ -146,6 +156,7 @@ HttpReply HubClient::ask(const std::function<HttpRequest()>& next, const std::st
     }
     from = request.from;
     const HttpReply reply = http_request(request, origin, token_);
+    sleep();
     const bool came = reply.failure == HttpFailure::none;
     if (came && (reply.status / 100 == 2 || (request.head && reply.status / 100 == 3))) {
       return reply;
@@ -162,7 +173,7 @@ HttpReply HubClient::ask(const std::function<HttpRequest()>& next, const std::st
     log_info(described(path) + ": " +
              (came ? "the hub answered " + std::to_string(reply.status) : reply.problem) +
              "; again in " + format_fixed(std::chrono::duration<double>(pause).count(), 1) + " s");
-    std::this_thread::sleep_for(pause);
+    sleep(pause);
     wait *= 2;
   }
 }
@@ -170,7 +181,7 @@ HttpReply HubClient::ask(const std::function<HttpRequest()>& next, const std::st
 HubListing HubClient::list() {
   const std::string url = endpoint_ + "/api/models/" + name_.repository + "/revision/" +
                           url_text(name_.revision, "-._~");
-  const HttpReply reply = ask([&] { return HttpRequest{.url = url}; }, {});
+  const HttpReply reply = ask([&] { return HttpRequest{.stop = stop, .url = url}; }, {});
   HubListing listing;
   try {
     const auto json = nlohmann::json::parse(reply.body);
@@ -195,7 +206,8 @@ std::string HubClient::file_url(const std::string& commit, const std::string& pa
 
 HubFile HubClient::look_up(const std::string& commit, const std::string& path) {
   const std::string url = file_url(commit, path);
-  const HttpReply reply = ask([&] { return HttpRequest{.url = url, .head = true}; }, path);
+  const HttpReply reply =
+      ask([&] { return HttpRequest{.stop = stop, .url = url, .head = true}; }, path);
   const bool redirected = reply.status / 100 == 3;
   HubFile file{.path = path, .etag = reply.header("x-linked-etag")};
   std::string size = reply.header("x-linked-size");
@@ -253,7 +265,8 @@ void HubClient::fetch(const std::string& commit, const HubFile& file,
     ask(
         [&] {
           first = true;
-          return HttpRequest{.url = file_url(commit, file.path), .from = at, .sink = take};
+          return HttpRequest{
+              .stop = stop, .url = file_url(commit, file.path), .from = at, .sink = take};
         },
         file.path);
   }

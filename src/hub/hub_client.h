@@ -2,6 +2,8 @@
 // src/hub.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <functional>
 #include <string>
@@ -31,9 +33,15 @@ struct HubFile {
   int64_t size = -1; // -1: the hub does not say
 };
 
-/// Of one repository. All functions throw as download() does.
+/// What is thrown after HubClient::stop.
+struct Stopped {};
+
+/// Of one repository. All functions throw as download() does. Threading: any.
 class HubClient {
  public:
+  /// Ends what runs and what comes.
+  std::atomic<bool> stop{false};
+
   HubClient(HubName name, const DownloadOptions& options);
 
   HubListing list();
@@ -43,6 +51,8 @@ class HubClient {
   void fetch(const std::string& commit, const HubFile& file, const std::filesystem::path& partial,
              const std::function<void(int64_t)>& advance);
 
+  /// Throws Stopped.
+  void sleep(std::chrono::milliseconds pause = {}) const;
   /// "--model=org/name", and the file if it is not empty.
   std::string described(const std::string& path = {}) const;
 

@@ -9,6 +9,7 @@
 #include "hasten/base/log.h"
 #include "hasten/text/pretrained_folder.h"
 #include "hub/hub_home.h"
+#include "support/error_of.h"
 
 namespace hasten {
 
@@ -188,6 +189,54 @@ TEST(HubDownload, AnIndexNamesTheShards) {
   files::remove(home.snapshot() / "model-2-of-2.safetensors"); // as after a cut
   home.fetch();
   EXPECT_TRUE(files::exists(home.snapshot() / "model-2-of-2.safetensors"));
+}
+
+TEST(HubDownload, FilesAreFetchedAtOnceByNoMoreThanMaxWorkers) {
+  for (const int64_t max_workers : {8, 1}) {
+    HubHome home;
+    home.options.max_workers = max_workers;
+    int together = 0;
+    home.hub.fault = [&](const HubRequest& request) -> std::optional<HubAnswer> {
+      const bool small =
+          request.path.ends_with("config.json") || request.path.ends_with("vocab.txt");
+      const bool first = small && together == 0;
+      together += first && home.hub.another_waits(max_workers > 1 ? 10'000 : 50) ? 1 : 0;
+      return std::nullopt;
+    };
+    home.fetch();
+    EXPECT_EQ(together, max_workers > 1 ? 1 : 0);
+    EXPECT_EQ(read_file(home.snapshot() / "vocab.txt"), "good\n");
+  }
+}
+
+TEST(HubDownload, AnErrorInOneFileEndsTheOthersWhichGoOnLater) {
+  HubHome home;
+  testing_support::HubServer broken;
+  home.hub.files.erase("model.safetensors");
+  home.hub.files["model.safetensors.index.json"] = {
+      R"({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})", "i"};
+  home.hub.files["1.safetensors"] = {"first", "s1", broken.url() + "/1"};
+  broken.others["/1"] = "first";
+  home.hub.files["2.safetensors"] = {home.weights, HubHome::kWeightsHash,
+                                     home.storage.url() + "/weights?signed=1"};
+  const auto partial = home.blob(std::string(HubHome::kWeightsHash) + ".incomplete");
+  broken.fault = [&](const HubRequest&) {
+    for (std::error_code none; files::file_size(partial, none) != 100'000;) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return std::optional(HubAnswer{.status = 404});
+  };
+  home.storage.fault = [&](const HubRequest&) {
+    return std::optional(HubAnswer{.body = home.weights, .cut_after = 100'000, .stalls = true});
+  };
+  const auto start = std::chrono::steady_clock::now();
+  const std::string error = testing_support::error_of<InputError>([&] { home.fetch(); });
+  EXPECT_NE(error.find("file=1.safetensors: not found"), error.npos) << error;
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+  broken.fault = home.storage.fault = {};
+  home.fetch();
+  EXPECT_EQ(home.storage.requests().back().headers.at("range"), "bytes=100000-");
+  EXPECT_EQ(read_file(home.snapshot() / "2.safetensors"), home.weights);
 }
 
 TEST(HubDownload, AFolderGetsTheFilesThemselves) {

@@ -38,6 +38,8 @@ struct HubAnswer {
   std::string body{};
   /// Closes the connection after so many bytes of the body.
   size_t cut_after = std::string::npos;
+  /// Leaves it open instead, until the client ends it.
+  bool stalls = false;
 };
 
 struct ServedFile {
@@ -81,6 +83,12 @@ class HubServer {
     return static_cast<size_t>(std::ranges::count_if(all, [&](const HubRequest& request) {
       return request.method == method && request.path.find(text) != std::string::npos;
     }));
+  }
+
+  /// True if another request comes before this one is answered. For `fault`.
+  bool another_waits(int milliseconds) const {
+    pollfd waiting{listener_, POLLIN, 0};
+    return ::poll(&waiting, 1, milliseconds) == 1;
   }
 
  private:
@@ -181,15 +189,23 @@ class HubServer {
       text += header + "\r\n";
     }
     text += "\r\n";
+    send_all(connection, text);
     if (request.method != "HEAD") {
-      text += answer.body.substr(0, answer.cut_after);
+      send_all(connection, std::string_view(answer.body).substr(0, answer.cut_after));
     }
-    for (size_t at = 0; at < text.size();) {
-      const ssize_t count = ::send(connection, text.data() + at, text.size() - at, MSG_NOSIGNAL);
+    if (answer.stalls) {
+      pollfd ended{connection, POLLRDHUP, 0};
+      ::poll(&ended, 1, 60'000);
+    }
+  }
+
+  static void send_all(int connection, std::string_view text) {
+    while (!text.empty()) {
+      const ssize_t count = ::send(connection, text.data(), text.size(), MSG_NOSIGNAL);
       if (count <= 0) {
         return;
       }
-      at += static_cast<size_t>(count);
+      text.remove_prefix(static_cast<size_t>(count));
     }
   }
 

@@ -38,6 +38,8 @@ struct DownloadOptions {
   std::filesystem::path local_dir{};
   /// Empty: as above.
   std::string token{};
+  /// Files fetched at once.
+  int64_t max_workers = 8;
   /// Ask the hub for the newest commit even if the cache has one.
   bool update = false;
   /// The name of the argument in errors.
