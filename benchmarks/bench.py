@@ -23,6 +23,7 @@ import threading
 import time
 
 from decoders import Decoders, Tinyshakespeare
+from download import Download
 from families import Families
 from fsdp import FsdpMemory, FsdpStep
 from gpu import Gpu
@@ -496,6 +497,7 @@ BENCHMARKS = {
         Tinyshakespeare,
         Families,
         Tokenizers,
+        Download,
     )
 }
 

@@ -1,5 +1,6 @@
 #include "checksum.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sodium.h>
 
@@ -50,9 +51,23 @@ std::string sha1_of(std::string text) {
   return hex;
 }
 
-std::string sha256_of(const std::filesystem::path& path) {
-  crypto_hash_sha256_state state;
-  crypto_hash_sha256_init(&state);
+std::string sha256_of(const std::filesystem::path& path, bool by_openssl) {
+  static void* const openssl = ::dlopen("libcrypto.so.3", RTLD_NOW | RTLD_LOCAL);
+  const auto find = [](auto& function, const char* name) {
+    void* const found = openssl == nullptr ? nullptr : ::dlsym(openssl, name);
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(found);
+    return found != nullptr;
+  };
+  int (*init)(void* state) = nullptr;
+  int (*update)(void* state, const void* bytes, size_t count) = nullptr;
+  int (*final)(unsigned char* hash, void* state) = nullptr;
+  const bool fast = by_openssl && find(init, "SHA256_Init") && find(update, "SHA256_Update") &&
+                    find(final, "SHA256_Final");
+  union {
+    crypto_hash_sha256_state sodium;
+    uint64_t openssl[32]; // OpenSSL needs 112 bytes
+  } state;
+  fast ? init(&state) : crypto_hash_sha256_init(&state.sodium);
   const FileDescriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   std::vector<unsigned char> buffer(size_t{1} << 20);
   ssize_t count = 1;
@@ -61,10 +76,12 @@ std::string sha256_of(const std::filesystem::path& path) {
     if (count < 0) {
       throw_file_error("hub::download", path, errno);
     }
-    crypto_hash_sha256_update(&state, buffer.data(), static_cast<size_t>(count));
+    const auto bytes = static_cast<size_t>(count);
+    fast ? update(&state, buffer.data(), bytes)
+         : crypto_hash_sha256_update(&state.sodium, buffer.data(), bytes);
   }
   unsigned char hash[crypto_hash_sha256_BYTES];
-  crypto_hash_sha256_final(&state, hash);
+  fast ? final(hash, &state) : crypto_hash_sha256_final(&state.sodium, hash);
   char hex[2 * sizeof hash + 1];
   return sodium_bin2hex(hex, sizeof hex, hash, sizeof hash);
 }

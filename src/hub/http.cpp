@@ -135,6 +135,7 @@ HttpReply one_request(const HttpRequest& request, const std::string& token, std:
   set(CURLOPT_HEADEROPT, static_cast<long>(CURLHEADER_SEPARATE)); // a proxy gets no token
   set(CURLOPT_USERAGENT, "hasten/" HASTEN_VERSION);
   set(CURLOPT_NOSIGNAL, 1L);
+  set(CURLOPT_BUFFERSIZE, 512L << 10);
   set(CURLOPT_CONNECTTIMEOUT, 10L);
   set(CURLOPT_LOW_SPEED_LIMIT, 1L);
   set(CURLOPT_LOW_SPEED_TIME, 60L);
