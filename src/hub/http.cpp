@@ -158,13 +158,16 @@ HttpReply one_request(const HttpRequest& request, const std::string& token, std:
       set(CURLOPT_CAINFO, file->c_str());
     }
   }
+  char problem[CURL_ERROR_SIZE] = ""; // names the host or the proxy
+  set(CURLOPT_ERRORBUFFER, problem);
   const CURLcode code = curl().perform(handle.get());
   if (transfer.thrown) {
     std::rethrow_exception(transfer.thrown);
   }
   HttpReply& reply = transfer.reply;
   reply.failure = failure_of(code);
-  reply.problem = curl().describe(code);
+  reply.problem = problem[0] != '\0' ? problem : curl().describe(code);
+  reply.problem.resize(reply.problem.find_last_not_of(" \n") + 1);
   char* location = nullptr;
   curl().get(handle.get(), CURLINFO_REDIRECT_URL, &location);
   next = location == nullptr ? "" : location;

@@ -90,6 +90,10 @@ void HubClient::refuse(const HttpReply& reply, const std::string& path) const {
                          "check the clock, install ca-certificates, or set SSL_CERT_FILE to the "
                          "certificates of your network");
   }
+  if (reply.status == 407) {
+    throw HubUnreachable(kWhere, what + "the proxy wants a name and a password", {},
+                         "set https_proxy to http://USER:PASSWORD@HOST:PORT");
+  }
   if (reply.failure != HttpFailure::none) {
     const std::string cache = hub_cache().string();
     throw HubUnreachable(

@@ -79,6 +79,47 @@ TEST(HubErrors, AHubWithoutANetworkOrWithoutTlsIsSaidAtOnce) {
                           {"no secure connection to https://127.0.0.1", "SSL_CERT_FILE"});
 }
 
+TEST(HubErrors, AProxyThatFailsIsNamed) {
+  const HubHome home;
+  testing_support::HubServer proxy;
+  proxy.fault = [](const HubRequest&) { return std::optional(HubAnswer{.status = 407}); };
+  for (const char* endpoint : {"http://hub.example", "https://hub.example"}) { // GET, and CONNECT
+    const ScopedEnvironment both{{{"HF_ENDPOINT", endpoint},
+                                  {"no_proxy", {}},
+                                  {"http_proxy", proxy.url()},
+                                  {"https_proxy", proxy.url()}}};
+    detail::expect_hub_said(error_of<InputError>([&] { home.fetch(); }),
+                            {"name=org/tiny: the proxy wants a name and a password",
+                             "set https_proxy to http://USER:PASSWORD@HOST:PORT"});
+    const ScopedEnvironment none{
+        {{"http_proxy", "http://127.0.0.1:9"}, {"https_proxy", "http://127.0.0.1:9"}}};
+    detail::expect_hub_said(error_of<InputError>([&] { home.fetch(); }),
+                            {"no connection to " + std::string(endpoint), "127.0.0.1 port 9",
+                             "check the spelling, the network, https_proxy and HF_ENDPOINT"});
+  }
+}
+
+TEST(HubErrors, CertificatesThatAreMissingAreSaidSo) {
+  const HubHome home;
+  const ScopedEnvironment tls{{{"HF_ENDPOINT", "https" + home.hub.url().substr(4)},
+                               {"REQUESTS_CA_BUNDLE", {}},
+                               {"SSL_CERT_FILE", "/none.pem"}}};
+  detail::expect_hub_said(error_of<InputError>([&] { home.fetch(); }),
+                          {"no secure connection to https://127.0.0.1", "/none.pem",
+                           "Expected a certificate that this machine trusts",
+                           "install ca-certificates, or set SSL_CERT_FILE"});
+}
+
+TEST(HubErrors, WithoutATokenTheErrorSaysHowToGetOne) {
+  for (const int status : {401, 403}) {
+    HubHome home;
+    const ScopedEnvironment none{{{"HF_TOKEN", {}}}};
+    home.hub.fault = [&](const HubRequest&) { return std::optional(HubAnswer{.status = status}); };
+    detail::expect_hub_said(error_of<InputError>([&] { home.fetch(); }),
+                            {"set HF_TOKEN or run hf auth login"});
+  }
+}
+
 TEST(HubErrors, AHubThatStaysBusyIsGivenUp) {
   detail::expect_hub_said(detail::hub_refusal({.status = 429}), {"the hub answered 429", "wait"});
   detail::expect_hub_said(detail::hub_refusal({.status = 502}),
