@@ -64,7 +64,8 @@ class Hasten(ConanFile):
     def system_requirements(self):
         Apt(self).check([
             "nlohmann-json3-dev", "libcli11-dev", "libutf8proc-dev", "libonig-dev",
-            "libsodium-dev", "libjemalloc-dev", "libxxhash-dev", "zlib1g-dev", "ninja-build",
+            "libsodium-dev", "libjemalloc-dev", "libxxhash-dev", "zlib1g-dev", "libcurl4-openssl-dev",
+            "ninja-build",
         ])
 
     def generate(self):

@@ -62,7 +62,7 @@ carry_package() {
 }
 
 for header in nlohmann/json.hpp CLI/CLI.hpp gtest/gtest.h sodium.h utf8proc.h xxhash.h \
-  oniguruma.h jemalloc/jemalloc.h zlib.h zconf.h; do
+  oniguruma.h jemalloc/jemalloc.h zlib.h zconf.h curl/curl.h; do # libcurl is loaded if it is there
   from=$(folder_of "$header")
   parts=("$from/$header")
   [[ $header != */* ]] || parts=("$from/${header%%/*}")

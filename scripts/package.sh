@@ -148,6 +148,8 @@ try_bundle() {
       apt-get install -y -qq --no-install-recommends /tmp/hasten_*.deb' >"$work/apt.log" 2>&1 ||
       { tail -n 20 "$work/apt.log" >&2; die "apt-get could not install hasten in $suite."; }
     in_root "$place" bash -c "$train_there"
+    in_root "$place" bash -c 'hasten download org/name 2>&1 | grep "install libcurl4"' ||
+      die "without libcurl, hasten download does not say what to install"
     [[ -s $place/usr/share/man/man1/hasten-train.1.gz ]] || die "the Debian package has no man pages"
     say "--- $suite: hasten-dev, and a program compiled with it"
     cp -r "$root/tests/install/consumer" "$place/opt/consumer"

@@ -364,6 +364,14 @@ HubName hub_name_of(const std::string& text, const DownloadOptions& options) {
   return *name;
 }
 
+bool is_offline() {
+  return std::ranges::any_of(std::array{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"}, [](auto name) {
+    std::string value = environment_value(name).value_or("");
+    std::ranges::transform(value, value.begin(), [](unsigned char c) { return std::toupper(c); });
+    return has({"1", "ON", "YES", "TRUE"}, value);
+  });
+}
+
 // Returns the folder, which may lack what the hub did not send.
 files::path download_one_missing(const std::string& name_or_path, const DownloadOptions& options,
                                  const std::function<void()>& before) {
@@ -373,7 +381,7 @@ files::path download_one_missing(const std::string& name_or_path, const Download
     return name_or_path;
   }
   const auto cached = hub_snapshot(hub_cache(), *name);
-  if (is_complete(cached, options.files) || !can_download()) { // this loads libcurl
+  if (is_complete(cached, options.files) || is_offline()) {
     return cached;
   }
   try {
@@ -387,14 +395,6 @@ files::path download_one_missing(const std::string& name_or_path, const Download
     log_warning(unreachable.text());
     return cached;
   }
-}
-
-bool is_offline() {
-  return std::ranges::any_of(std::array{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"}, [](auto name) {
-    std::string value = environment_value(name).value_or("");
-    std::ranges::transform(value, value.begin(), [](unsigned char c) { return std::toupper(c); });
-    return has({"1", "ON", "YES", "TRUE"}, value);
-  });
 }
 
 } // namespace detail
@@ -411,10 +411,11 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
   }
   if (!can_download()) {
     const bool offline = detail::is_offline();
-    throw InputError(
+    throw detail::HubUnreachable(
         detail::kDownload,
-        options.given_as + "=" + text +
-            (offline ? ": HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set" : ": libcurl is missing"),
+        options.given_as + "=" + text + " is no path and not in " + detail::hub_cache().string() +
+            (offline ? ", and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+                     : ", and libcurl is missing"),
         "a network and libcurl",
         offline ? "unset the variable"
                 : "install libcurl4, with libcurl4-openssl-dev before a build; or " +

@@ -144,6 +144,17 @@ class HubServer {
       }
       return {.body = listing.dump()};
     }
+    if (request.path.starts_with("/api/models/" + repository + "/tree/" + commit)) {
+      auto tree = nlohmann::json::array(); // what huggingface_hub asks for
+      for (const auto& [path, file] : files) {
+        const size_t size = file.bytes.size();
+        tree.push_back({{"type", "file"}, {"path", path}, {"size", size}, {"oid", file.etag}});
+        if (file.etag.size() == 64) {
+          tree.back()["lfs"] = {{"oid", file.etag}, {"size", size}, {"pointerSize", 130}};
+        }
+      }
+      return {.headers = {"Content-Type: application/json"}, .body = tree.dump()};
+    }
     if (const auto other = others.find(request.path); other != others.end()) {
       return part_of(request, other->second);
     }

@@ -39,6 +39,8 @@ for library in sodium utf8proc onig jemalloc xxhash z gtest; do
       fail "$library was not found in .deps"
   done
 done
+grep -q "^HASTEN_CURL_INCLUDE_DIR:PATH=$work/source/.deps/" "$work/carried/CMakeCache.txt" ||
+  fail "libcurl's headers were not found in .deps"
 for package in nlohmann_json CLI11; do
   grep -q "^${package}_DIR:PATH=$work/source/.deps/" "$work/carried/CMakeCache.txt" ||
     fail "$package was not found in .deps"

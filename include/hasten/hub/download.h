@@ -63,8 +63,8 @@ std::filesystem::path download(const std::string& name, const DownloadOptions& o
 
 /// download() for the name of a model or tokenizer of which the cache lacks files, and for the base
 /// of a model that is an adapter (base_model_name_or_path). Does nothing for an existing path, for
-/// what cannot be the name of a repository, and if can_download() is false. Calls `before` before
-/// each download.
+/// what cannot be the name of a repository, and if HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. Calls
+/// `before` before each download.
 void download_missing(const std::string& name_or_path, const DownloadOptions& options,
                       const std::function<void()>& before = {});
 
