@@ -3,7 +3,7 @@
 # sanitizers, 10,000 rounds of random collectives, 10,000 changed programs of torch.export,
 # programs that use hasten in each way, a build with each release of LibTorch, the packages, each installed where nothing else is, a hundred training runs that are killed at
 # random, models of each family that transformers and hasten exchange, published tokenizers,
-# 9,700 changed keys of their files, a cache that huggingface_hub shares, the documentation site, the
+# 9,700 changed keys of their files, a cache that huggingface_hub shares, each argument of three classes of Python, the documentation site, the
 # page of a run in a browser, and the benchmarks with their thresholds. It takes hours. The packages need debootstrap and root. Ends with 0 if all is well.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -31,7 +31,7 @@ scripts/test_versions.sh
 scripts/package.sh
 tools/kill_trials.py --trials 100 --programs build/release/bin
 python3 -m venv build/golden
-build/golden/bin/pip install -q torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3 peft==0.21.2
+build/golden/bin/pip install -q torch==2.13.0 transformers==5.23.0 sentencepiece==0.2.3 peft==0.21.2 accelerate==1.15.0
 build/golden/bin/python tools/check_families.py
 build/golden/bin/python tools/check_families.py --full
 build/golden/bin/python tools/check_generation.py
@@ -39,6 +39,7 @@ build/golden/bin/python tools/check_adapters.py
 build/golden/bin/python tools/check_tokenizers.py
 build/golden/bin/python tools/check_keys.py
 build/golden/bin/python tools/check_hub.py
+build/golden/bin/python tools/check_mapping.py --packages
 OMP_NUM_THREADS=1 build/golden/bin/python tools/check_exported.py
 scripts/site.sh
 tools/check_report.py --programs build/release/bin

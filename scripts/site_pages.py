@@ -14,6 +14,7 @@ has the sections of docs/README.md.
 """
 
 import collections
+import csv
 import html
 import json
 import os
@@ -82,14 +83,18 @@ class Pages:
         if path.is_dir():
             inside = [f for f in sorted(self.files) if f.startswith(name.rstrip("/") + "/")]
             body = "".join(f'<a href="{up}{self.copy(f)}">{html.escape(f)}</a>\n' for f in inside)
+        elif path.suffix == ".csv":
+            rows = [[html.escape(cell) for cell in row] for row in csv.reader(path.open(encoding="utf-8", newline=""))]
+            body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>\n" for row in rows)
         else:
             body = html.escape(path.read_text())
+        block = "table" if path.suffix == ".csv" else "pre"
         target = self.folder / "html" / address
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
                           f'<meta name="viewport" content="width=device-width, initial-scale=1">'
                           f"<title>{html.escape(name)}</title></head>\n"
-                          f'<body><a href="{up}index.html">hasten</a><h3>{html.escape(name)}</h3><pre>{body}</pre></body></html>\n')
+                          f'<body><a href="{up}index.html">hasten</a><h3>{html.escape(name)}</h3><{block}>{body}</{block}></body></html>\n')
         return address
 
     def target(self, page, link, fragment):

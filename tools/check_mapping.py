@@ -10,11 +10,16 @@ A row of a table is `| Python | hasten | remark |`. Its second column has names 
 - `hasten/part/name.h`: a public header
 - `HASTEN_NAME`: a variable of the environment that the sources read
 - `torch::name`: LibTorch's own, which is not checked
+
+docs/arguments.csv (tools/arguments.py) follows from the page. With --packages it has the names of the
+packages that this Python has: a release with a new argument is an error, until the page has it. --write
+writes it with these names.
 """
 
 import functools
 import re
 
+import arguments
 import tree
 from check_sizes import bare
 
@@ -69,7 +74,7 @@ class Tree:
         return match[2] in (owner if match[1] else self.words)
 
 
-def check(root):
+def check(root, packages=False, write=False):
     lines = (root / PAGE).read_text().splitlines()
     known, problems, rows, of_names = Tree(root), [], 0, False
     for number, line in enumerate(lines, 1):
@@ -93,8 +98,17 @@ def check(root):
                 problems.append(tree.Problem(PAGE, number, f"{name} is not in include/ or in the flags"))
     if not rows:
         problems.append(tree.Problem(PAGE, 1, "has no table"))
+    names = arguments.of_packages() if packages or write else arguments.of_file(root)
+    text, missing = arguments.table(root, lines, names, known.flags)
+    problems += [tree.Problem(PAGE, 1, f"has no {name}") for name in missing]
+    file = root / arguments.FILE
+    if write and not missing:
+        file.write_text(text)
+    if (file.is_file() or packages) and (not file.is_file() or file.read_text() != text):
+        problems.append(tree.Problem(arguments.FILE, 1, "differs from the page: tools/check_mapping.py --write"))
     return problems
 
 
 if __name__ == "__main__":
-    tree.main(check)
+    yes = {"action": "store_true"}
+    tree.main(check, packages=yes, write=yes)

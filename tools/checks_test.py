@@ -317,6 +317,23 @@ class ChecksTest(unittest.TestCase):
         write(self.root, GOOD)
         self.assert_bad("mapping", {"docs/guides/coming-from-python.md": "text\n"}, "no table")
 
+    def arguments_page(self, rest):
+        page = "| Python | hasten | remark |\n|---|---|---|\n"
+        page = f"## transformers\n\n### TrainingArguments\n\n{page}| `old` | the same, in `Box` | |\n| `b` | `old` | |\n"
+        return {"docs/guides/coming-from-python.md": f"{page}\n### Not there\n\n{rest}"}
+
+    def test_mapping_arguments(self):
+        rest = "- No such thing: `c`, `d` and `e` (a\n  note)\n- Always so: `f`\n- `g`: why\n"
+        table = ("class,name,state,hasten,flag,remark\n" + "".join(f"TrainingArguments,{row}\n" for row in (
+            "old,has,Box::old,--old,", "b,other name,old,,", "c,refused,,,No such thing", "d,refused,,,a note",
+            "e,refused,,,a note", "f,always so,,,", "g,refused,,,why")))
+        source = {"include/hasten/base/m.h": "struct Box {\n  int old;\n};\n", "src/base/m.cpp": 'void g() { f("--old"); }\n'}
+        write(self.root, source | self.arguments_page(rest) | {"docs/arguments.csv": table})
+        self.assert_good("mapping")
+        self.assert_bad("mapping", self.arguments_page(rest.replace("`f`", "`h`")), "md:1", "has no TrainingArguments.f")
+        write(self.root, self.arguments_page(rest))
+        self.assert_bad("mapping", self.arguments_page(rest.replace("why", "how")), "arguments.csv:1", "differs from the page")
+
     def test_headers_missing_include(self):
         self.assert_bad("headers", {"include/hasten/base/c.h": "#pragma once\nstd::string c();\n"}, "c.h:1", "std")
 
