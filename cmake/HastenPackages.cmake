@@ -20,8 +20,8 @@ set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_RUNTIME_PACKAGE_NAME hasten)
 set(CPACK_DEBIAN_RUNTIME_PACKAGE_SHLIBDEPS ON)
-# hasten loads them when it fetches a model by name.
-set(CPACK_DEBIAN_RUNTIME_PACKAGE_RECOMMENDS "libcurl4 | libcurl3-gnutls, ca-certificates")
+# hasten loads libcurl and the OpenSSL that it needs when it fetches a model by name.
+set(CPACK_DEBIAN_RUNTIME_PACKAGE_RECOMMENDS "libcurl4, ca-certificates")
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS "${LibTorch_LIB_DIR}")
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_NAME hasten-dev)
 set(CPACK_DEBIAN_DEVELOPMENT_PACKAGE_SECTION libdevel)

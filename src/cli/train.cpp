@@ -227,12 +227,11 @@ void add_lora_facts(BannerLines& lines, const TrainCommand& command, const Train
 
 void add_model_facts(BannerLines& lines, const TrainCommand& command,
                      const PreTrainedModelImpl& model) {
-  lines.emplace_back("model",
-                     command.model + ": " + std::to_string(model.config().num_hidden_layers) +
-                         " layers, hidden size " + std::to_string(model.config().hidden_size));
-  if (const auto commit = hub_commit(command.model); !commit.empty()) {
-    lines.emplace_back("model", "commit " + commit);
-  }
+  const auto commit = hub_commit(command.model);
+  lines.emplace_back("model", command.model + (commit.empty() ? "" : ", commit " + commit) + ": " +
+                                  std::to_string(model.config().num_hidden_layers) +
+                                  " layers, hidden size " +
+                                  std::to_string(model.config().hidden_size));
   for (const std::string& line : model.loading_info().report) {
     lines.emplace_back("model", line);
   }

@@ -6,9 +6,8 @@
 
 namespace hasten::detail {
 
-/// Without `by_openssl`, or where OpenSSL is not installed, by libsodium, which takes three times as
-/// long: it does not use the processor's instructions.
-std::string sha256_of(const std::filesystem::path& path, bool by_openssl = true);
+/// False where OpenSSL is not installed.
+bool checksum_available();
 
 /// True if the file has this checksum: 64 hex digits are its SHA-256, 40 are the name that git gives
 /// it. Any other text is no checksum, and true.

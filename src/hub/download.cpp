@@ -399,7 +399,9 @@ files::path download_one_missing(const std::string& name_or_path, const Download
 
 } // namespace detail
 
-bool can_download() { return !detail::is_offline() && detail::http_available(); }
+bool can_download() {
+  return !detail::is_offline() && detail::http_available() && detail::checksum_available();
+}
 
 std::filesystem::path download(const std::string& text, const DownloadOptions& options) {
   const detail::HubName name = detail::hub_name_of(text, options);
@@ -415,8 +417,8 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
         detail::kDownload,
         options.given_as + "=" + text + " is no path and not in " + detail::hub_cache().string() +
             (offline ? ", and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-                     : ", and libcurl is missing"),
-        "a network and libcurl",
+                     : ", and libcurl or OpenSSL is missing"),
+        "a network, libcurl and libcrypto.so.3",
         offline ? "unset the variable"
                 : "install libcurl4, with libcurl4-openssl-dev before a build; or " +
                       std::string("hf download ") + name.repository);

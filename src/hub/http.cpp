@@ -1,7 +1,6 @@
 #include "http.h"
 
 #include <curl/curl.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cctype>
@@ -10,41 +9,26 @@
 #include <utility>
 
 #include "hasten/base/process.h"
+#include "library.h"
 
 namespace hasten::detail {
 
 // libcurl brings thirty libraries, so it is loaded when something is fetched and not by every
 // `hasten --help`, and a package of hasten runs where it is missing.
 struct Curl {
-  void* library = nullptr;
-  decltype(&::curl_easy_init) init = nullptr;
-  decltype(&::curl_easy_setopt) set = nullptr;
-  decltype(&::curl_easy_perform) perform = nullptr;
-  decltype(&::curl_easy_getinfo) get = nullptr;
-  decltype(&::curl_easy_strerror) describe = nullptr;
-  decltype(&::curl_easy_cleanup) cleanup = nullptr;
-  decltype(&::curl_slist_append) append = nullptr;
-  decltype(&::curl_slist_free_all) free_list = nullptr;
+  Library library{open()};
+  decltype(&::curl_easy_init) init = library.find("curl_easy_init");
+  decltype(&::curl_easy_setopt) set = library.find("curl_easy_setopt");
+  decltype(&::curl_easy_perform) perform = library.find("curl_easy_perform");
+  decltype(&::curl_easy_getinfo) get = library.find("curl_easy_getinfo");
+  decltype(&::curl_easy_strerror) describe = library.find("curl_easy_strerror");
+  decltype(&::curl_easy_cleanup) cleanup = library.find("curl_easy_cleanup");
+  decltype(&::curl_slist_append) append = library.find("curl_slist_append");
+  decltype(&::curl_slist_free_all) free_list = library.find("curl_slist_free_all");
 
-  Curl() {
-    for (const char* name : {"libcurl.so.4", "libcurl-gnutls.so.4"}) {
-      library = library != nullptr ? library : ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
-    load(init, "curl_easy_init");
-    load(set, "curl_easy_setopt");
-    load(perform, "curl_easy_perform");
-    load(get, "curl_easy_getinfo");
-    load(describe, "curl_easy_strerror");
-    load(cleanup, "curl_easy_cleanup");
-    load(append, "curl_slist_append");
-    load(free_list, "curl_slist_free_all");
-  }
-  template <typename Function>
-  void load(Function& function, const char* name) {
-    function = library == nullptr ? nullptr : reinterpret_cast<Function>(::dlsym(library, name));
-    if (function == nullptr) {
-      library = nullptr;
-    }
+  static void* open() { // git brings the second
+    void* const library = ::dlopen("libcurl.so.4", RTLD_NOW | RTLD_LOCAL);
+    return library != nullptr ? library : ::dlopen("libcurl-gnutls.so.4", RTLD_NOW | RTLD_LOCAL);
   }
 };
 
@@ -53,7 +37,7 @@ const Curl& curl() {
   return loaded;
 }
 
-bool http_available() { return curl().library != nullptr; }
+bool http_available() { return curl().library.handle != nullptr; }
 
 // What the callbacks of one transfer share.
 struct Transfer {

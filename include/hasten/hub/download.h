@@ -49,7 +49,7 @@ struct DownloadOptions {
 };
 
 /// False if HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, if hasten was built without libcurl, or if
-/// this machine has none.
+/// this machine lacks libcurl or OpenSSL.
 bool can_download();
 
 /// Fetches the files of "org/name", "name" or "name@revision" that are missing, and returns their
