@@ -108,13 +108,10 @@ void fetch_names(const C& command) {
     };
     const auto fetch = [&](const std::string& name, HubFiles files, const char* flag) {
       // A name near that of a shape is more likely a slip.
-      if (!name.empty() && nearest_name(name, model_shapes()).empty()) {
+      if (!command.offline && !name.empty() && nearest_name(name, model_shapes()).empty()) {
         download_missing(name, {.files = files, .given_as = flag}, check);
       }
     };
-    if (command.offline) {
-      return;
-    }
     if constexpr (requires { command.model; }) {
       constexpr bool kOnlyConfig = std::is_same_v<C, EstimateMemoryCommand>;
       fetch(command.model, kOnlyConfig ? HubFiles::config : HubFiles::model, "--model");

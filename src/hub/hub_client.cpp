@@ -245,7 +245,7 @@ void HubClient::fetch(const std::string& commit, const HubFile& file,
   check(static_cast<bool>(out));
   int64_t at = ::lseek(out.get(), 0, SEEK_END);
   const auto begin_again = [&] {
-    check(::ftruncate(out.get(), 0) == 0);
+    check(::ftruncate(out.get(), 0) == 0 && ::lseek(out.get(), 0, SEEK_SET) == 0);
     advance(-at);
     at = 0;
   };
@@ -258,7 +258,6 @@ void HubClient::fetch(const std::string& commit, const HubFile& file,
     if (std::exchange(first, false) && reply.status == 200 && at > 0) {
       begin_again(); // the server sends the whole file
     }
-    check(::lseek(out.get(), at, SEEK_SET) == at);
     const int error = write_all(out.get(), bytes);
     errno = error;
     check(error == 0);
