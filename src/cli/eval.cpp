@@ -105,7 +105,7 @@ void write_eval_predictions(const EvalCommand& command, const TextModel& model, 
 void print_eval(nlohmann::ordered_json result, const nlohmann::json& report, bool json) {
   if (json) {
     result.update(report);
-    std::cout << result.dump() << std::endl;
+    std::cout << result.dump() << '\n' << std::flush;
     return;
   }
   for (const auto& [name, value] : result.items()) {

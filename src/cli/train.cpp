@@ -20,6 +20,7 @@
 #include "hasten/base/text.h"
 #include "hasten/comm/agree.h"
 #include "hasten/core/memory.h"
+#include "hasten/text/pretrained_folder.h"
 #include "hasten/text/synthetic_reviews.h"
 #include "parallel/verify.h"
 #include "run.h"

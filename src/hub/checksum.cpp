@@ -58,7 +58,7 @@ bool has_checksum(const std::filesystem::path& file, const std::string& etag) {
   unsigned size = 0;
   openssl().final(context.get(), hash, &size);
   char hex[2 * sizeof hash + 1] = "";
-  for (unsigned i = 0; i < size; ++i) {
+  for (size_t i = 0; i < size; ++i) {
     std::snprintf(hex + 2 * i, 3, "%02x", hash[i]);
   }
   return hex == etag;

@@ -380,7 +380,7 @@ files::path download_one_missing(const std::string& name_or_path, const Download
   if (!name || files::exists(name_or_path, error)) {
     return name_or_path;
   }
-  const auto cached = hub_snapshot(hub_cache(), *name);
+  auto cached = hub_snapshot(hub_cache(), *name);
   if (is_complete(cached, options.files) || is_offline()) {
     return cached;
   }
