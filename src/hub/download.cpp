@@ -415,10 +415,11 @@ std::filesystem::path download(const std::string& text, const DownloadOptions& o
     const bool offline = detail::is_offline();
     throw detail::HubUnreachable(
         detail::kDownload,
-        options.given_as + "=" + text + " is no path and not in " + detail::hub_cache().string() +
-            (offline ? ", and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-                     : ", and libcurl or OpenSSL is missing"),
-        "a network, libcurl and libcrypto.so.3",
+        options.given_as + "=" + text + " cannot be fetched: " +
+            (offline ? "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+                     : "libcurl or OpenSSL is missing"),
+        "a path, a name in " + detail::hub_cache().string() +
+            ", or libcurl.so.4 and libcrypto.so.3",
         offline ? "unset the variable"
                 : "install libcurl4, with libcurl4-openssl-dev before a build; or " +
                       std::string("hf download ") + name.repository);
