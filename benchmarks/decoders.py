@@ -11,7 +11,7 @@ import time
 from sides import PRECISIONS, RANKS, ROOT, Bench, Case, environment, run_peer, wait_all
 
 # Tokens of a row, rows of a batch of one rank.
-SHAPES = {"gpt2_10m": (256, 8), "gpt2": (512, 1), "llama": (512, 1)}
+SHAPES = {"gpt2_10m": (256, 8), "gpt2": (512, 1), "llama": (512, 1), "mistral": (512, 1), "gemma": (512, 1)}
 STEPS, NEW = 4, 96
 LORA = ("gpt2", "llama")
 GENERATE = [(kind, batch) for kind in SHAPES for batch in (1, 8)]
@@ -90,7 +90,7 @@ class Tinyshakespeare(TextTraining):
 
 
 class Decoders(TextTraining):
-    """GPT-2 and Llama: a training step, LoRA, and generation, two ranks of one thread."""
+    """GPT-2, Llama, Mistral and Gemma: a training step, LoRA, and generation, two ranks of one thread."""
 
     # "…_peak": resident memory of the larger rank. "generate_…": greedy, with the cache, two threads.
 

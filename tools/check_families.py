@@ -38,6 +38,7 @@ FULL = {
     "mistral": ("mistral", families.CAUSAL, SMALL_LLAMA | dict(sliding_window=64)),
     "ministral3": ("ministral3", families.CAUSAL, SMALL_LLAMA | dict(head_dim=64)),
     "phi3": ("phi3", families.CAUSAL, SMALL_LLAMA | dict(sliding_window=64)),
+    "gemma": ("gemma", families.CAUSAL, SMALL_LLAMA | dict(head_dim=64)),
     "gemma2": ("gemma2", families.CAUSAL, SMALL_LLAMA | dict(head_dim=64, sliding_window=64, query_pre_attn_scalar=64)),
     "gemma3_text": ("gemma3_text", families.CAUSAL, SMALL_LLAMA | dict(
         head_dim=64, sliding_window=64, query_pre_attn_scalar=64)),

@@ -1,6 +1,6 @@
 """The peers of language models: transformers' Trainer, PEFT and generate(), and the models of both sides.
 
-    decoders.py make TEXTS FOLDER KIND…       folders of KIND: gpt2_10m, gpt2, llama; random weights
+    decoders.py make TEXTS FOLDER KIND…       folders of KIND (below); random weights
     decoders.py train TEXTS FOLDER …          one rank of a world; prints one JSON object
     decoders.py generate FOLDER PROMPTS TOKENS BATCH
 
@@ -26,6 +26,11 @@ KINDS = {
     "gpt2": ("gpt2", {}, 50257),
     "llama": ("llama", dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                             num_key_value_heads=4, max_position_embeddings=2048), 32000),
+    "mistral": ("mistral", dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+                                num_key_value_heads=4, sliding_window=256), 32000),
+    # Gemma 3 of 270 M parameters, with fewer words and blocks.
+    "gemma": ("gemma3_text", dict(hidden_size=640, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=4,
+                                  num_key_value_heads=1, head_dim=256, sliding_window=256), 32000),
 }
 
 

@@ -89,7 +89,9 @@ static ModelFamily gemma_family(const char* model_type, const char* class_prefix
                                 PreTrainedConfig defaults, const DecoderTraits& traits) {
   defaults.hidden_act = "gelu_pytorch_tanh";
   ModelFamily family = llama_family(model_type, class_prefix, std::move(defaults), traits);
-  family.attribute_map["hidden_act"] = "hidden_activation";
+  if (traits.sandwich_norms) { // Gemma 2 and 3
+    family.attribute_map["hidden_act"] = "hidden_activation";
+  }
   if (traits.local_rotary) {
     family.class_names = {{ModelTask::causal_lm, "Gemma3ForCausalLM"}};
     family.tasks.pop_back(); // transformers has no class for token_classification
@@ -105,11 +107,10 @@ std::vector<ModelFamily> decoder_families() {
   DecoderTraits ministral = mistral, phi3 = mistral;
   ministral.windows = AttentionWindows::pattern;
   phi3.fused_projections = true;
-  const DecoderTraits gemma2{.mlp_bias = false,
-                             .norms_add_one = true,
-                             .sandwich_norms = true,
-                             .scaled_embeddings = true,
-                             .windows = AttentionWindows::pattern};
+  const DecoderTraits gemma{.mlp_bias = false, .norms_add_one = true, .scaled_embeddings = true};
+  DecoderTraits gemma2 = gemma;
+  gemma2.sandwich_norms = true;
+  gemma2.windows = AttentionWindows::pattern;
   DecoderTraits gemma3 = gemma2;
   gemma3.head_norms = gemma3.local_rotary = true;
   const char* mistral_keys = R"({"num_key_value_heads": 8, "sliding_window": 4096})";
@@ -133,6 +134,10 @@ std::vector<ModelFamily> decoder_families() {
                        sizes({32064, 3072, 32, 32, 8192, 4096, 32000},
                              R"({"original_max_position_embeddings": 4096})", 1e-5),
                        phi3),
+          gemma_family("gemma", "Gemma",
+                       sizes({256000, 3072, 28, 16, 24576, 8192, 0},
+                             R"({"head_dim": 256, "tie_word_embeddings": true})"),
+                       gemma),
           gemma_family(
               "gemma2", "Gemma2",
               sizes({256000, 2304, 26, 8, 9216, 8192, 0},

@@ -33,7 +33,8 @@ inline PreTrainedConfig small_config(const std::string& model_type, double dropo
     config.other_keys = R"({"embd_pdrop": )" + std::to_string(dropout) + "}";
   } else if (model_family(model_type).tasks.front() == ModelTask::causal_lm) {
     config.other_keys = R"({"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 7})";
-    if (model_type.starts_with("gemma")) { // the other families refuse these
+    if (model_type.starts_with("gemma") &&
+        model_type != "gemma") { // the other families refuse these
       config.other_keys = R"({"num_key_value_heads": 1, "head_dim": 12, "sliding_window": 7,
                               "sliding_window_pattern": 2, "query_pre_attn_scalar": 9,
                               "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5})";

@@ -86,6 +86,8 @@ CASES = {
         rope_parameters=LONGROPE | dict(partial_rotary_factor=0.5), original_max_position_embeddings=10)),
     "phi3_classes": ("phi3", SEQUENCE, LLAMA | dict(tie_word_embeddings=True, rope_parameters=LONGROPE | dict(
         partial_rotary_factor=0.5, attention_factor=1.2), original_max_position_embeddings=40)),
+    "gemma": ("gemma", CAUSAL, LLAMA | dict(head_dim=12)),
+    "gemma_classes": ("gemma", SEQUENCE, LLAMA | dict(head_dim=8, attention_bias=True)),
     "gemma2": ("gemma2", CAUSAL, GEMMA | dict(attn_logit_softcapping=0.5, final_logit_softcapping=1.5)),
     "gemma2_classes": ("gemma2", SEQUENCE, GEMMA | dict(
         attn_logit_softcapping=None, attention_bias=True, layer_types=["full_attention"] * 3)),

@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = ROOT / "src" / "tables" / "known_keys.inc"
 ENCODERS = ["bert", "ernie", "distilbert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 GEMMAS = ["gemma2", "gemma3_text"]
-LLAMAS = ["llama", "mistral", "ministral", "ministral3", "phi3", *GEMMAS, "qwen2", "qwen3", "smollm3"]
+LLAMAS = ["llama", "mistral", "ministral", "ministral3", "phi3", "gemma", *GEMMAS, "qwen2", "qwen3", "smollm3"]
 DECODERS = ["gpt2", *LLAMAS]
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 TOKENIZER_CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -136,12 +136,14 @@ def config_rows():
     used(CONFIG, LLAMAS, "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size "
          "max_position_embeddings rms_norm_eps attention_dropout head_dim rope_parameters rope_scaling rope_theta")
     refused(CONFIG, LLAMAS, partial_rotary_factor=[1], original_max_position_embeddings=[])
-    neutral(CONFIG, LLAMAS, "add_cross_attention pretraining_tp rope_interleaved is_llama_config max_sequence_length layer_norm_eps")
+    neutral(CONFIG, LLAMAS, "add_cross_attention layer_norm_eps")
+    neutral(CONFIG, "*", "pretraining_tp rope_interleaved is_llama_config max_sequence_length")
     used(CONFIG, [each for each in LLAMAS if each not in GEMMAS], "hidden_act")
     used(CONFIG, GEMMAS, "hidden_activation query_pre_attn_scalar attn_logit_softcapping layer_types sliding_window")
     used(CONFIG, [each + ":CausalLM" for each in GEMMAS], "final_logit_softcapping")
     neutral(CONFIG, GEMMAS, "final_logit_softcapping hidden_act mlp_bias cache_implementation use_sliding_window default_theta")
-    refused(CONFIG, GEMMAS, use_bidirectional_attention=[False])
+    refused(CONFIG, ["gemma", *GEMMAS], use_bidirectional_attention=[False])
+    neutral(CONFIG, "gemma", "hidden_activation mlp_bias")
     refused(CONFIG, "gemma2", sliding_window_pattern=[2])
     used(CONFIG, "gemma3_text", "sliding_window_pattern rope_local_base_freq")
     neutral(CONFIG, "gemma3_text", "_sliding_window_pattern")
@@ -151,7 +153,7 @@ def config_rows():
     used(CONFIG, "ministral", "layer_types")
     neutral(CONFIG, ["ministral", "ministral3"], "attention_bias mlp_bias use_sliding_window max_window_layers")
     neutral(CONFIG, "ministral3", "layer_types llama_4_scaling_beta")
-    used(CONFIG, ["llama", "qwen3", "smollm3", *GEMMAS], "attention_bias")
+    used(CONFIG, ["llama", "qwen3", "smollm3", "gemma", *GEMMAS], "attention_bias")
     used(CONFIG, ["llama", "smollm3"], "mlp_bias")
     neutral(CONFIG, "llama", "sliding_window use_sliding_window max_window_layers")
     neutral(CONFIG, "qwen2", "attention_bias")
