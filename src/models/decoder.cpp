@@ -103,6 +103,12 @@ static void take_scales(const PreTrainedConfig& config, const DecoderTraits& tra
   }
   if (!traits.local_rotary) {
     out.rotary = RotaryOptions::of(options, config.max_position_embeddings, out.head_width);
+    const bool longrope = out.rotary.type == "longrope";
+    require_option(!traits.fused_projections || longrope || out.rotary.type == "default",
+                   "rope_type=" + out.rotary.type, "\"default\" or \"longrope\" in this family");
+    require_option(!traits.scaled_queries || out.rotary.query_beta >= 0,
+                   "rope_parameters without llama_4_scaling_beta", "a number of 0 or more");
+    out.rotary.query_beta = traits.scaled_queries ? out.rotary.query_beta : -1;
     return;
   }
   const auto of_layers = [&](const char* layers, const char* old_theta) {
@@ -116,7 +122,12 @@ static void take_scales(const PreTrainedConfig& config, const DecoderTraits& tra
 DecoderOptions::DecoderOptions(const PreTrainedConfig& config, const DecoderTraits& traits) {
   auto options = parse_json("models::Decoder", "other_keys",
                             model_family(config.model_type).defaults.other_keys);
-  options.update(parse_json("models::Decoder", "other_keys", config.other_keys));
+  auto own = parse_json("models::Decoder", "other_keys", config.other_keys);
+  for (const char* key :
+       {"head_dim", "rope_parameters", "tie_word_embeddings"}) { // of other keys null is a value
+    own.value(key, nlohmann::json()).is_null() ? own.erase(key) : size_t{0};
+  }
+  options.update(own);
   heads = config.num_attention_heads;
   key_value_heads = family_option(options, "num_key_value_heads", heads);
   head_width = family_option(options, "head_dim", config.hidden_size / heads);

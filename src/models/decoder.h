@@ -43,6 +43,7 @@ struct DecoderTraits {
   bool layers_without_rotary = false;
   /// Blocks with a window have angles of their own, by rope_local_base_freq.
   bool local_rotary = false;
+  bool scaled_queries = false; // by their positions (RotaryOptions::query_beta)
 };
 
 /// The families of decoder_families.cpp.

@@ -104,7 +104,8 @@ std::vector<ModelFamily> decoder_families() {
                               .output_bias = false,
                               .mlp_bias = false,
                               .windows = AttentionWindows::every_layer};
-  DecoderTraits ministral = mistral, phi3 = mistral;
+  DecoderTraits ministral = mistral, ministral3 = mistral, phi3 = mistral;
+  ministral3.scaled_queries = true;
   ministral.windows = AttentionWindows::pattern;
   phi3.fused_projections = true;
   const DecoderTraits gemma{.mlp_bias = false, .norms_add_one = true, .scaled_embeddings = true};
@@ -129,7 +130,7 @@ std::vector<ModelFamily> decoder_families() {
                                "factor": 16, "original_max_position_embeddings": 16384, "mscale": 1,
                                "mscale_all_dim": 1, "llama_4_scaling_beta": 0.1}})",
                              1e-5),
-                       mistral),
+                       ministral3),
           llama_family("phi3", "Phi3",
                        sizes({32064, 3072, 32, 32, 8192, 4096, 32000},
                              R"({"original_max_position_embeddings": 4096})", 1e-5),

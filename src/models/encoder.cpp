@@ -208,10 +208,10 @@ BertEncoder::BertEncoder(const PreTrainedConfig& config, const EncoderNames& nam
                         make_embedding(config.type_vocab_size, config.hidden_size));
   }
   const auto options = parse_json("models::BertEncoder", "other_keys", config.other_keys);
+  const auto task_types = family_option<int64_t>(options, "task_type_vocab_size", 3);
   if (family_option(options, "use_task_id", false)) { // ERNIE's
-    task_types_ = registered(
-        *this, "embeddings.task_type_embeddings",
-        make_embedding(family_option(options, "task_type_vocab_size", 3), config.hidden_size));
+    task_types_ = registered(*this, "embeddings.task_type_embeddings",
+                             make_embedding(task_types, config.hidden_size));
   }
   register_path(*this, "embeddings.LayerNorm", norm_.ptr());
   register_path(*this, names.layers, layers_.ptr());

@@ -64,8 +64,7 @@ static void check_rotary(const RotaryOptions& rotary, const nlohmann::json& scal
       "a partial_rotary_factor that rotates an even number of elements, above 2 for \"dynamic\"");
   require(rotary.theta > 1 && rotary.factor >= 1 && rotary.low_freq > 0 &&
               rotary.high_freq > rotary.low_freq && rotary.context > 1 && rotary.beta_slow > 0 &&
-              rotary.beta_fast > rotary.beta_slow && rotary.attention_factor > 0 &&
-              rotary.query_beta >= 0,
+              rotary.beta_fast > rotary.beta_slow && rotary.attention_factor > 0,
           "a rope_theta above 1, a factor of 1 or more, positive numbers, low_freq_factor below "
           "high_freq_factor, beta_slow below beta_fast");
   for (const auto& factors : {rotary.short_factors, rotary.long_factors}) {

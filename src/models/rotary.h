@@ -29,7 +29,7 @@ struct RotaryOptions {
   double partial_factor = 1; // the share of a head that is rotated, its first elements
   double attention_factor = 1; // of cosines and sines
   /// Queries from token `context` on are scaled by 1 + query_beta * log(1 + floor(position / context)).
-  double query_beta = 0;
+  double query_beta = -1; // not given
 
   /// Of a config.json's rope_scaling, else rope_parameters, and rope_theta. Throws InputError for another
   /// type, and for a number that is missing or out of range.

@@ -76,10 +76,10 @@ CASES = {
     "mistral_classes": ("mistral", SEQUENCE, LLAMA | dict(head_dim=12, sliding_window=None)),
     "ministral": ("ministral", CAUSAL, LLAMA | dict(
         head_dim=8, sliding_window=3, layer_types=["full_attention", "sliding_attention"])),
-    "ministral_classes": ("ministral", SEQUENCE, LLAMA | dict(head_dim=8, sliding_window=3)),
+    "ministral_classes": ("ministral", SEQUENCE, LLAMA | dict(head_dim=8, sliding_window=20)),
     "ministral3": ("ministral3", CAUSAL, LLAMA | dict(head_dim=8, rope_parameters=YARN | dict(
         mscale=1.0, mscale_all_dim=0.5, beta_fast=8.0, truncate=False, llama_4_scaling_beta=0.3))),
-    "ministral3_classes": ("ministral3", SEQUENCE, LLAMA | dict(sliding_window=3, head_dim=8, rope_parameters=YARN | dict(
+    "ministral3_classes": ("ministral3", SEQUENCE, LLAMA | dict(head_dim=8, rope_parameters=YARN | dict(
         llama_4_scaling_beta=0.1, attention_factor=0.9))),
     "phi3": ("phi3", CAUSAL, LLAMA | dict(sliding_window=5)),
     "phi3_longrope": ("phi3", CAUSAL, LLAMA | dict(
@@ -94,7 +94,7 @@ CASES = {
     "gemma3": ("gemma3_text", CAUSAL, GEMMA | dict(sliding_window_pattern=2, rope_parameters=dict(
         full_attention=dict(rope_type="linear", factor=4.0, rope_theta=500.0),
         sliding_attention=dict(rope_type="default", rope_theta=50.0)))),
-    "gemma3_classes": ("gemma3_text", SEQUENCE, GEMMA | dict(tie_word_embeddings=False, hidden_activation="silu")),
+    "gemma3_classes": ("gemma3_text", SEQUENCE, GEMMA | dict(sliding_window=20, tie_word_embeddings=False, hidden_activation="silu")),
     "smollm3": ("smollm3", CAUSAL, LLAMA | dict(no_rope_layer_interval=2)),
     "smollm3_windows": ("smollm3", CAUSAL, LLAMA | dict(
         no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=3, attention_bias=True, mlp_bias=True,
