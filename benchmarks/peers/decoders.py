@@ -28,9 +28,9 @@ KINDS = {
                             num_key_value_heads=4, max_position_embeddings=2048), 32000),
     "mistral": ("mistral", dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                                 num_key_value_heads=4, sliding_window=256), 32000),
-    # Gemma 3 of 270 M parameters, with fewer words and blocks.
+    # Gemma 3 of 270 M parameters, with fewer words and blocks. The padding's zero row must not begin a text.
     "gemma": ("gemma3_text", dict(hidden_size=640, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=4,
-                                  num_key_value_heads=1, head_dim=256, sliding_window=256), 32000),
+                                  num_key_value_heads=1, head_dim=256, sliding_window=256, pad_token_id=1), 32000),
 }
 
 
