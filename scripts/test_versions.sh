@@ -12,7 +12,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # The newest patch of each release from the oldest that CMakeLists.txt accepts.
-releases=(2.11.0 2.12.1 2.13.0 2.14.1)
+releases=(2.11.0 2.12.1 2.13.0 2.14.1 2.15.0)
 
 case ${1:-} in
   -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
