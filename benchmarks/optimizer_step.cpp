@@ -1,10 +1,11 @@
 // One step of AdamW, one thread: BERT-base's shapes (110 M numbers), and 2000
 // tensors of 256.
 //   optimizer_step [--steps N] [--smoke]
-// Prints one JSON line per case: {"case", "numbers", "step", "all", "torch",
-// "stream"}: median seconds of processor time of a step alone; of clipping by norm,
-// scaling, step and zeroed gradients together; of torch::optim::AdamW's step; and of
-// streaming the 28 bytes a number that a step must move.
+// Prints one JSON line per case: {"case", "numbers", "step", "step_8bit", "all", "torch",
+// "stream"}: median seconds of processor time of a step alone; of AdamW8bit's, in
+// turns; of clipping by norm, scaling, step and zeroed gradients together; of
+// torch::optim::AdamW's step; and of streaming the 28 bytes a number that a step of
+// AdamW must move.
 #include <time.h>
 #include <torch/torch.h>
 
@@ -64,16 +65,27 @@ double thread_seconds() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-double median_seconds(int steps, const std::function<void()>& act) {
-  std::vector<double> seconds;
+// Of each act; the acts take turns.
+std::vector<double> median_seconds(int steps, const std::vector<std::function<void()>>& acts) {
+  std::vector<std::vector<double>> seconds(acts.size());
   for (int step = -2; step < steps; ++step) {
-    const double start = thread_seconds();
-    act();
-    if (step >= 0) {
-      seconds.push_back(thread_seconds() - start);
+    for (size_t i = 0; i < acts.size(); ++i) {
+      const double start = thread_seconds();
+      acts[i]();
+      if (step >= 0) {
+        seconds[i].push_back(thread_seconds() - start);
+      }
     }
   }
-  return median_of(seconds);
+  std::vector<double> medians;
+  for (const auto& list : seconds) {
+    medians.push_back(median_of(list));
+  }
+  return medians;
+}
+
+double median_seconds(int steps, const std::function<void()>& act) {
+  return median_seconds(steps, std::vector{act})[0];
 }
 
 // A step's traffic without its arithmetic: three arrays read and written, one read.
@@ -94,7 +106,7 @@ void add_to_three(
 }
 
 void measure(const char* name, const Shapes& shapes, int steps, int slow) {
-  double step = 0, all = 0, torchs = 0, stream = 0;
+  double step = 0, step_8bit = 0, all = 0, torchs = 0, stream = 0;
   int64_t numbers = 0;
   const torch::optim::AdamWOptions options(1e-5);
   {
@@ -103,7 +115,10 @@ void measure(const char* name, const Shapes& shapes, int steps, int slow) {
       numbers += parameter.numel();
     }
     AdamW optimizer(parameters, options);
-    step = median_seconds(steps, [&] { optimizer.step(); });
+    AdamW8bit eight(parameters, options);
+    const auto medians = median_seconds(steps, {[&] { optimizer.step(); }, [&] { eight.step(); }});
+    step = medians[0];
+    step_8bit = medians[1];
     all = median_seconds(steps, [&] {
       std::vector<at::Tensor> gradients;
       for (const at::Tensor& parameter : parameters) {
@@ -131,9 +146,10 @@ void measure(const char* name, const Shapes& shapes, int steps, int slow) {
     stream = median_seconds(steps, [=] { add_to_three(a, b, c, d, count); });
   }
   std::printf(
-      "{\"case\": \"%s\", \"numbers\": %lld, \"step\": %.9f, \"all\": %.9f, "
+      "{\"case\": \"%s\", \"numbers\": %lld, \"step\": %.9f, \"step_8bit\": %.9f, "
+      "\"all\": %.9f, "
       "\"torch\": %.9f, \"stream\": %.9f}\n",
-      name, static_cast<long long>(numbers), step, all, torchs, stream);
+      name, static_cast<long long>(numbers), step, step_8bit, all, torchs, stream);
   std::fflush(stdout);
 }
 

@@ -59,7 +59,8 @@ class AdamRules : public RulesOf<OwnOptions> {
     auto& state = state_in<WithMaster<TorchState>, TorchState>(slot);
     return {&state.step(),
             &state.master(),
-            {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()}};
+            {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()},
+            {&state.exp_avg_absmax(), &state.exp_avg_sq_absmax()}};
   }
   at::Tensor make_moment(int which, const at::Tensor& parameter, const Options& options,
                          at::ScalarType dtype) const override {

@@ -85,6 +85,10 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   args.take("bf16_moments", fused.bf16_moments);
   args.take("master_weights", fused.master_weights);
   args.take("seed", fused.seed);
+  if (name == "adamw_8bit") {
+    fused = AdamW8bit::in_8_bits(fused);
+    args.take("min_8bit_size", fused.min_8bit_size);
+  }
   std::unique_ptr<torch::optim::Optimizer> made;
   detail::any_optimizer([&]<typename Optimizer>(const std::string& own) {
     if (own == (name.starts_with("adamw") ? "adamw" : name)) {

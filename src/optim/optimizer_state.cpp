@@ -31,6 +31,8 @@ template <typename State, typename Visit>
 void visit_moments(State& state, const Visit& visit) {
   HASTEN_VISIT(state, exp_avg)
   HASTEN_VISIT(state, exp_avg_sq)
+  HASTEN_VISIT(state, exp_avg_absmax)
+  HASTEN_VISIT(state, exp_avg_sq_absmax)
   HASTEN_VISIT(state, max_exp_avg_sq)
   HASTEN_VISIT(state, exp_avg_sq_row)
   HASTEN_VISIT(state, exp_avg_sq_col)
@@ -150,9 +152,13 @@ std::unique_ptr<State> read_moments(const at::Tensor& parameter, const std::stri
       return;
     }
     const at::Tensor& saved = found->second;
-    const auto shape = moment_shape(moment, parameter);
+    const auto shape = std::string_view(moment).ends_with("_absmax")
+                           ? saved.sizes().vec() // the step checks it
+                           : moment_shape(moment, parameter);
+    const bool codes = tensors.contains(std::string(moment) + "_absmax." + name);
     if (saved.sizes() != at::IntArrayRef(shape) ||
-        (any_dtype ? !saved.is_floating_point() : saved.scalar_type() != parameter.scalar_type())) {
+        (any_dtype ? !saved.is_floating_point() && !codes
+                   : saved.scalar_type() != parameter.scalar_type())) {
       refuse_optimizer_state(found->first + " has shape " + c10::str(saved.sizes()) + " " +
                                  c10::toString(saved.scalar_type()),
                              "the parameter's " + c10::str(at::IntArrayRef(shape)) + " " +
@@ -223,6 +229,21 @@ bool visit_state_tensors(torch::optim::OptimizerParamState& state,
     }
     return known != nullptr;
   });
+}
+
+void dequantize_moments(torch::optim::Optimizer& optimizer) {
+  for (const auto& [key, state] : optimizer.state()) {
+    detail::any_optimizer_kind([&]<typename Kind>(Kind) {
+      auto* known = dynamic_cast<typename Kind::State*>(state.get());
+      if constexpr (requires { known->exp_avg_absmax(); }) {
+        if (known != nullptr) {
+          detail::convert_moment(known->exp_avg(), known->exp_avg_absmax(), true, false);
+          detail::convert_moment(known->exp_avg_sq(), known->exp_avg_sq_absmax(), false, false);
+        }
+      }
+      return known != nullptr;
+    });
+  }
 }
 
 void save_optimizer_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names,

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "core/blockwise_8bit.h"
 #include "hasten/core/random.h"
 #include "hasten/core/vector_kernels.h"
 #include "step_kernels.h"
@@ -19,6 +20,9 @@ void store_numbers(const double* in, void* out, StepType type, int64_t n);
 /// Rounds to bf16 stochastically, so that the mean is exact. `values` becomes what is stored. n <=
 /// kStepBlock.
 void store_bf16_at_random(float* values, uint16_t* out, int32_t n, uint32_t key0, uint32_t key1);
+/// Codes of blockwise_8bit.h and their values, from the first of a block on. n <= kStepBlock.
+void load_codes(const uint8_t* codes, const float* absmax, float* out, int64_t n, bool is_signed);
+void store_codes(const float* values, uint8_t* codes, float* absmax, int64_t n, bool is_signed);
 /// If other code has written a 16-bit parameter, so that it differs from its rounded fp32 copy, the
 /// copy takes the parameter's elements. n <= kStepBlock.
 void follow_parameter(const void* parameter, StepType type, float* master, int64_t n);
@@ -50,8 +54,8 @@ class StepBlock {
   }
   /// Whether all arrays are T and the gradient stays unchanged: one call processes everything.
   bool plain() const {
-    return moments_direct_ && parameter_direct_ && gradient_direct_ && a_.master == nullptr &&
-           pass_.factor == 1 && pass_.after == GradientAfter::keep;
+    return moments_direct_ && a_.absmax[0] == nullptr && parameter_direct_ && gradient_direct_ &&
+           a_.master == nullptr && pass_.factor == 1 && pass_.after == GradientAfter::keep;
   }
 
   T* parameter(int64_t at, int64_t n) {
@@ -89,6 +93,13 @@ class StepBlock {
   }
 
   T* moment(int which, int64_t at, int64_t n) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (a_.absmax[which] != nullptr) {
+        load_codes(static_cast<uint8_t*>(a_.moments[which]) + at,
+                   a_.absmax[which] + at / kBlock8Bit, moments_[which], n, which == 0);
+        return moments_[which];
+      }
+    }
     void* data = element(a_.moments[which], a_.moment_type, at);
     if (moments_direct_) {
       return static_cast<T*>(data);
@@ -98,7 +109,10 @@ class StepBlock {
   }
   void store_moment(int which, T* values, int64_t at, int64_t n) const {
     if constexpr (std::is_same_v<T, float>) {
-      if (!moments_direct_) {
+      if (a_.absmax[which] != nullptr) {
+        store_codes(values, static_cast<uint8_t*>(a_.moments[which]) + at,
+                    a_.absmax[which] + at / kBlock8Bit, n, which == 0);
+      } else if (!moments_direct_) {
         const uint64_t key = splitmix64(a_.rounding_key + static_cast<uint64_t>(which),
                                         static_cast<uint64_t>(at / kStepBlock));
         store_bf16_at_random(values, static_cast<uint16_t*>(a_.moments[which]) + at,

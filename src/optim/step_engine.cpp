@@ -11,6 +11,7 @@
 #include <deque>
 #include <string>
 
+#include "core/blockwise_8bit.h"
 #include "hasten/base/error.h"
 #include "hasten/core/random.h"
 #include "hasten/core/vector_kernels.h"
@@ -153,6 +154,9 @@ void StepEngine::take_parameter(StepItem& item) const {
   item.arrays.parameter_type = step_type_of(item.parameter, rules_->where());
   item.arrays.count = item.parameter.numel();
   item.by_tensors = only_tensors_ || !item.parameter.is_cpu();
+  item.in_8_bits = item.parameter.is_contiguous() && item.arrays.count > 0 &&
+                   item.arrays.parameter_type != StepType::f64 &&
+                   static_cast<uint64_t>(item.arrays.count) >= options_.min_8bit_size;
 }
 
 void StepEngine::take_gradient(StepItem& item) const {
@@ -190,6 +194,23 @@ void StepEngine::take_gradient(StepItem& item) const {
     arrays.gradient =
         item.copy.defined() ? item.copy.mutable_data_ptr() : gradient.mutable_data_ptr();
   }
+}
+
+bool convert_moment(at::Tensor& moment, at::Tensor& absmax, bool is_signed, bool to_codes) {
+  const bool codes = moment.defined() && moment.scalar_type() == at::kByte;
+  if (codes && (!absmax.defined() || absmax.numel() != blocks_8bit(moment.numel()))) {
+    return false;
+  }
+  if (codes && !to_codes) {
+    moment = dequantize_blockwise({moment}, {absmax}, is_signed)[0];
+  } else if (to_codes && !codes) {
+    const at::Tensor values = moment.to(at::kFloat);
+    moment = at::empty(values.sizes(), values.options().dtype(at::kByte));
+    absmax = at::empty({blocks_8bit(values.numel())}, values.options());
+    quantize_blockwise({values}, {moment}, {absmax}, is_signed);
+  }
+  absmax = to_codes ? absmax : at::Tensor();
+  return true;
 }
 
 // The state's tensors are looked at in each step, because others hold them: set_data(), resize_() and a
@@ -234,8 +255,14 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
     if (moment == nullptr) {
       continue;
     }
+    at::Tensor* absmax = item.parts.absmax[i];
+    const bool codes = item.in_8_bits && absmax != nullptr;
     if (!moment->defined()) {
-      *moment = rules_->make_moment(static_cast<int>(i), parameter, item.options, dtype);
+      *moment = rules_->make_moment(static_cast<int>(i), parameter, item.options,
+                                    codes ? at::kByte : dtype);
+      if (codes) {
+        *absmax = at::zeros(blocks_8bit(arrays.count), parameter.options().dtype(at::kFloat));
+      }
       item.fresh = item.fresh || (i == 0 && moment->defined());
       if (!moment->defined()) {
         continue;
@@ -247,7 +274,13 @@ void StepEngine::take_state(torch::optim::Optimizer& optimizer, StepItem& item) 
     } else if (!in_rows && moment->sizes() != sizes) {
       refuse(*moment, "the parameter's");
     }
-    arrays.moments[i] = take(*moment, dtype, in_rows);
+    if (absmax != nullptr) {
+      if (!convert_moment(*moment, *absmax, i == 0, codes)) {
+        refuse(*moment, "one absmax for each block");
+      }
+      arrays.absmax[i] = codes ? static_cast<float*>(take(*absmax, at::kFloat, true)) : nullptr;
+    }
+    arrays.moments[i] = take(*moment, codes ? at::kByte : dtype, in_rows);
   }
   if (is_16_bit(arrays.parameter_type) && options_.master_weights) {
     at::Tensor& master = *item.parts.master;
@@ -326,7 +359,8 @@ bool StepEngine::StepItem::alike(const StepItem& other, bool by_rows) const {
     return (x != nullptr && x->defined()) == (y != nullptr && y->defined());
   };
   const auto& moments = parts.moments;
-  return numbers == other.numbers && arrays.parameter_type == other.arrays.parameter_type &&
+  return numbers == other.numbers && in_8_bits == other.in_8_bits &&
+         arrays.parameter_type == other.arrays.parameter_type &&
          arrays.gradient_type == other.arrays.gradient_type &&
          parameter.device() == other.parameter.device() &&
          (!by_rows || parameter.sizes() == other.parameter.sizes()) &&
@@ -376,13 +410,16 @@ void StepEngine::run_list(const std::vector<const StepItem*>& items, const StepP
   if (found_inf_.defined() && found_inf_.device() == first.parameter.device()) {
     tensors.found_inf = found_inf_;
   }
-  std::vector<at::Tensor> parameters, masters;
+  std::vector<at::Tensor> parameters, masters, absmax[3];
   for (const StepItem* item : items) {
     parameters.push_back(item->parameter);
     tensors.gradients.push_back(item->copy.defined() ? item->copy : item->parameter.grad());
     for (size_t i = 0; i < 3; ++i) {
       if (item->parts.moments[i] != nullptr && item->parts.moments[i]->defined()) {
         tensors.moments[i].push_back(*item->parts.moments[i]);
+      }
+      if (item->in_8_bits && item->parts.absmax[i] != nullptr) {
+        absmax[i].push_back(*item->parts.absmax[i]);
       }
     }
     if (is_16_bit(item->arrays.parameter_type) && options_.master_weights) {
@@ -407,7 +444,10 @@ void StepEngine::run_list(const std::vector<const StepItem*>& items, const StepP
   const auto gradients = in_dtype(tensors.gradients);
   tensors.gradients = pass.factor != 1 ? at::_foreach_mul(gradients, pass.factor) : gradients;
   const auto moments = tensors.moments;
-  std::transform(moments.begin(), moments.end(), tensors.moments.begin(), in_dtype);
+  for (size_t i = 0; i < 3; ++i) {
+    tensors.moments[i] = absmax[i].empty() ? in_dtype(moments[i])
+                                           : dequantize_blockwise(moments[i], absmax[i], i == 0);
+  }
   rules_->run(tensors, *first.numbers);
   const auto store = [](const std::vector<at::Tensor>& stored,
                         const std::vector<at::Tensor>& from) {
@@ -417,7 +457,8 @@ void StepEngine::run_list(const std::vector<const StepItem*>& items, const StepP
   };
   store(parameters, tensors.parameters);
   for (size_t i = 0; i < 3; ++i) {
-    store(moments[i], tensors.moments[i]);
+    absmax[i].empty() ? store(moments[i], tensors.moments[i])
+                      : quantize_blockwise(tensors.moments[i], moments[i], absmax[i], i == 0);
   }
 }
 

@@ -22,9 +22,10 @@ struct StateMembers {
   int64_t* step = nullptr;
   at::Tensor* master = nullptr;
   std::array<at::Tensor*, 3> moments{}; // in the kernel's order
+  std::array<at::Tensor*, 3> absmax{}; // of those moments that may have 8 bits
 
-  std::array<at::Tensor*, 4> tensors() const {
-    return {moments[0], moments[1], moments[2], master};
+  std::array<at::Tensor*, 6> tensors() const {
+    return {moments[0], moments[1], moments[2], absmax[0], absmax[1], master};
   }
 };
 
@@ -80,6 +81,10 @@ class StepRules {
   const StepTraits traits_;
 };
 
+/// Makes a moment codes of blockwise_8bit.h, or undoes it. One that was loaded for other shards,
+/// averaged or cut has none. Returns false, and changes nothing, if codes lack their `absmax`.
+bool convert_moment(at::Tensor& moment, at::Tensor& absmax, bool is_signed, bool to_codes);
+
 class StepEngine {
  public:
   StepEngine(std::unique_ptr<StepRules> rules, FusedOptions options)
@@ -108,6 +113,7 @@ class StepEngine {
     const StepNumbers* numbers = nullptr;
     bool fresh = false;
     bool by_tensors = false;
+    bool in_8_bits = false; // moments that may
     at::Tensor copy{}; // the gradient, if its strides differ from the parameter's
 
     /// Whether one list for ATen may have both; `by_rows`: only tensors of one shape.

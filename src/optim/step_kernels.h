@@ -17,6 +17,8 @@ struct StepArrays {
   float* master = nullptr;
   /// In the optimizer's order; unused ones are null.
   void* moments[3] = {};
+  /// Of moments that are codes of blockwise_8bit.h, the first one signed; else null.
+  float* absmax[3] = {};
   StepType parameter_type = StepType::f32;
   StepType gradient_type = StepType::f32;
   /// f32; f64 for an fp64 parameter; or bf16 with stochastic rounding.

@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "step_block.h"
 
@@ -46,6 +47,74 @@ HASTEN_VECTOR_CLONES void store_f16(const float* in, uint16_t* out, int64_t n) {
 HASTEN_VECTOR_CLONES void scale_floats(const float* in, float* out, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) {
     out[i] = in[i] * factor;
+  }
+}
+
+void load_codes(const uint8_t* codes, const float* absmax, float* out, int64_t n, bool is_signed) {
+  const float* const map = dynamic_map(is_signed).data();
+  for (int64_t at = 0; at < n; at += kBlock8Bit) {
+    const float share = absmax[at / kBlock8Bit];
+#pragma GCC unroll 8
+    for (int64_t i = at; i < std::min(at + kBlock8Bit, n); ++i) {
+      out[i] = map[codes[i]] * share;
+    }
+  }
+}
+
+/// Decade i of the dynamic map has values in the middles of 2^i equal parts, unsigned 2^(i+1). With
+/// `parts` of them, share * scale + offset is parts + the index of the part. A decade begins halfway
+/// to the largest value below it, the lowest one halfway to 0.
+template <bool kSigned>
+struct Decades {
+  float scale[7] = {}, offset[7] = {}, first[7] = {};
+  constexpr Decades() {
+    double unit = 1e-6;
+    for (int i = 0; i < 7; ++i, unit *= 10) {
+      const double parts = 1 << (kSigned ? i : i + 1);
+      scale[i] = static_cast<float>(parts / 0.9 / unit);
+      offset[i] = static_cast<float>(parts * 8 / 9);
+      first[i] = static_cast<float>(unit * (0.1 + 0.18 / parts));
+    }
+    scale[0] = kSigned ? 1.0F / 9 / 2.75e-7F : 1 / 3.875e-7F;
+    offset[0] = kSigned ? 8.0F / 9 : 2 - 1.625F / 3.875F;
+  }
+};
+
+/// The code of the nearest value, of a share of a block's largest absolute value.
+template <bool kSigned>
+HASTEN_VECTOR_INLINE int nearest_code(float share) {
+  constexpr Decades<kSigned> decades;
+  const float size = std::abs(share);
+  float scale = decades.scale[0], offset = decades.offset[0];
+  for (int i = 1; i < 7; ++i) {
+    scale = size > decades.first[i] ? decades.scale[i] : scale;
+    offset = size > decades.first[i] ? decades.offset[i] : offset;
+  }
+  const float part = size * scale + offset, last = offset * 2.25F - 0.5F; // below 2 * parts
+  int code = static_cast<int>(part < last ? part : last);
+  code += share > (kSigned ? 1 - 0.225F / 64 : 1 - 0.225F / 128) ? 1 : 0; // -1 has no code
+  const int sign = std::bit_cast<int32_t>(share) >> 31;
+  return kSigned ? 127 + ((code ^ sign) - sign) : code - 1;
+}
+
+template <bool kSigned>
+HASTEN_VECTOR_CLONES void store_block(const float* in, uint8_t* codes, float* absmax, int64_t n) {
+  int32_t most = 0; // NaN is larger than all numbers
+  for (int64_t i = 0; i < n; ++i) {
+    most = std::max(most, std::bit_cast<int32_t>(in[i]) & 0x7fffffff);
+  }
+  *absmax = std::bit_cast<float>(most);
+  const float inverse = *absmax >= std::numeric_limits<float>::min() ? 1 / *absmax : 0;
+  int wide[kBlock8Bit]; // a loop over bytes has narrow vectors
+  for (int64_t i = 0; i < n; ++i) {
+    wide[i] = nearest_code<kSigned>(in[i] * inverse);
+  }
+  std::copy(wide, wide + n, codes);
+}
+void store_codes(const float* in, uint8_t* codes, float* absmax, int64_t n, bool is_signed) {
+  for (int64_t i = 0; i < n; i += kBlock8Bit) {
+    (is_signed ? store_block<true> : store_block<false>)(in + i, codes + i, absmax++,
+                                                         std::min(kBlock8Bit, n - i));
   }
 }
 

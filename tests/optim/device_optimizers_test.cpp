@@ -29,8 +29,9 @@ static Tensors parameters(int64_t pairs, at::ScalarType dtype) {
 
 /// Operators of the second step, when the state is there.
 template <typename Optimizer, typename Options>
-static int64_t operators(const Options& options, int64_t pairs, at::ScalarType dtype) {
-  Optimizer optimizer(parameters(pairs, dtype), options);
+static int64_t operators(const Options& options, int64_t pairs, at::ScalarType dtype,
+                         FusedOptions fused) {
+  Optimizer optimizer(parameters(pairs, dtype), options, fused);
   optimizer.step_and_zero(0.5);
   const auto before = device_counters();
   optimizer.step_and_zero(0.5);
@@ -39,10 +40,10 @@ static int64_t operators(const Options& options, int64_t pairs, at::ScalarType d
 }
 
 template <typename Optimizer, typename Options>
-static void expect_lists(const Options& options) {
+static void expect_lists(const Options& options, FusedOptions fused = {}) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    const int64_t few = operators<Optimizer>(options, 2, dtype);
-    EXPECT_EQ(operators<Optimizer>(options, 20, dtype), few) << dtype;
+    const int64_t few = operators<Optimizer>(options, 2, dtype, fused);
+    EXPECT_EQ(operators<Optimizer>(options, 20, dtype, fused), few) << dtype;
     EXPECT_LE(few, 90) << dtype;
   }
 }
@@ -51,6 +52,7 @@ TEST(DeviceOptimizers, OperatorsOfAStepDoNotGrowWithTheParameters) {
   expect_lists<AdamW>(torch::optim::AdamWOptions(0.1));
   expect_lists<Adam>(torch::optim::AdamOptions(0.1));
   expect_lists<SGD>(torch::optim::SGDOptions(0.1).momentum(0.9));
+  expect_lists<AdamW8bit>(torch::optim::AdamWOptions(0.1), {.min_8bit_size = 1});
   expect_lists<Lion>(LionOptions(0.1));
   expect_lists<Adafactor>(AdafactorOptions().beta1(0.9));
 }

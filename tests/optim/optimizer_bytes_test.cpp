@@ -21,7 +21,8 @@ TEST(OptimizerStateBytes, IsWhatTheFirstStepAllocates) {
                                                        {"adafactor", ""},
                                                        {"adafactor", "beta1=0.9"},
                                                        {"lion", ""},
-                                                       {"lion", "bf16_moments=true"}};
+                                                       {"lion", "bf16_moments=true"},
+                                                       {"adamw_8bit", "min_8bit_size=64"}};
   for (const auto& [name, args] : cases) {
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
       OptimizerSettings settings;
@@ -31,6 +32,8 @@ TEST(OptimizerStateBytes, IsWhatTheFirstStepAllocates) {
         parameters.push_back(on_device::zeros(shape, dtype).requires_grad_());
         parameters.back().mutable_grad() = on_device::ones(shape, dtype);
       }
+      make_optimizer(name, {torch::optim::OptimizerParamGroup(parameters)}, settings)
+          ->step(); // it makes what a device keeps for all optimizers
       const int64_t before = memory_stats(testing_support::run_device()).live_bytes;
       const auto optimizer =
           make_optimizer(name, {torch::optim::OptimizerParamGroup(parameters)}, settings);

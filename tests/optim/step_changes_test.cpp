@@ -68,7 +68,8 @@ void with_each_optimizer(const Test& test) {
                                                                 {"sgd", "momentum=0.9"},
                                                                 {"lion", ""},
                                                                 {"adafactor", "beta1=0.9"},
-                                                                {"adamw", "bf16_moments=true"}};
+                                                                {"adamw", "bf16_moments=true"},
+                                                                {"adamw_8bit", "min_8bit_size=64"}};
   for (const auto& [name, args] : all) {
     SCOPED_TRACE(name + " " + args);
     Trained run(name, args, values());

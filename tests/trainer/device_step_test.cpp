@@ -317,8 +317,8 @@ std::map<std::string, BadStep> bad_steps(bool alone) {
     all["gradient, local_sgd"] = {a, false};
     return all;
   }
-  for (const OptimizerType optim :
-       {OptimizerType::adam, OptimizerType::sgd, OptimizerType::lion, OptimizerType::adafactor}) {
+  for (const OptimizerType optim : {OptimizerType::adam, OptimizerType::sgd, OptimizerType::lion,
+                                    OptimizerType::adafactor, OptimizerType::adamw_8bit}) {
     a.optim = optim;
     all[std::string("loss, ") + spelling(optim)] = {a, true};
   }

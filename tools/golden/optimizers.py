@@ -1,6 +1,7 @@
 """Prints tests/optim/optimizer_golden.h: parameters of an MLP after steps of
 PyTorch's AdamW, Adam and SGD, of transformers' Adafactor, and of Lion as
-plain operations by the equations of its paper.
+plain operations by the equations of its paper; and a matrix and its moments
+after steps of bitsandbytes' AdamW8bit.
 
 Run: python tools/golden/optimizers.py > tests/optim/optimizer_golden.h
      tools/format.sh tests/optim/optimizer_golden.h
@@ -8,6 +9,7 @@ Run: python tools/golden/optimizers.py > tests/optim/optimizer_golden.h
 
 import math
 
+import bitsandbytes
 import torch
 import transformers
 from transformers.optimization import Adafactor
@@ -60,12 +62,43 @@ CASES = {
         p, lr=0.02, relative_step=False, scale_parameter=False, weight_decay=0.1, clip_threshold=0.7
     ),
     "lion": lambda p: Lion(p, 0.01, (0.9, 0.99), 0.1),
+    # Its tensors have fewer than min_8bit_size elements.
+    "adamw_8bit": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
 }
+
+
+def to_nearest(values, code, absmax, codes, blocksize):
+    """bitsandbytes' rule on CUDA. Its library for the CPU rounds small fp32 values to others."""
+    blocks = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % blocksize)).view(-1, blocksize)
+    absmax.copy_(blocks.abs().amax(1))
+    shares = blocks / absmax.unsqueeze(1)
+    nearest = (shares.unsqueeze(-1) - code).abs().argmin(-1)
+    codes.copy_(nearest.flatten()[: codes.numel()].view_as(codes))
+
+
+def steps_of_8_bits():
+    """Every 45th element of the parameter, and of its moments. Gradients have seven decades."""
+    count = 4500
+    p = numbers(count, 0.37, 0.1).float().view(3, 1500).requires_grad_()
+    scale = torch.tensor([10.0 ** -(i % 7) for i in range(count)], dtype=DOUBLE)
+    bitsandbytes.backends.cpu.ops._quant_blockwise_fp32_direct = to_nearest
+    optimizer = bitsandbytes.optim.AdamW8bit([p], lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for step in range(STEPS):
+        p.grad = (numbers(count, 1.7, float(step)) * scale).float().view_as(p)
+        optimizer.step()
+    state = optimizer.state[p]
+    found = {"parameters": p.detach()}
+    for i, name in (("1", "exp_avg"), ("2", "exp_avg_sq")):
+        found[name] = bitsandbytes.functional.dequantize_blockwise(
+            state["state" + i], absmax=state["absmax" + i], code=state["qmap" + i], blocksize=256
+        )
+    return {name: tensor.flatten()[::45].tolist() for name, tensor in found.items()}
 
 
 def main():
     print("// Written by tools/golden/optimizers.py with torch", torch.__version__.split("+")[0], end=" ")
-    print("and transformers", transformers.__version__ + ".")
+    print("and transformers", transformers.__version__ + ",")
+    print("// and with bitsandbytes", bitsandbytes.__version__, "on the CPU.")
     print("#pragma once\n\n#include <map>\n#include <string>\n#include <vector>\n")
     print("namespace hasten::golden {\n")
     print(f"/// Parameters of the MLP after {STEPS} updates, in fp64, one after the other.")
@@ -80,6 +113,11 @@ def main():
             optimizer.step()
         values = torch.cat([q.detach().flatten() for q in p]).tolist()
         print(f'    {{"{name}",\n     {{' + ",\n      ".join(f"{v:.17g}" for v in values) + "}},")
+    print("};\n")
+    print("/// Every 45th element of a matrix and of its moments after as many steps of AdamW8bit.")
+    print("inline const std::map<std::string, std::vector<double>> kAdamW8bit = {")
+    for name, values in steps_of_8_bits().items():
+        print(f'    {{"{name}",\n     {{' + ",\n      ".join(f"{v:.9g}" for v in values) + "}},")
     print("};\n\n} // namespace hasten::golden")
 
 

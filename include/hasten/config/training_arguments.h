@@ -31,7 +31,16 @@ constexpr IntervalStrategy interval_of(SaveStrategy strategy) {
                                         : static_cast<IntervalStrategy>(strategy);
 }
 /// The optimizer; the first three are the same.
-enum class OptimizerType { adamw_torch, adamw_torch_fused, adamw, adam, sgd, adafactor, lion };
+enum class OptimizerType {
+  adamw_torch,
+  adamw_torch_fused,
+  adamw,
+  adam,
+  sgd,
+  adafactor,
+  lion,
+  adamw_8bit
+};
 /// The order of the training samples; see data/loader.h.
 enum class SamplingStrategy { random, sequential, group_by_length };
 
@@ -48,8 +57,8 @@ inline constexpr auto kSpellings<IntervalStrategy> = std::array{"no", "steps", "
 template <>
 inline constexpr auto kSpellings<SaveStrategy> = std::array{"no", "steps", "epoch", "best"};
 template <>
-inline constexpr auto kSpellings<OptimizerType> =
-    std::array{"adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion"};
+inline constexpr auto kSpellings<OptimizerType> = std::array{
+    "adamw_torch", "adamw_torch_fused", "adamw", "adam", "sgd", "adafactor", "lion", "adamw_8bit"};
 template <>
 inline constexpr auto kSpellings<SamplingStrategy> =
     std::array{"random", "sequential", "group_by_length"};

@@ -77,6 +77,8 @@ struct FusedOptions {
   /// devices other than the CPU round to nearest. Ignored for fp64 parameters and by Adafactor,
   /// whose moments are small.
   bool bf16_moments = false;
+  /// Keeps moments of Adam and AdamW in 8 bits, if a tensor has so many elements. See AdamW8bit.
+  uint64_t min_8bit_size = UINT64_MAX;
   /// Seed of the stochastic rounding. Equal seeds, steps and order of parameters give equal bits.
   uint64_t seed = 42;
 };
@@ -143,7 +145,8 @@ struct SavedOptions : SavedByFields<Self, torch::optim::OptimizerCloneableOption
 template <typename Self>
 using SavedState = SavedByFields<Self, torch::optim::OptimizerCloneableParamState<Self>>;
 
-/// The state of one of torch's optimizers, with the fp32 copy of a 16-bit parameter.
+/// Adam's or AdamW's state, with the fp32 copy of a 16-bit parameter. Moments of 8 bits are uint8
+/// with the largest absolute value of each block, fp32 [block].
 template <typename State>
 struct WithMaster final : State {
   WithMaster() = default;
@@ -154,13 +157,19 @@ struct WithMaster final : State {
   void serialize(torch::serialize::InputArchive& archive) override {
     State::serialize(archive);
     archive.try_read("master", master_, /*is_buffer=*/true);
+    archive.try_read("exp_avg_absmax", exp_avg_absmax(), /*is_buffer=*/true);
+    archive.try_read("exp_avg_sq_absmax", exp_avg_sq_absmax(), /*is_buffer=*/true);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     State::serialize(archive);
     write_state_tensor(archive, "master", master_);
+    write_state_tensor(archive, "exp_avg_absmax", exp_avg_absmax());
+    write_state_tensor(archive, "exp_avg_sq_absmax", exp_avg_sq_absmax());
   }
   at::Tensor& master() { return master_; }
   const at::Tensor& master() const { return master_; }
+  TORCH_ARG(at::Tensor, exp_avg_absmax);
+  TORCH_ARG(at::Tensor, exp_avg_sq_absmax);
 
  private:
   at::Tensor master_{};

@@ -22,6 +22,7 @@ struct OptimizerSettings {
   double adam_epsilon = 1e-8;
   /// "name=value,name=value". These override the fields above:
   ///   adam, adamw        beta1, beta2, eps, amsgrad (false)
+  ///   adamw_8bit         adamw's, min_8bit_size (4096)
   ///   sgd                momentum (0), dampening (0), nesterov (false)
   ///   lion               beta1 (0.9), beta2 (0.99)
   ///   adafactor          eps1 (1e-30), eps2 (1e-3), clip_threshold (1), decay_rate (-0.8),

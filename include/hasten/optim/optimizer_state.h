@@ -27,6 +27,9 @@ using ParameterNames = std::unordered_map<const void*, std::string>;
 bool visit_state_tensors(torch::optim::OptimizerParamState& state,
                          const std::function<void(at::Tensor&)>& use);
 
+/// Makes moments of 8 bits fp32, so that they can be averaged or cut. The next step rounds them.
+void dequantize_moments(torch::optim::Optimizer& optimizer);
+
 /// Writes the state of hasten's optimizers, and of torch's Adam, AdamW, SGD, RMSprop and Adagrad.
 /// Tensors: "<moment>.<parameter>". Values: "kind", "steps" by parameter, "rounding_seed" (hasten's
 /// only), "groups" (parameter names, and each option that a schedule or a user may change). A
