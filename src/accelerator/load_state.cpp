@@ -10,6 +10,7 @@
 #include "checkpointer.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/base/log.h"
 #include "hasten/core/device.h"
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
@@ -200,7 +201,9 @@ LoadedState Checkpointer::load(const std::filesystem::path& folder,
     try {
       read_state_files(load, run_.world().rank, run_.world().world_size, options.verify_checksums);
       check_other_world(load, run_.world().world_size);
-      join_shards(load, models_.held_rows());
+      if (join_shards(load, models_.held_rows()) && run_.world().rank == 0) {
+        log_info("the shards are not those of the state: moments of 8 bits are rounded again");
+      }
       add_to(load);
     } catch (const nlohmann::json::exception& error) {
       refuse_state(load.state_file(), error.what(), "a file of a state");

@@ -121,6 +121,7 @@ void AveragedMoments::average(size_t index, double weight) {
     own->save_state(tensors, values);
     clone_tensors(tensors);
   } else {
+    dequantize_moments(optimizer);
     save_optimizer_state(optimizer, names_, tensors, values);
   }
   Averager::NamedTensorList moments;

@@ -3,7 +3,8 @@
 // file as "sharded.<name>". state.json has the whole tensor's shape and dtype under "sharded", and
 // which rank has which rows. A load, on any number of ranks and with sharded or unsharded models,
 // takes the rows that it needs from the files that have them. Nothing is sent and no rank holds a
-// whole model.
+// whole model. A moment of 8 bits has one number for each block of a shard. These are in the rank's
+// file as "sharded.<name of the moment>_absmax.<parameter>", without an entry in state.json.
 #include "state_contents.h"
 
 #include <ATen/ATen.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "core/blockwise_8bit.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/json.h"
@@ -37,6 +39,15 @@ HeldRowsByName::const_iterator parameter_of(const std::string& tensor, const Hel
     }
   }
   return held.end();
+}
+
+// The name of a moment's block maxima: "optimizer.0.exp_avg_absmax.model.0.x".
+std::string absmax_name(const std::string& moment) {
+  return std::string(moment).insert(std::min(moment.find(".model."), moment.size()), "_absmax");
+}
+
+at::Tensor dequantized(const std::string& name, const at::Tensor& codes, const at::Tensor& absmax) {
+  return dequantize_blockwise({codes}, {absmax}, name.find(".exp_avg_sq.") == name.npos)[0];
 }
 
 // The shape as rows; for a 0-d parameter [1] or [0].
@@ -77,11 +88,16 @@ void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRows
   }
   for (auto it = parts.shared.begin(); it != parts.shared.end();) {
     const auto of = parameter_of(it->first, held);
-    if (of == held.end() || it->second.sizes() != held_sizes(of->second)) {
+    const bool absmax = it->first.substr(0, it->first.find(".model.")).ends_with("_absmax");
+    if (of == held.end() || (!absmax && it->second.sizes() != held_sizes(of->second))) {
       ++it;
       continue;
     }
-    note(it->first, of->second, it->second);
+    if (!absmax) {
+      note(it->first, of->second, it->second);
+    } else if (writes) {
+      parts.own.emplace(kShardPrefix + it->first, it->second);
+    }
     it = parts.shared.erase(it);
   }
 }
@@ -91,9 +107,10 @@ class RankFiles {
  public:
   explicit RankFiles(const std::filesystem::path& folder) : folder_(folder) {}
 
-  // Rows [from, from + count) of what `rank` saved of a tensor.
+  // Rows [from, from + count) of what `rank` saved of a tensor. If `absmax` is null, codes become
+  // numbers.
   at::Tensor rows(int rank, const std::string& name, at::IntArrayRef sizes, int64_t from,
-                  int64_t count) {
+                  int64_t count, at::Tensor* absmax) {
     auto& reader = readers_[rank];
     const auto path = folder_ / rank_file_name(rank);
     if (!reader) {
@@ -102,22 +119,33 @@ class RankFiles {
     if (!reader->contains(kShardPrefix + name)) {
       refuse_state(path, "\"" + name + "\" is missing", "the rows that state.json lists");
     }
-    const at::Tensor shard = reader->tensor(kShardPrefix + name);
+    at::Tensor shard = reader->tensor(kShardPrefix + name);
     if (shard.sizes() != sizes) {
       refuse_state(path, "\"" + name + "\" has shape " + c10::str(shard.sizes()),
                    "the rows that state.json lists, " + c10::str(sizes));
     }
+    const std::string blocks = kShardPrefix + absmax_name(name);
+    if (shard.scalar_type() == at::kByte && reader->contains(blocks)) {
+      if (absmax != nullptr) {
+        *absmax = reader->tensor(blocks);
+      } else {
+        shard = dequantized(name, shard, reader->tensor(blocks));
+        dequantized_any = true;
+      }
+    }
     return shard.narrow(0, from, count);
   }
+  bool dequantized_any = false;
 
  private:
   std::filesystem::path folder_;
   std::map<int, std::unique_ptr<SafetensorsReader>> readers_{};
 };
 
-// The rows of the whole tensor that `held` describes, from the files.
+// The rows of the whole tensor that `held` describes, from the files. Codes stay codes, with their
+// `absmax`, if one rank saved exactly these rows.
 at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::json& saved,
-                    const HeldRows& held) {
+                    const HeldRows& held, at::Tensor* absmax) {
   std::vector<int64_t> sizes = held_sizes(held);
   std::vector<at::Tensor> pieces;
   int64_t next = held.first;
@@ -133,7 +161,8 @@ at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::j
     sizes[0] = count;
     pieces.push_back(files.rows(entry.at(0).get<int>(), name, sizes,
                                 held.count == 0 ? 0 : from - first,
-                                held.count == 0 ? 0 : until - from));
+                                held.count == 0 ? 0 : until - from,
+                                first == held.first && count == held.count ? absmax : nullptr));
     next = std::max(next, until);
   }
   if (next < end) {
@@ -150,15 +179,21 @@ nlohmann::json sharded_tensors(const nlohmann::json& state) {
   return found == state.end() ? nlohmann::json::object() : *found;
 }
 
-void join_shards(StateToLoad& load, const HeldRowsByName& held) {
+bool join_shards(StateToLoad& load, const HeldRowsByName& held) {
   const nlohmann::json saved = sharded_tensors(load.shared);
+  RankFiles files(load.folder);
   for (auto& [name, tensor] : load.shared_tensors) { // saved whole
     const auto of = parameter_of(name, held);
     if (of != held.end() && tensor.sizes() == of->second.sizes) {
+      const auto absmax = load.shared_tensors.find(absmax_name(name));
+      if (tensor.scalar_type() == at::kByte && absmax != load.shared_tensors.end() &&
+          rows_of_whole(tensor, of->second).numel() != tensor.numel()) {
+        tensor = dequantized(name, tensor, absmax->second);
+        files.dequantized_any = true;
+      }
       tensor = rows_of_whole(tensor, of->second);
     }
   }
-  RankFiles files(load.folder);
   for (const auto& [name, entry] : saved.items()) {
     const auto sizes = entry.at("shape").get<std::vector<int64_t>>();
     const auto of = parameter_of(name, held);
@@ -171,9 +206,14 @@ void join_shards(StateToLoad& load, const HeldRowsByName& held) {
                    "\"" + name + "\" has shape " + c10::str(at::IntArrayRef(sizes)),
                    "the model's " + c10::str(at::IntArrayRef(rows.sizes)));
     }
-    at::Tensor tensor = assemble(files, name, entry, rows);
+    at::Tensor absmax;
+    at::Tensor tensor = assemble(files, name, entry, rows, &absmax);
+    if (absmax.defined()) {
+      load.shared_tensors[absmax_name(name)] = absmax;
+    }
     load.shared_tensors[name] = of == held.end() && sizes.empty() ? tensor.reshape({}) : tensor;
   }
+  return files.dequantized_any;
 }
 
 nlohmann::json read_state_json(const std::filesystem::path& folder) {
@@ -256,7 +296,7 @@ void consolidate_state(const std::filesystem::path& folder, const std::filesyste
     all.sizes = entry.at("shape").get<std::vector<int64_t>>();
     all.count = all.sizes.empty() ? 1 : all.sizes[0];
     tensors[name.substr(prefix.size())] =
-        detail::assemble(files, name, entry, all).reshape(all.sizes);
+        detail::assemble(files, name, entry, all, nullptr).reshape(all.sizes);
   }
   write_safetensors(file, tensors);
 }

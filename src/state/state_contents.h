@@ -114,7 +114,8 @@ void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRows
 
 // Puts into load.shared_tensors the rows that this rank holds now of every tensor that belongs to a
 // parameter, from the file of any rank that has them, or from a whole tensor. Local. Throws
-// InputError naming the file that is missing or has unexpected rows.
-void join_shards(StateToLoad& load, const HeldRowsByName& held);
+// InputError naming the file that is missing or has unexpected rows. Returns whether moments of 8
+// bits became fp32, because these rows are not those that were saved.
+bool join_shards(StateToLoad& load, const HeldRowsByName& held);
 
 } // namespace hasten::detail

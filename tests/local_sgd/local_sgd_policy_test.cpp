@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "hasten/optim/adamw.h"
 #include "local_sgd/local_sgd_golden.h"
 #include "local_sgd/local_sgd_rig.h"
 #include "support/on_device.h"
@@ -220,6 +221,33 @@ TEST(LocalSGDPolicy, MomentsCanBeAveragedInEveryRound) {
     local_sgd.finish();
     accelerator.end_training();
   }
+}
+
+// Codes cannot be averaged; their values are. The next step rounds them.
+TEST(LocalSGDPolicy, MomentsOf8BitsAreAveraged) {
+  auto accelerator = local_accelerator();
+  Net net = net_of_seed(1);
+  net->to(at::kFloat);
+  AdamW8bit inner(net->parameters(), {0.02}, {.min_8bit_size = 1});
+  auto [model, optimizer] = accelerator.prepare(net, inner);
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 2, .moments = MomentPolicy::average});
+  const auto batches = make_batches(16);
+  const auto& parameter = net->first->weight;
+  for (size_t step = 0; step < 4; ++step) {
+    const size_t own = 4 * step + static_cast<size_t>(accelerator.process_index());
+    accelerator.backward(model->forward(batches[own].first.to(at::kFloat)).square().sum());
+    optimizer.step();
+    const auto& state =
+        static_cast<const AdamWParamState&>(*inner.state().at(parameter.unsafeGetTensorImpl()));
+    EXPECT_EQ(state.exp_avg().scalar_type(), at::kByte);
+    optimizer.zero_grad();
+    local_sgd.step();
+    Tensor first = state.exp_avg().clone();
+    accelerator.communicator()->broadcast(first, 0, "rank 0's moments");
+    EXPECT_TRUE(step % 2 == 0 || torch::equal(first, state.exp_avg()));
+  }
+  local_sgd.finish();
+  accelerator.end_training();
 }
 
 // The numbers of tools/golden/local_sgd.py.
