@@ -21,9 +21,9 @@ namespace detail {
 constexpr const char* kOptimizerStateWhere = "optim::optimizer_state";
 
 // Calls visit("name", object.name()) if the object has it.
-#define HASTEN_VISIT(object, name)             \
-  if constexpr (requires { object.name(); }) { \
-    visit(#name, object.name());               \
+#define HASTEN_VISIT(object, name)               \
+  if constexpr (requires { (object).name(); }) { \
+    visit(#name, (object).name());               \
   }
 
 // Calls visit(name, tensor) for each tensor of a parameter's state. [moment]
