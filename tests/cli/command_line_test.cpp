@@ -203,7 +203,7 @@ TEST(CommandLine, EachMistakeNamesItsFlagAndWhatWasExpected) {
       {train + "--batch-size 1.5",
        "[cli::train] --per-device-train-batch-size=1.5. Expected a whole number."},
       {train + "--optim adamm",
-       "[cli::train] --optim=adamm. Expected one of adafactor, adam, adamw, "
+       "[cli::train] --optim=adamm. Expected one of adafactor, adam, adamw, adamw_8bit, "
        "adamw_torch, adamw_torch_fused, lion, sgd. Fix: write adam."},
       {train + "--lr-scheduler-type cosin",
        "[cli::train] --lr-scheduler-type=cosin. Expected one of constant, constant_with_warmup, "

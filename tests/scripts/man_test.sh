@@ -21,8 +21,9 @@ shown() { gzip -dc "$work/man/$1.1.gz" | groff -man -Tascii -ww -rLL=80n -P-bcou
 
 flags() { grep -oE -- '(^|[ ,])--[a-z0-9-]*[a-z0-9]' | tr -d ' ,' | sort -u; }
 
-for command in '' train predict eval plan estimate-memory compare state tokenizer synth report \
-  launch env; do
+commands=(train predict eval generate plan estimate-memory compare state tokenizer synth report
+  launch env download export merge)
+for command in '' "${commands[@]}"; do
   page=hasten${command:+-$command}
   [[ -f $work/man/$page.1.gz ]] || fail "$page has no page"
   shown "$page" >"$work/page"
@@ -39,7 +40,7 @@ grep -qE '^ +hasten-estimate-memory\(1\)' "$work/page" || fail "hasten(1) does n
 shown hasten-train >"$work/page"
 grep -qE '^ +\$ hasten train ' "$work/page" ||
   fail "hasten-train(1) has no example"
-(($(ls "$work/man" | wc -l) == 13)) || fail "other pages than expected: $(ls "$work/man")"
+(($(ls "$work/man" | wc -l) == ${#commands[@]} + 1)) || fail "other pages than expected: $(ls "$work/man")"
 
 rm -rf "$work"
 echo "the pages have every flag"
