@@ -194,7 +194,7 @@ build_wheel() {
 }
 
 try_wheel() {
-  local place=$work/venv text
+  local place=$work/venv installed text
   say "--- the wheel in a new virtual environment"
   python3 -m venv "$place"
   "$place/bin/pip" install -q --disable-pip-version-check "torch==$torch_version"
@@ -212,14 +212,13 @@ for path in "torch/lib/libtorch_cuda.so", "hasten/lib/libhasten_nccl.so":
 EOF
   env -i HOME="$HOME" PATH="$work/beside/hasten/bin:/usr/bin:/bin" bash -c "$train_there"
   "$work/beside/hasten/bin/hasten" synth reviews --rows 20 --output "$work/reviews.csv"
-  for place in "$place"/lib/python3*/site-packages/hasten "$work/beside/hasten"; do
-    "$place/bin/hasten" env | grep '^CUDA'
+  for installed in "$place"/lib/python3*/site-packages/hasten "$work/beside/hasten"; do
+    "$installed/bin/hasten" env | grep '^CUDA'
     command -v nvidia-smi >/dev/null && continue
-    text=$("$place/bin/hasten" train --model bert-tiny --train-file "$work/reviews.csv" --device cuda \
+    text=$("$installed/bin/hasten" train --model bert-tiny --train-file "$work/reviews.csv" --device cuda \
       --output-dir "$work/out" 2>&1) && die "it trained on a GPU that is not there"
     [[ $text == *'no NVIDIA driver'* ]] || die "another error: $text"
   done
-  place=$work/venv
   say "--- the wheel with another torch"
   mv "$place"/lib/python3*/site-packages/torch-*.dist-info "$work/dist-info"
   sed -i "s/^Version: .*/Version: 2.12.1/" "$work/dist-info/METADATA"

@@ -239,7 +239,7 @@ void ModelSet::shard_optimizer_state(torch::optim::Optimizer& optimizer) const {
       if (state == optimizer.state().end()) {
         continue;
       }
-      dequantize_moments(optimizer); // blocks begin at a shard
+      dequantize_moments(*state->second); // blocks begin at a shard
       const at::IntArrayRef whole(shard.sizes);
       const bool known = visit_state_tensors(*state->second, [&](at::Tensor& tensor) {
         if (tensor.sizes() == whole && shard.parameter.sizes() != whole) {

@@ -121,7 +121,9 @@ void AveragedMoments::average(size_t index, double weight) {
     own->save_state(tensors, values);
     clone_tensors(tensors);
   } else {
-    dequantize_moments(optimizer);
+    for (const auto& item : optimizer.state()) {
+      dequantize_moments(*item.second);
+    }
     save_optimizer_state(optimizer, names_, tensors, values);
   }
   Averager::NamedTensorList moments;

@@ -166,8 +166,8 @@ static at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& k, con
   auto [keys, values] =
       place.cache->update(place.layer, split_heads(k, heads), split_heads(v, heads));
   const std::optional<at::Tensor> added = mask.defined() ? std::optional(mask) : std::nullopt;
-  if (q.size(1) == 1 &&
-      options.softcap <= 0) { // the heads of queries that share keys are like several tokens
+  // The heads of queries that share keys are like several tokens.
+  if (q.size(1) == 1 && options.softcap <= 0) {
     const at::Tensor queries = q.view({q.size(0), heads, shared_by, keys.size(3)});
     return at::scaled_dot_product_attention(queries, keys, values, added).reshape(q.sizes());
   }

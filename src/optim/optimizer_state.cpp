@@ -231,19 +231,17 @@ bool visit_state_tensors(torch::optim::OptimizerParamState& state,
   });
 }
 
-void dequantize_moments(torch::optim::Optimizer& optimizer) {
-  for (const auto& [key, state] : optimizer.state()) {
-    detail::any_optimizer_kind([&]<typename Kind>(Kind) {
-      auto* known = dynamic_cast<typename Kind::State*>(state.get());
-      if constexpr (requires { known->exp_avg_absmax(); }) {
-        if (known != nullptr) {
-          detail::convert_moment(known->exp_avg(), known->exp_avg_absmax(), true, false);
-          detail::convert_moment(known->exp_avg_sq(), known->exp_avg_sq_absmax(), false, false);
-        }
+void dequantize_moments(torch::optim::OptimizerParamState& state) {
+  detail::any_optimizer_kind([&]<typename Kind>(Kind) {
+    auto* known = dynamic_cast<typename Kind::State*>(&state);
+    if constexpr (requires { known->exp_avg_absmax(); }) {
+      if (known != nullptr) {
+        detail::convert_moment(known->exp_avg(), known->exp_avg_absmax(), true, false);
+        detail::convert_moment(known->exp_avg_sq(), known->exp_avg_sq_absmax(), false, false);
       }
-      return known != nullptr;
-    });
-  }
+    }
+    return known != nullptr;
+  });
 }
 
 void save_optimizer_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names,

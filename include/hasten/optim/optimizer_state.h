@@ -27,8 +27,8 @@ using ParameterNames = std::unordered_map<const void*, std::string>;
 bool visit_state_tensors(torch::optim::OptimizerParamState& state,
                          const std::function<void(at::Tensor&)>& use);
 
-/// Makes moments of 8 bits fp32, so that they can be averaged or cut. The next step rounds them.
-void dequantize_moments(torch::optim::Optimizer& optimizer);
+/// Makes a state's moments of 8 bits fp32, so that they can be averaged or cut. The next step rounds them.
+void dequantize_moments(torch::optim::OptimizerParamState& state);
 
 /// Writes the state of hasten's optimizers, and of torch's Adam, AdamW, SGD, RMSprop and Adagrad.
 /// Tensors: "<moment>.<parameter>". Values: "kind", "steps" by parameter, "rounding_seed" (hasten's
