@@ -65,50 +65,8 @@ struct Learner {
   PreparedOptimizer<torch::optim::Optimizer> optimizer;
 };
 
-void expect_same(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double most) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) {
-    EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), most) << i;
-  }
-}
-
 TEST(ShardedState, AnyStrategyGoesOnFromAny) {
-  const auto folder = state_test::common_folder();
-  const auto everyone = testing_support::fresh_communicator();
-  const auto all = {Strategy::ddp, Strategy::zero1, Strategy::fsdp, Strategy::hsdp};
-  for (const Strategy before : all) {
-    const auto place = folder / strategy_name(before);
-    Learner saving(before, everyone);
-    saving.step(0);
-    saving.step(1);
-    saving.accelerator.save_state(place);
-    const auto saved = saving.whole();
-    saving.step(2);
-    const auto later = saving.whole();
-    for (const Strategy after : all) {
-      SCOPED_TRACE(std::string(strategy_name(before)) + " to " + strategy_name(after));
-      Learner then(after, everyone);
-      then.step(5); // something else
-      then.accelerator.load_state(place);
-      expect_same(then.whole(), saved, 0);
-      then.step(2);
-      expect_same(then.whole(), later, 1e-10);
-    }
-    everyone->barrier("loaded");
-    if (everyone->is_main()) {
-      SCOPED_TRACE("alone");
-      Learner alone(Strategy::ddp, Communicator::create(World{}));
-      alone.accelerator.load_state(place);
-      expect_same(alone.whole(), saved, 0);
-      alone.step(2);
-      expect_same(alone.whole(), later, 1e-10);
-      alone.accelerator.save_state(folder / "alone");
-    }
-    everyone->barrier("saved alone");
-    Learner again(Strategy::fsdp, everyone);
-    again.accelerator.load_state(folder / "alone");
-    expect_same(again.whole(), later, 1e-10);
-  }
+  state_test::expect_any_strategy_goes_on<Learner>(1e-10, 1e-10);
 }
 
 // From all ranks to fewer ranks, then back to all ranks.
@@ -132,14 +90,14 @@ TEST(ShardedState, AnyNumberOfRanksGoesOnFromAny) {
       Learner fewer(Strategy::fsdp, group);
       fewer.accelerator.load_state(folder / "all");
       fewer.step(1);
-      expect_same(fewer.whole(), later, 1e-10);
+      state_test::expect_within(fewer.whole(), later, 1e-10);
       fewer.accelerator.save_state(place);
       group->close();
     }
     everyone->barrier("saved by fewer");
     Learner all(Strategy::fsdp, everyone);
     all.accelerator.load_state(place);
-    expect_same(all.whole(), later, 1e-10);
+    state_test::expect_within(all.whole(), later, 1e-10);
   }
 }
 
@@ -187,7 +145,7 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
   const auto before = then.whole();
   const std::string error = state_test::input_error([&] { then.accelerator.load_state(place); });
   EXPECT_NE(error.find(file), std::string::npos) << error;
-  expect_same(then.whole(), before, 0);
+  state_test::expect_within(then.whole(), before, 0);
 }
 
 // The parameters are whole there, but the files have rows.

@@ -193,6 +193,56 @@ inline std::filesystem::path common_folder() {
   return store->get_to_str("state folder");
 }
 
+inline void expect_within(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b,
+                          double most) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), most) << i;
+  }
+}
+
+/// Each strategy goes on from a state of each, of one rank alone, and from that rank's. `same`, `other`: by
+/// how much a parameter may differ after a step on the same and on other shards. Collective.
+template <typename Learner>
+void expect_any_strategy_goes_on(double same, double other) {
+  const auto folder = common_folder();
+  const auto everyone = testing_support::fresh_communicator();
+  const auto all = {Strategy::ddp, Strategy::zero1, Strategy::fsdp, Strategy::hsdp};
+  for (const Strategy before : all) {
+    const auto place = folder / strategy_name(before);
+    Learner saving(before, everyone);
+    saving.step(0);
+    saving.step(1);
+    saving.accelerator.save_state(place);
+    const auto saved = saving.whole();
+    saving.step(2);
+    const auto later = saving.whole();
+    for (const Strategy after : all) {
+      SCOPED_TRACE(std::string(strategy_name(before)) + " to " + strategy_name(after));
+      Learner then(after, everyone);
+      then.step(5); // something else
+      then.accelerator.load_state(place);
+      expect_within(then.whole(), saved, 0);
+      then.step(2);
+      expect_within(then.whole(), later, before == after ? same : other);
+    }
+    everyone->barrier("loaded");
+    if (everyone->is_main()) {
+      SCOPED_TRACE("alone");
+      Learner alone(Strategy::ddp, Communicator::create(World{}));
+      alone.accelerator.load_state(place);
+      expect_within(alone.whole(), saved, 0);
+      alone.step(2);
+      expect_within(alone.whole(), later, other);
+      alone.accelerator.save_state(folder / "alone");
+    }
+    everyone->barrier("saved alone");
+    Learner again(Strategy::fsdp, everyone);
+    again.accelerator.load_state(folder / "alone");
+    expect_within(again.whole(), later, other);
+  }
+}
+
 template <typename Function>
 std::string input_error(const Function& function) {
   try {
