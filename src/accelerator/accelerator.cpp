@@ -61,9 +61,9 @@ void Accelerator::register_comm_hook(const detail::ModelRef& model,
   core_->models[index].parallel->register_comm_hook(std::move(hook));
 }
 
-void Accelerator::join_uneven_inputs() { core_->uneven.end_ranges(nullptr, true); }
+void Accelerator::join_uneven_inputs() { core_->end_of_data(nullptr); }
 
-void Accelerator::sync_buffers() { core_->announcer.even_out_buffers(~uint64_t{0}); }
+void Accelerator::sync_buffers() { core_->batch.even_out_buffers(~uint64_t{0}); }
 
 bool Accelerator::sync_gradients() const { return core_->batch.sync_gradients(); }
 

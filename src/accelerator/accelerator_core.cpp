@@ -13,51 +13,53 @@ AcceleratorCore::AcceleratorCore(AcceleratorOptions options,
       windows(run, models),
       precision(run, windows.shared()),
       checks(run, models, windows, precision),
-      announcer(run, models, windows),
-      batch(window_parts(), loaders, announcer),
+      batch(window_parts(), loaders),
       optimizers(window_parts(), batch),
       local(window_parts(), optimizers),
-      uneven(parts()),
-      checkpointer(parts(), uneven) {
-  if (run.order_check()) {
-    windows.shared()->check = [this] { compare_ranks(); };
-  }
-  windows.on_complete = [this](const GradientWindow& window) {
-    optimizers.forget_done();
-    announcer.forget_forwards(window.models_mask());
-    checks.completed(window);
-  };
-  announcer.share_state = [this] { uneven.share_state(); };
-  uneven.save_with_peers = [this] { checkpointer.save_with_peers(); };
+      checkpointer(parts()) {
   if (run.options().seed) {
     set_seed(*run.options().seed);
   }
 }
 
-// Sum of the values' bit patterns, which no rounding hides.
-static int64_t bit_sum(const at::Tensor& tensor) {
-  const at::Tensor own = tensor.detach().contiguous();
-  const at::Tensor flat = own.as_strided({own.numel()}, {1});
-  const auto bits = flat.element_size() % 4 == 0   ? at::kInt
-                    : flat.element_size() % 2 == 0 ? at::kShort
-                                                   : at::kByte;
-  return flat.view(bits).sum(at::kLong).item<int64_t>();
+void AcceleratorCore::begin_pass(LoaderState& loader) {
+  if (!loader.training) {
+    batch.begin_evaluation();
+    return;
+  }
+  end_pass(loader); // left by break
+  batch.check_parameters();
+  loader.open = true;
 }
 
-void AcceleratorCore::compare_ranks() {
-  if (&announcer.control_of(~uint64_t{0}) != &announcer.control()) {
-    return; // inside LocalSGD a replica of a sharded model differs from the others
+void AcceleratorCore::end_pass(LoaderState& loader) {
+  if (loader.open) {
+    end_of_data(&loader);
+    loader.open = false;
   }
-  nlohmann::json parameters = nlohmann::json::object();
-  for (size_t i = 0; i < models.size(); ++i) {
-    if (models[i].sharded) { // each rank has other shards
-      continue;
+}
+
+void AcceleratorCore::end_of_data(const LoaderState* loader) {
+  try {
+    const bool window_goes_on = loader != nullptr && !run.options().sync_with_dataloader;
+    if (!window_goes_on) {
+      optimizers.complete_at_end(loader);
+      windows.drop_unfinished(loader);
     }
-    for (const auto& [name, parameter] : models[i].parallel->parameters()) {
-      parameters["parameter \"" + name + "\" of model " + std::to_string(i)] = bit_sum(parameter);
+    if (local.is_local()) { // each rank has its own windows
+      if (loader == nullptr) {
+        local.scope()->wait_for_peers();
+      }
+      return;
     }
+    batch.agree_on_end(loader);
+    if (window_goes_on) { // evaluations that follow need equal buffers
+      sync_buffers(models, batch.unfinished());
+    }
+  } catch (const std::exception& error) {
+    run.fail_peers(error); // they may wait for this rank
+    throw;
   }
-  run.order_check()->compare(parameters);
 }
 
 void AcceleratorCore::finish() {
@@ -65,7 +67,11 @@ void AcceleratorCore::finish() {
     return;
   }
   run.mark_closed();
-  uneven.end_run();
+  if (loaders.close_passes()) {
+    end_of_data(nullptr);
+  } else {
+    batch.agree_on_end(nullptr); // only here is a last step outside the loops compared
+  }
   models.close();
   run.close();
   finish_trackers();

@@ -21,24 +21,25 @@ class AcceleratorCore {
   MixedPrecision precision;
   GradientChecks checks;
   LoaderSet loaders;
-  Announcer announcer;
   OpenBatch batch;
   OptimizerSet optimizers;
   LocalWindows local;
-  UnevenInputs uneven;
   Checkpointer checkpointer;
   std::vector<std::shared_ptr<SafeTracker>> trackers{}; // without a tracker except on rank 0
 
-  /// In debug mode: throws unless the ranks' parameters are equal. Collective.
-  void compare_ranks();
+  /// A pass over a loader begins, and ends on this rank.
+  void begin_pass(LoaderState& loader);
+  void end_pass(LoaderState& loader);
+  /// The batches of `loader` (null: of all loaders) have ended on this rank. Other ranks must be at
+  /// the same end. Inside LocalSGD, unless the ranks know each other's batches, this rank takes part
+  /// in the others' synchronisations until they are. Collective, blocking.
+  void end_of_data(const LoaderState* loader);
   void finish();
   void finish_trackers();
 
  private:
   WindowParts window_parts() { return {run, models, windows, precision, checks}; }
-  AcceleratorParts parts() {
-    return {window_parts(), batch, loaders, optimizers, announcer, local};
-  }
+  AcceleratorParts parts() { return {window_parts(), batch, loaders, optimizers, local}; }
 };
 
 } // namespace hasten::detail

@@ -129,27 +129,20 @@ void Checkpointer::write_shared(FolderCommit& commit, StateToSave& parts,
   commit.write(kStateFile, parts.shared_values.dump(2) + "\n");
 }
 
-// Collective. `options` is null on ranks that only take part.
-void Checkpointer::write(const std::filesystem::path* folder, const SaveStateOptions* options) {
+void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
+  if (loaders_.in_pass() && !run_.alone()) {
+    batch_.agree({.buffers = true}); // finds ranks that are elsewhere
+  }
+  sync_buffers(models_);
   StateToSave parts;
   const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
     models_.reshard(kSaveWhere);
     parts = collect();
-    return nlohmann::json{
-        {"folder", folder != nullptr ? nlohmann::json(folder->string()) : nullptr},
-        {"also", options != nullptr && options->also_write != nullptr},
-        {"open_window", parts.shared_values.at("open_window")}};
+    return nlohmann::json{{"place", {folder.string(), parts.shared_values.at("open_window")}},
+                          {"also", options.also_write != nullptr}};
   });
-  int leader = -1;
-  nlohmann::json asked;
   for (size_t rank = 0; rank < answers.size(); ++rank) {
-    const auto& theirs = answers[rank].at("folder");
-    if (!theirs.is_null() && leader < 0) {
-      leader = static_cast<int>(rank);
-      asked = theirs;
-    }
-    if (answers[rank].at("open_window") != answers[0].at("open_window") ||
-        (!theirs.is_null() && theirs != asked)) {
+    if (answers[rank].at("place") != answers[0].at("place")) {
       throw InputError(
           kSaveWhere,
           "rank " + std::to_string(rank) +
@@ -157,26 +150,25 @@ void Checkpointer::write(const std::filesystem::path* folder, const SaveStateOpt
           "the same call at the same place of the loop on every rank");
     }
   }
-  const bool leads = leader == run_.world().rank;
+  const bool leads = run_.world().rank == 0;
   std::unique_ptr<FolderCommit> commit;
   const auto folders = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
     if (!leads) {
       return nlohmann::json();
     }
-    commit = begin_state_folder(*folder, *options);
+    commit = begin_state_folder(folder, options);
     return nlohmann::json(commit->folder().string());
   });
-  const bool also = answers[static_cast<size_t>(leader)].at("also").get<bool>();
-  if (also && run_.strategy() != Strategy::ddp) {
-    models_.summon_full_params(
-        models_.in(~uint64_t{0}), [&] { options->also_write(commit->folder()); }, leader);
+  if (answers[0].at("also").get<bool>() && run_.strategy() != Strategy::ddp) {
+    models_.summon_full_params(models_.in(~uint64_t{0}),
+                               [&] { options.also_write(commit->folder()); });
   }
   on_every_rank(*run_.communicator(), kSaveWhere, [&] {
-    const std::filesystem::path place = folders[static_cast<size_t>(leader)].get<std::string>();
+    const std::filesystem::path place = folders[0].get<std::string>();
     write_safetensors(place / rank_file_name(run_.world().rank), parts.own,
                       {{"format", "pt"}, {"values", parts.own_values.dump()}});
     if (leads) {
-      write_shared(*commit, parts, *options);
+      write_shared(*commit, parts, options);
     }
     return nlohmann::json();
   });
@@ -186,27 +178,6 @@ void Checkpointer::write(const std::filesystem::path* folder, const SaveStateOpt
     }
     return nlohmann::json();
   });
-}
-
-// Note [Saving while peers have run out]
-// A rank whose batches have ended waits at the end of its loader for the others. A control vector
-// without models announces that a state is to be saved. Ranks out of date get the others' state;
-// then all take part.
-void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
-  const bool joined = loaders_.in_pass() && !run_.alone() && announcer_.announce_save();
-  announcer_.sync_buffers(~uint64_t{0}, joined, true);
-  write(&folder, &options);
-}
-
-void Checkpointer::save_with_peers() {
-  announcer_.sync_buffers(~uint64_t{0}, true, false);
-  try {
-    write(nullptr, nullptr);
-  } catch (const CommunicationError&) {
-    throw;
-  } catch (const Error&) {
-    // The ranks that called save_state() have the error, and decide.
-  }
 }
 
 void Checkpointer::add(std::string name, std::shared_ptr<Stateful> object, StateScope scope) {

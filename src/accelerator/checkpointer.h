@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "hasten/state/saved_state.h"
-#include "uneven_inputs.h"
+#include "local_windows.h"
+#include "open_batch.h"
+#include "optimizer_set.h"
 
 namespace hasten {
 class FolderCommit;
@@ -15,14 +17,19 @@ class FolderCommit;
 
 namespace hasten::detail {
 
+/// The parts that a saved state has.
+struct AcceleratorParts : WindowParts {
+  OpenBatch& batch_;
+  LoaderSet& loaders_;
+  OptimizerSet& optimizers_;
+  LocalWindows& local_;
+};
+
 class Checkpointer : private AcceleratorParts {
  public:
-  Checkpointer(const AcceleratorParts& parts, UnevenInputs& uneven)
-      : AcceleratorParts(parts), uneven_(uneven) {}
+  explicit Checkpointer(const AcceleratorParts& parts) : AcceleratorParts(parts) {}
 
   void save(const std::filesystem::path& folder, const SaveStateOptions& options);
-  /// Takes part in a state that others save.
-  void save_with_peers();
   LoadedState load(const std::filesystem::path& folder, const LoadStateOptions& options);
   void add(std::string name, std::shared_ptr<Stateful> object, StateScope scope);
 
@@ -39,7 +46,6 @@ class Checkpointer : private AcceleratorParts {
   void collect_objects(StateToSave& parts) const;
   void write_models(const std::filesystem::path& folder, NamedTensors& shared) const;
   void write_shared(FolderCommit& commit, StateToSave& parts, const SaveStateOptions& options);
-  void write(const std::filesystem::path* folder, const SaveStateOptions* options);
 
   // load_state.cpp
   void add_to(StateToLoad& load);
@@ -49,7 +55,6 @@ class Checkpointer : private AcceleratorParts {
   void add_objects(StateToLoad& load);
   void add_random(StateToLoad& load);
 
-  UnevenInputs& uneven_;
   std::vector<RegisteredObject> objects_;
 };
 

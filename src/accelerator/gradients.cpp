@@ -78,7 +78,7 @@ DeviceScalar OptimizerSet::clip(const std::vector<SlotList>& lists, const Gradie
     }
   }
   checks_.note_norm(lists, norm);
-  done_.push_back({[this, lists, how] { clip(lists, how); }});
+  note_done([this, lists, how] { clip(lists, how); });
   return norm;
 }
 

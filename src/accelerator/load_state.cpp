@@ -72,7 +72,6 @@ void Checkpointer::add_models(StateToLoad& load) {
       checks_.set_non_finite(i, non_finite[i]);
     }
     batch_.reset(!open_window);
-    uneven_.reset();
     optimizers_.forget_done();
     models_.generators_loaded();
   });

@@ -34,38 +34,6 @@ void LocalWindows::close() noexcept {
   scope_ = nullptr;
 }
 
-// Note [Clocks]
-// Inside a scope ranks make their own steps, and ranks with fewer batches make fewer. When all
-// batches have ended, all ranks take the largest count, so that the next synchronisations are due
-// in the same step on every rank, and step their schedulers as often.
-void LocalWindows::align_clocks() {
-  const at::Tensor most = at::tensor(clocks(), at::kLong);
-  run_.communicator()->all_reduce(most, ReduceOp::MAX, "steps of the ranks");
-  take_clocks(most.const_data_ptr<int64_t>());
-}
-
-std::vector<int64_t> LocalWindows::clocks() const {
-  std::vector<int64_t> mine = scope_->clocks();
-  const std::vector<int64_t> ticks = optimizers_.ticks();
-  mine.insert(mine.end(), ticks.begin(), ticks.end());
-  return mine;
-}
-
-void LocalWindows::take_clocks(const int64_t* most) {
-  const size_t count = scope_->clocks().size();
-  scope_->set_clocks(most);
-  optimizers_.tick_until(most + count);
-}
-
-// The ranks of a LocalSGD scope skipped different steps, so their loss scales and schedulers
-// differ.
-void LocalWindows::agree_at_end() {
-  if (!run_.alone()) {
-    align_clocks();
-    precision_.take_smallest();
-  }
-}
-
 // Inside a scope every rank has its own parameters, buffers and moments.
 void LocalWindows::collect(StateToSave& parts) const {
   parts.shared_values["local"] = scope_ != nullptr;

@@ -13,18 +13,9 @@ class LocalScope : public Stateful {
  public:
   /// The model whose windows reduce nothing.
   virtual size_t model() const = 0;
-  /// This rank has run out of batches, the others synchronise in this way, not 0.
-  /// Collective.
-  virtual void join_round(int64_t kind) = 0;
-  /// Attempted optimizer steps, and when what happened last. Ranks set them to the
-  /// largest (of LocalWindows::clocks(), whose first they are) when all have run out.
-  virtual std::vector<int64_t> clocks() const = 0;
-  virtual void set_clocks(const int64_t* clocks) = 0;
-  /// After a CommunicationError: true if the ranks that are left continue as a smaller
-  /// world. Collective over them.
-  virtual bool recover() = 0;
-  /// In that recovery, this rank's end of the data was agreed on: others had left it.
-  virtual bool ended_in_recovery() const = 0;
+  /// Takes part in the others' synchronisations until all ranks wait. Then all have the same number
+  /// of steps. Collective, blocking.
+  virtual void wait_for_peers() = 0;
   /// A state was loaded: the last window has been counted.
   virtual void loaded() = 0;
 };
@@ -39,16 +30,10 @@ class LocalWindows : private WindowParts {
   void close() noexcept;
   /// Null: none is open.
   LocalScope* scope() const { return scope_; }
+  /// Its model reduces nothing.
+  bool is_local() const { return scope_ != nullptr && windows_.is_local(scope_->model()); }
   /// Between windows: whether the scope's model reduces nothing.
   void set_local(bool local);
-
-  /// The scope's clocks and the schedulers'.
-  std::vector<int64_t> clocks() const;
-  void take_clocks(const int64_t* most);
-  /// Takes the largest of all ranks; see Note [Clocks]. Collective.
-  void align_clocks();
-  /// At the end of a scope: schedules and loss scale. Collective.
-  void agree_at_end();
 
   void collect(StateToSave& parts) const;
   /// Before the windows: it says which of them reduce.

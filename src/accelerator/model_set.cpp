@@ -124,6 +124,35 @@ ParameterNames ModelSet::parameter_names() const {
   return names;
 }
 
+void sync_buffers(const ModelSet& models, uint64_t mask) {
+  for (const size_t i : models.in(mask)) {
+    models[i].parallel->sync_buffers();
+  }
+}
+
+// Sum of the values' bit patterns, which no rounding hides.
+static int64_t bit_sum(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach().contiguous();
+  const at::Tensor flat = own.as_strided({own.numel()}, {1});
+  const auto bits = flat.element_size() % 4 == 0   ? at::kInt
+                    : flat.element_size() % 2 == 0 ? at::kShort
+                                                   : at::kByte;
+  return flat.view(bits).sum(at::kLong).item<int64_t>();
+}
+
+nlohmann::json parameter_bits(const ModelSet& models) {
+  nlohmann::json bits = nlohmann::json::object();
+  for (size_t i = 0; i < models.size(); ++i) {
+    if (models[i].sharded) { // each rank has other shards
+      continue;
+    }
+    for (const auto& [name, parameter] : models[i].parallel->parameters()) {
+      bits["parameter \"" + name + "\" of model " + std::to_string(i)] = bit_sum(parameter);
+    }
+  }
+  return bits;
+}
+
 bool ModelSet::changed(size_t model, const torch::nn::Module& module) const {
   constexpr const char* kWhere = "accelerator::prepare";
   DataParallel& was = *models_[model].parallel;

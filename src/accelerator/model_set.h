@@ -121,4 +121,9 @@ class ModelSet {
   std::shared_ptr<Communicator> replicas_;
 };
 
+/// Synchronises the buffers of these models. Collective.
+void sync_buffers(const ModelSet& models, uint64_t mask = ~uint64_t{0});
+/// The bits of each parameter that all ranks hold, as a number, by a name for people.
+nlohmann::json parameter_bits(const ModelSet& models);
+
 } // namespace hasten::detail

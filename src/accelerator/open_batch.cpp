@@ -5,6 +5,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/core/memory.h"
+#include "hasten/core/random.h"
 
 namespace hasten::detail {
 
@@ -29,9 +30,9 @@ void OpenBatch::open(std::shared_ptr<LoaderState> loader, std::optional<double> 
   WindowBatch batch = begin(mask, loader.get(), weight);
   batch.data_ends = loader != nullptr && loader->last && run_.options().sync_with_dataloader;
   if (next.opens()) {
-    announcer_.even_out_buffers(mask, true);
+    even_out_buffers(mask, true);
   } else {
-    announcer_.announce_forward(mask);
+    announce_forward(mask);
   }
   next.open(batch);
   windows_.enter(next, false, loader.get());
@@ -98,7 +99,18 @@ void OpenBatch::backward(const at::Tensor& loss, std::optional<double> sum_weigh
     throw;
   }
   if (window_->is_complete()) {
-    windows_.complete(*window_, false, was_complete);
+    completed_window(*window_, false, was_complete);
+  }
+}
+
+void OpenBatch::completed_window(const GradientWindow& window, bool outside, bool again) {
+  windows_.complete(window, outside, again);
+  if (!again) {
+    announced_ &= ~window.models_mask();
+    checks_.completed(window);
+  }
+  if (run_.order_check() && !windows_.has_local(~uint64_t{0})) { // else replicas differ
+    run_.order_check()->compare(parameter_bits(models_));
   }
 }
 
@@ -145,7 +157,7 @@ void OpenBatch::backward_outside(const at::Tensor& loss, std::optional<double> s
   windows_.enter(own, true, loader);
   last_batch_completed_ = reduce;
   if (own.is_complete()) {
-    windows_.complete(own, true);
+    completed_window(own, true, false);
   }
 }
 
@@ -193,7 +205,7 @@ void OpenBatch::check_parameters() {
   for (size_t i = 0; i < models_.size(); ++i) {
     models_.check_parameters(i);
   }
-  announcer_.forget_forwards();
+  announced_ = 0;
 }
 
 WindowBatch OpenBatch::begin(uint64_t models, const LoaderState* loader,
@@ -233,6 +245,69 @@ void OpenBatch::refuse_sharded_outside(const std::vector<size_t>& models) const 
   }
 }
 
+void OpenBatch::agree(const WindowTotals& place) {
+  WindowControl* control = &control_;
+  if (windows_.has_local(place.models) && models_.has_replicas(place.models)) {
+    if (!replica_control_) {
+      replica_control_.emplace(models_.shard_group());
+    }
+    control = &*replica_control_;
+  }
+  WindowTotals mine = place;
+  mine.steps = windows_.shared()->steps;
+  control->start(mine);
+  if (control->wait().finished > 0 && place.finished == 0) {
+    throw CommunicationError("accelerator::Accelerator",
+                             "the data of a rank has ended inside LocalSGD, and others evaluate or "
+                             "save",
+                             "evaluations and saves after the loop, or after synchronize()");
+  }
+}
+
+void OpenBatch::agree_on_end(const LoaderState* loader) {
+  if (run_.alone()) {
+    return;
+  }
+  const uint64_t index = loader != nullptr ? loader->index : 0;
+  agree({.finished = 1,
+         .data = mix(windows_.shared()->steps, index),
+         .read = loader != nullptr ? loader->read : 0,
+         .range = loader != nullptr ? loader->range : ""});
+}
+
+// Note [Buffers]
+// Buffers are synchronised by a separate collective before a forward. A control vector before it
+// finds ranks that are elsewhere, before they would wait for each other.
+void OpenBatch::even_out_buffers(uint64_t models, bool forward) {
+  uint64_t mask = forward ? models_.synced(models) : 0;
+  for (const size_t i : models_.in(models)) {
+    if (models_[i].parallel->evens_out_buffers(!forward)) {
+      mask |= uint64_t{1} << i;
+    }
+  }
+  uint64_t local = 0; // these concern other ranks than the rest
+  for (const size_t i : models_.in(mask)) {
+    local |= windows_.is_local(i) ? uint64_t{1} << i : 0;
+  }
+  for (const uint64_t part : {mask & ~local, local}) {
+    if (part != 0) {
+      agree({.buffers = true, .models = part});
+      sync_buffers(models_, part);
+    }
+  }
+}
+
+// Note [Forwards that communicate]
+// The others' forwards would wait for a rank that has left the loop and waits for a control vector.
+// Therefore such a vector precedes each forward: in accumulate(), or in the first layer of a forward
+// outside of it. A rank with a stand-in batch runs forward and backward with the others; its samples
+// do not count.
+void OpenBatch::announce_forward(uint64_t models) {
+  if (const uint64_t synced = models_.synced(models); synced != 0) {
+    agree({.buffers = true, .models = synced});
+  }
+}
+
 // Between windows buffers are equal. Inside one, in a training loop's body, all ranks are at the
 // same place; elsewhere they may not be.
 void OpenBatch::begin_evaluation() {
@@ -240,7 +315,7 @@ void OpenBatch::begin_evaluation() {
   if (around == nullptr || !around->training) {
     return;
   }
-  announcer_.even_out_buffers(unfinished());
+  even_out_buffers(unfinished());
 }
 
 uint64_t OpenBatch::unfinished() const {
@@ -255,7 +330,10 @@ bool OpenBatch::rows_count(size_t model) {
   if (window_ != nullptr) {
     return !stands_in_;
   }
-  announcer_.announce_forward_outside(model);
+  const uint64_t mask = uint64_t{1} << model;
+  if ((std::exchange(announced_, announced_ | mask) & mask) == 0) {
+    announce_forward(mask);
+  }
   const LoaderState* loader = loaders_.current({model});
   return loader == nullptr || !loader->stand_in;
 }
@@ -264,7 +342,7 @@ bool OpenBatch::rows_count(size_t model) {
 // A program that catches the exception of a bad batch wants to leave that batch out and keep the
 // others. The gradients so far then complete the data's last window: at the first clip or step that
 // follows in the batch, or else at the data's end, with the calls that followed the window before.
-void OpenBatch::complete_without_backward(GradientWindow& last) {
+bool OpenBatch::complete_without_backward(GradientWindow& last) {
   if (!run_.alone() && models_.synced(last.models_mask()) != 0) {
     const InputError error("accelerator::accumulate",
                            "the last batch of a window had no backward, and its model "
@@ -276,7 +354,12 @@ void OpenBatch::complete_without_backward(GradientWindow& last) {
     throw error;
   }
   last.complete_without_backward();
-  windows_.complete(last, false);
+  if (!last.is_complete()) {
+    windows_.leave(last);
+    return false;
+  }
+  completed_window(last, false, false);
+  return true;
 }
 
 void OpenBatch::complete_open_window(const std::vector<SlotList>& lists) {

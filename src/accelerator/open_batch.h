@@ -1,12 +1,13 @@
-// The current batch: accumulate(), backward() inside and outside of it, no_sync().
+// The current batch: accumulate(), backward() inside and outside of it, no_sync(), and what ranks
+// agree on between batches.
 #pragma once
 
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "announcer.h"
 #include "gradient_checks.h"
+#include "hasten/accumulation/window_control.h"
 #include "loader_set.h"
 #include "window_set.h"
 
@@ -14,8 +15,8 @@ namespace hasten::detail {
 
 class OpenBatch : private WindowParts {
  public:
-  OpenBatch(const WindowParts& parts, LoaderSet& loaders, Announcer& announcer)
-      : WindowParts(parts), loaders_(loaders), announcer_(announcer) {}
+  OpenBatch(const WindowParts& parts, LoaderSet& loaders)
+      : WindowParts(parts), loaders_(loaders), control_(run_.communicator()) {}
 
   /// accumulate(). `loader` null: the one that is tied to the models.
   void open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
@@ -26,7 +27,8 @@ class OpenBatch : private WindowParts {
                 const BackwardOptions& options);
   /// See Note [A last batch without a backward].
   void complete_open_window(const std::vector<SlotList>& lists);
-  void complete_without_backward(GradientWindow& last);
+  /// False: no rank has a batch in the window, so it is dropped.
+  bool complete_without_backward(GradientWindow& last);
 
   uint64_t push_sync(const std::vector<torch::nn::Module*>& models, bool sync);
   void pop_sync(uint64_t id) noexcept;
@@ -36,6 +38,14 @@ class OpenBatch : private WindowParts {
   uint64_t unfinished() const;
   /// A pass over an evaluation loader begins.
   void begin_evaluation();
+  /// Makes buffers of these models equal, if they have some that the policy covers. `forward`: also
+  /// checks that a forward of those that communicate in it comes on all ranks. Collective.
+  void even_out_buffers(uint64_t models, bool forward = false);
+  /// All ranks are at this place, outside a window. Collective. Throws CommunicationError on every
+  /// rank if one is elsewhere.
+  void agree(const WindowTotals& place);
+  /// The data of `loader` (null: of the run) has ended on all ranks, after the same steps. The same.
+  void agree_on_end(const LoaderState* loader);
   /// In a forward of this model with layers that communicate: whether this rank's
   /// samples count.
   bool rows_count(size_t model);
@@ -61,9 +71,13 @@ class OpenBatch : private WindowParts {
   void refuse_sharded_outside(const std::vector<size_t>& models) const;
   uint64_t unsynced_models() const;
   bool reduces(uint64_t models) const;
+  void completed_window(const GradientWindow& window, bool outside, bool again);
+  void announce_forward(uint64_t models);
 
   LoaderSet& loaders_;
-  Announcer& announcer_;
+  WindowControl control_;
+  std::optional<WindowControl> replica_control_; // of local windows of one replica
+  uint64_t announced_ = 0; // mask: forwards outside accumulate(), since the last window
   GradientWindow* window_ = nullptr; // the open batch's
   bool stands_in_ = false; // that batch
   int64_t shortages_ = 0; // of the device, when it opened

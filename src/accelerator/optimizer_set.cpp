@@ -164,7 +164,7 @@ StepResult OptimizerSet::step(OptimizerState& optimizer) {
   if (!local) { // local ranks may have different numbers
     auto& steps = windows_.shared()->steps;
     steps = mix(steps, static_cast<uint64_t>(optimizer.index) + 1);
-    done_.push_back({[this, &optimizer] { step(optimizer); }, optimizer.index});
+    note_done([this, &optimizer] { step(optimizer); }, optimizer.index);
   }
   return StepResult::stepped;
 }
@@ -223,7 +223,7 @@ bool OptimizerSet::scheduler_step(SchedulerState& scheduler) {
   scheduler.step();
   scheduler.stepped = stepped;
   ++scheduler.ticks;
-  done_.push_back({[this, &scheduler] { scheduler_step(scheduler); }});
+  note_done([this, &scheduler] { scheduler_step(scheduler); });
   return true;
 }
 
@@ -250,9 +250,19 @@ void OptimizerSet::zero_grad(OptimizerState& optimizer) {
   }
 }
 
+void OptimizerSet::note_done(std::function<void()> again, int64_t optimizer) {
+  if (!done_.empty() && done_.back().window != windows_.serial()) {
+    done_.clear();
+  }
+  done_.push_back({windows_.serial(), std::move(again), optimizer});
+}
+
 void OptimizerSet::complete_at_end(const LoaderState* loader) {
   for (GradientWindow* last : windows_.lacking_backward(loader)) {
-    const std::vector<Done> done = std::exchange(done_, {});
+    std::vector<Done> done = std::exchange(done_, {});
+    if (!done.empty() && done.back().window != windows_.serial()) {
+      done.clear(); // nothing was done with the window before
+    }
     std::vector<size_t> zeroed; // before this window, and so after it
     for (const size_t i : models_.in(last->models_mask())) {
       if (!models_[i].parallel->has_earlier_gradients()) {
@@ -265,15 +275,18 @@ void OptimizerSet::complete_at_end(const LoaderState* loader) {
                  slots_.at(static_cast<size_t>(action.optimizer)),
                  [&](const SlotList& list) { return windows_.of(list.model) == last; });
     };
+    const int64_t batches = last->batches();
+    if (!batch_.complete_without_backward(*last)) {
+      continue;
+    }
     if (std::ranges::none_of(done, steps_with_it)) {
       throw InputError("accelerator::accumulate",
                        "the last batch of the data had no backward, and no step of a "
                        "prepared optimizer came after it: the gradients of " +
-                           std::to_string(last->batches()) + " batches need one",
+                           std::to_string(batches) + " batches need one",
                        "a step after a window's last batch",
                        "call optimizer.step() for a batch that is left out, too");
     }
-    batch_.complete_without_backward(*last);
     for (const Done& action : done) {
       action.again();
     }
@@ -307,13 +320,6 @@ void OptimizerSet::tick_until(const int64_t* ticks) {
       schedulers_[i]->step();
     }
   }
-}
-
-bool OptimizerSet::is_shared(const OptimizerState& optimizer) const {
-  const auto& lists = lists_of(optimizer);
-  return std::ranges::none_of(lists, [this](const SlotList& list) {
-    return windows_.is_local(list.model) || models_[list.model].sharded;
-  });
 }
 
 } // namespace hasten::detail

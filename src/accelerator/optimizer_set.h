@@ -38,7 +38,6 @@ class OptimizerSet : private WindowParts {
   /// Completes the data's last windows that lack a backward, and repeats for them the calls that
   /// followed the windows before.
   void complete_at_end(const LoaderState* loader);
-  /// A window is complete, and nothing was done with it yet.
   void forget_done() { done_.clear(); }
 
   // gradients.cpp
@@ -58,15 +57,13 @@ class OptimizerSet : private WindowParts {
   /// Optimizers of the model, as each rank has them inside a LocalSGD scope.
   void collect_local(size_t model, StateToSave& parts) const;
   void add_local_to(size_t model, StateToLoad& load);
-  /// The state that ranks out of date get; see Note [Ranks out of date].
-  void collect_trained(NamedTensors& tensors, nlohmann::json& values) const;
-  void take_trained(const NamedTensors& tensors, const nlohmann::json& values);
 
  private:
   /// A call that used a window's gradients.
   struct Done {
+    uint64_t window; // WindowSet::serial() then
     std::function<void()> again;
-    int64_t optimizer = -1; // the optimizer whose step it was; -1: none
+    int64_t optimizer; // the optimizer whose step it was; -1: none
   };
   /// The gradients of a list's parameters, and the same elements in few tensors.
   struct Gathered {
@@ -82,7 +79,7 @@ class OptimizerSet : private WindowParts {
   /// The deferred factor of all gradients of unsharded models. Applies it if it is not the same for
   /// all, or if a list is part of a model.
   double common_factor(const std::vector<SlotList>& lists);
-  bool is_shared(const OptimizerState& optimizer) const;
+  void note_done(std::function<void()> again, int64_t optimizer = -1);
   const std::vector<std::shared_ptr<OptimizerState>>& watched(
       const SchedulerState& scheduler) const;
 

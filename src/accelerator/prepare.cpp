@@ -20,8 +20,8 @@ class CoreLoaderLink final : public LoaderLink {
   Communicator& communicator() const override { return *core_->run.communicator(); }
   const at::Device& device() const override { return core_->run.device(); }
   std::optional<uint64_t> order_seed() const override { return core_->run.order_seed(); }
-  void begin(LoaderState& loader) const override { core_->uneven.begin_range(loader); }
-  void end(LoaderState& loader) const override { core_->uneven.end_range(loader); }
+  void begin(LoaderState& loader) const override { core_->begin_pass(loader); }
+  void end(LoaderState& loader) const override { core_->end_pass(loader); }
   void enter_loop(const std::shared_ptr<LoaderState>& loader) const override {
     core_->loaders.enter_loop(loader);
   }

@@ -42,9 +42,10 @@ std::shared_ptr<Communicator> WindowSet::communicator_of(uint64_t key) {
   return alone_;
 }
 
-WindowOptions WindowSet::window_options() const {
+WindowOptions WindowSet::window_options(uint64_t key) const {
   const AcceleratorOptions& options = run_.options();
-  return {options.gradient_accumulation_steps, options.loss_weighting, options.check_accumulation};
+  return {options.gradient_accumulation_steps, options.loss_weighting, options.check_accumulation,
+          (key & kLocalWindow) == 0};
 }
 
 GradientWindow& WindowSet::window_at(uint64_t key) {
@@ -58,7 +59,7 @@ GradientWindow& WindowSet::window_at(uint64_t key) {
     models.push_back(models_[i].parallel);
   }
   return windows_
-      .try_emplace(key, communicator_of(key), std::move(models), mask, window_options(),
+      .try_emplace(key, communicator_of(key), std::move(models), mask, window_options(key),
                    run_.device(), shared_)
       .first->second;
 }
@@ -132,7 +133,6 @@ void WindowSet::complete(const GradientWindow& window, bool outside, bool again)
       model_window.outside = outside;
     }
   }
-  on_complete(window);
 }
 
 bool WindowSet::in_window(size_t model) const {
@@ -242,12 +242,6 @@ std::vector<GradientWindow*> WindowSet::lacking_backward(const LoaderState* load
   return found;
 }
 
-bool WindowSet::left_out_last(const LoaderState* loader) const {
-  return std::ranges::any_of(windows_, [&](const auto& entry) {
-    return entry.second.left_out_last() && feeds(entry.first, loader);
-  });
-}
-
 void WindowSet::drop_unfinished(const LoaderState* loader) {
   for (auto& [key, unfinished] : windows_) {
     if (!feeds(key, loader)) {
@@ -264,39 +258,6 @@ void WindowSet::drop_unfinished(const LoaderState* loader) {
       leave(unfinished);
     }
   }
-}
-
-void WindowSet::join(const WindowTotals& totals) {
-  GradientWindow& theirs = window_at(key_of(totals.models));
-  theirs.join(totals);
-  report_ = theirs.report();
-}
-
-nlohmann::json WindowSet::save_model_window(size_t model) const {
-  const ModelWindow& now = model_window(model);
-  return {{"window", now.window ? now.window->models_mask() : 0},
-          {"completed", now.completed},
-          {"attempted", now.attempted},
-          {"outside", now.outside}};
-}
-
-void WindowSet::load_model_window(size_t model, const nlohmann::json& values) {
-  ModelWindow& now = ensure_model_window(model);
-  const auto mask = values.at("window").get<uint64_t>();
-  now.window = mask == 0 ? nullptr : &window_at(key_of(mask));
-  values.at("completed").get_to(now.completed);
-  values.at("attempted").get_to(now.attempted);
-  values.at("outside").get_to(now.outside);
-}
-
-nlohmann::json WindowSet::save_counts() const {
-  return {{"serial", serial_}, {"steps", shared_->steps}, {"accumulates", accumulates_}};
-}
-
-void WindowSet::load_counts(const nlohmann::json& values) {
-  serial_ = std::max(serial_, values.at("serial").get<uint64_t>());
-  values.at("steps").get_to(shared_->steps);
-  values.at("accumulates").get_to(accumulates_);
 }
 
 void WindowSet::collect(StateToSave& parts) const {
@@ -342,7 +303,7 @@ void WindowSet::add_to(StateToLoad& load) {
     if (!saved.contains(std::to_string(key))) {
       // As before its first batch.
       GradientWindow fresh(communicator_of(key), window.models(), window.models_mask(),
-                           window_options(), run_.device(), shared_);
+                           window_options(key), run_.device(), shared_);
       NamedTensors tensors;
       nlohmann::json values;
       fresh.save_state(tensors, values);

@@ -1,7 +1,6 @@
 // The accumulation windows: one for each set of models that are trained together.
 #pragma once
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
@@ -25,8 +24,6 @@ class WindowSet {
   WindowSet(RunContext& run, ModelSet& models);
 
   const std::shared_ptr<WindowShared>& shared() const { return shared_; }
-  /// Called when a window is complete, before anything is done with its gradients.
-  std::function<void(const GradientWindow&)> on_complete{};
 
   /// Creates it at the first call. Throws InputError for local and other models.
   GradientWindow& get(uint64_t models, const char* where);
@@ -64,19 +61,12 @@ class WindowSet {
 
   /// Called at the end of the data of `loader`; null: of all loaders.
   std::vector<GradientWindow*> lacking_backward(const LoaderState* loader);
-  bool left_out_last(const LoaderState* loader) const;
   void drop_unfinished(const LoaderState* loader);
-  /// Takes part with weight 0 in the window that the others announced. Collective.
-  void join(const WindowTotals& totals);
 
   /// Throws InputError inside a window.
   void set_steps(int64_t steps);
 
-  // For saved states, and ranks that trained to the end.
-  nlohmann::json save_model_window(size_t model) const;
-  void load_model_window(size_t model, const nlohmann::json& values);
-  nlohmann::json save_counts() const;
-  void load_counts(const nlohmann::json& values);
+  // For saved states.
   void collect(StateToSave& parts) const;
   void add_to(StateToLoad& load);
 
@@ -94,7 +84,7 @@ class WindowSet {
   bool feeds(uint64_t key, const LoaderState* loader) const;
   GradientWindow& window_at(uint64_t key);
   std::shared_ptr<Communicator> communicator_of(uint64_t key);
-  WindowOptions window_options() const;
+  WindowOptions window_options(uint64_t key) const;
 
   RunContext& run_;
   ModelSet& models_;

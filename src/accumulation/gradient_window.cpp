@@ -39,7 +39,7 @@ void check_window_loss(const at::Tensor& loss) {
 }
 
 // Buckets of all models together must start in one order on every rank, also on
-// those that join without a graph: the largest model's overlap with backward,
+// those without a graph: the largest model's overlap with backward,
 // the others' follow (start_backward's `hold`).
 std::vector<std::shared_ptr<DataParallel>> in_reduction_order(
     std::vector<std::shared_ptr<DataParallel>> models) {
@@ -282,6 +282,7 @@ void GradientWindow::backward(const at::Tensor& loss, std::optional<double> sum_
 
 void GradientWindow::complete_without_backward() {
   watch_->check(false);
+  scale_ = scale_ == 0 ? next_scale_ : scale_;
   run_backward(at::Tensor(), 0, 0, false, true, false);
 }
 
@@ -348,6 +349,7 @@ void GradientWindow::backward_outside(const at::Tensor& loss, std::optional<doub
 void GradientWindow::run_backward(const at::Tensor& loss, double times, double seed, bool always,
                                   bool reduce, bool retain_graph) {
   const bool runs = times != 0 || always;
+  empty_ = batches_ == 0 && !loss.defined();
   try {
     if (times != 0) {
       note_loss(loss, times);
@@ -445,6 +447,7 @@ WindowTotals GradientWindow::own_totals() {
   mine.weight = complete_ ? 0 : weight_;
   mine.rows = complete_ ? 0 : rows_;
   mine.idle = !complete_ && idle_ ? 1 : 0;
+  mine.empty = empty_ ? 1 : 0;
   mine.models = models_mask_;
   mine.number = report_.number + (complete_ ? 0 : 1);
   mine.outside = outside_;
@@ -452,7 +455,7 @@ WindowTotals GradientWindow::own_totals() {
   mine.read = shared_->read;
   mine.range = shared_->range;
   mine.loss_scale = loss_scale_;
-  if (!complete_) {
+  if (!complete_ && options_.all_ranks) {
     mine.requests = std::exchange(shared_->requests, 0u);
   }
   return mine;
@@ -476,22 +479,23 @@ void GradientWindow::complete() {
     for (auto& model : models_) {
       model->wait();
     }
-    note_ranks(totals, !idle_);
+    note_ranks(totals);
   } else {
     totals = own_totals();
   }
-  settle(totals);
-  if (shared_->check && !alone() && totals.finished == 0) {
-    shared_->check();
+  if (totals.empty == communicator_->world_size()) {
+    drop();
+  } else {
+    settle(totals);
   }
 }
 
 // Which rank's buffers are used may depend on which ranks had a sample.
-void GradientWindow::note_ranks(const WindowTotals& totals, bool here) {
+void GradientWindow::note_ranks(const WindowTotals& totals) {
   const bool even_out = std::ranges::any_of(
       models_, [](const auto& model) { return model->evens_out_buffers(true); });
-  if (even_out && !totals.extra && totals.finished + totals.idle > 0) {
-    ranks_ = detail::ranks_with_batches(*communicator_, here);
+  if (even_out && !totals.extra && totals.idle > 0) {
+    ranks_ = detail::ranks_with_batches(*communicator_, !idle_);
   }
 }
 
@@ -521,8 +525,7 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.rows = std::llround(totals.rows);
     report_.loss = mean_over(totals.weight);
     report_.non_finite = non_finite;
-    report_.joined = totals.finished;
-    report_.requests = totals.requests;
+    shared_->heard |= totals.requests;
   }
   forget_losses(); // another backward reports only what it adds
   report_.communication_seconds = report_.exposed_seconds = 0;
@@ -532,45 +535,6 @@ void GradientWindow::settle(const WindowTotals& totals) {
     report_.exposed_seconds += model->reduction().exposed_seconds;
   }
   complete_ = true;
-}
-
-// Note [Joining]
-// A rank in join_uneven_inputs() takes part in every collective with zeros. It does not run the
-// others' steps on a window's gradients, so its parameters are out of date until all have ended
-// (Note [Ranks out of date]).
-void GradientWindow::join(const WindowTotals& totals) {
-  if (begun_ && !complete_) {
-    throw InputError("accumulation::join",
-                     "the data of this rank has ended in the middle of a window of models "
-                     "that other ranks still train: batches=" +
-                         std::to_string(batches_),
-                     "the window to end with the data",
-                     "call accumulate() with the loader of the batch");
-  }
-  if (!totals.extra) {
-    ranks_ = {};
-    for (auto& model : models_) {
-      model->begin();
-    }
-    scale_ = next_scale_;
-    loss_scale_ = shared_->loss_scale;
-  }
-  start_loss_sum();
-  const double factor = factor_of(totals);
-  for (auto& model : models_) {
-    model->start_backward(true, {.joined = true, .factor = [factor] { return factor; }});
-    model->finish_backward();
-  }
-  for (auto& model : models_) {
-    model->wait();
-  }
-  note_ranks(totals, false);
-  settle(totals);
-  for (auto& model : models_) {
-    model->gradients().reset();
-  }
-  begun_ = true;
-  last_ = had_backward_ = false;
 }
 
 int64_t GradientWindow::drop() {

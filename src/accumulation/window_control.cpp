@@ -20,20 +20,14 @@ enum WindowField {
   kWindowRows,
   kWindowLoss,
   kWindowNonFinite,
-  kWindowFinished,
-  kWindowLeft, // finished ranks that do not join
-  kWindowLeftBits, // 2^rank of each of them
-  kWindowOutOfDate,
   kWindowIdle,
-  kWindowExtra,
-  kWindowBuffers,
+  kWindowEmpty,
   kWindowRound,
-  kWindowModels,
+  kWindowFinished,
+  kWindowLeft, // finished ranks that do not wait
+  kWindowLeftBits, // 2^rank of each of them
   kWindowPrint, // fingerprint of what must be equal, < 2^16
   kWindowPrintSquared,
-  kWindowDataKnown, // finished ranks whose data is not 0
-  kWindowData,
-  kWindowDataSquared,
   kWindowRead, // ranks that read something to compare, its print and square
   kWindowRequest = kWindowRead + 3, // the first of kWindowRequests: ranks that have the bit
   kWindowFields = kWindowRequest + kWindowRequests
@@ -44,6 +38,9 @@ enum WindowField {
 double window_fingerprint(const WindowTotals& window) {
   uint64_t value = window.number * 8 + (window.extra ? 1 : 0) + (window.outside ? 2 : 0) +
                    (window.buffers ? 4 : 0);
+  if (window.finished > 0) {
+    return static_cast<double>(mix(window.data, window.waits ? 1 : 0) >> 48);
+  }
   for (const uint64_t next : {window.models, window.steps, static_cast<uint64_t>(window.round),
                               std::bit_cast<uint64_t>(window.loss_scale)}) {
     value = mix(value, 0) ^ next;
@@ -85,8 +82,8 @@ constexpr int kNamedRanks = 52;
       "some ranks have ended their loop and others continue to train: ended=" + ranks +
           ", world_size=" + std::to_string(world_size),
       "equally many batches on every rank",
-      "prepare() the loader; or call join_uneven_inputs() on every rank after a loop over "
-      "a range that is not prepared; or leave the loop on all ranks, see check_trigger()");
+      "prepare() the loader: a rank without samples gets stand-in batches; or leave the loop on "
+      "all ranks, see check_trigger()");
 }
 
 } // namespace detail
@@ -97,7 +94,7 @@ WindowControl::WindowControl(std::shared_ptr<Communicator> communicator)
 void WindowControl::start(const WindowTotals& mine) {
   using namespace detail;
   std::array<double, kWindowFields> host{};
-  range_ = mine.range;
+  mine_ = mine;
   if (mine.read != 0) {
     const auto print = static_cast<double>(mine.read >> 48);
     double* of_read = &host[kWindowRead];
@@ -109,28 +106,22 @@ void WindowControl::start(const WindowTotals& mine) {
   host[kWindowRows] = mine.rows;
   host[kWindowLoss] = mine.loss;
   host[kWindowNonFinite] = mine.non_finite;
-  host[kWindowFinished] = mine.finished;
-  if (mine.finished == 0) {
-    const double print = window_fingerprint(mine);
-    host[kWindowIdle] = mine.idle;
-    host[kWindowBuffers] = mine.buffers ? 1 : 0;
-    host[kWindowExtra] = mine.extra ? 1 : 0;
-    host[kWindowRound] = static_cast<double>(mine.round);
-    host[kWindowModels] = static_cast<double>(mine.models);
+  host[kWindowIdle] = mine.idle;
+  host[kWindowEmpty] = mine.empty;
+  host[kWindowRound] = static_cast<double>(mine.round);
+  for (int bit = 0; bit < kWindowRequests; ++bit) {
+    host[kWindowRequest + bit] = (mine.requests >> bit) & 1u;
+  }
+  const double print = window_fingerprint(mine);
+  if (mine.finished > 0) {
+    host[kWindowFinished] = 1;
+    host[kWindowLeft] = mine.waits ? 0 : 1;
+    host[kWindowLeftBits] =
+        mine.waits || communicator_->rank() >= kNamedRanks ? 0 : std::exp2(communicator_->rank());
+  }
+  if (!mine.waits) { // it agrees with all
     host[kWindowPrint] = print;
     host[kWindowPrintSquared] = print * print;
-    for (int bit = 0; bit < kWindowRequests; ++bit) {
-      host[kWindowRequest + bit] = (mine.requests >> bit) & 1u;
-    }
-  } else {
-    const auto data = static_cast<double>(mine.data);
-    host[kWindowLeft] = mine.joins ? 0 : 1;
-    host[kWindowLeftBits] =
-        mine.joins || communicator_->rank() >= kNamedRanks ? 0 : std::exp2(communicator_->rank());
-    host[kWindowOutOfDate] = mine.out_of_date;
-    host[kWindowDataKnown] = mine.data != 0 ? 1 : 0;
-    host[kWindowData] = data;
-    host[kWindowDataSquared] = data * data;
   }
   values_ = at::tensor(at::ArrayRef<double>(host), at::kDouble);
   handle_ = communicator_->all_reduce_async(values_, ReduceOp::SUM, "window control");
@@ -140,44 +131,31 @@ WindowTotals WindowControl::wait() {
   using namespace detail;
   handle_.wait();
   const double* sum = values_.const_data_ptr<double>();
-  WindowTotals totals;
+  const auto count = [sum](WindowField field) { return static_cast<int>(std::lround(sum[field])); };
+  WindowTotals totals = mine_;
   totals.weight = sum[kWindowWeight];
   totals.rows = sum[kWindowRows];
   totals.loss = sum[kWindowLoss];
   totals.non_finite = sum[kWindowNonFinite];
-  totals.finished = static_cast<int>(std::lround(sum[kWindowFinished]));
-  totals.out_of_date = static_cast<int>(std::lround(sum[kWindowOutOfDate]));
-  const double active = communicator_->world_size() - totals.finished;
-  if (active > 0 && sum[kWindowLeft] > 0) {
-    throw_left(static_cast<uint64_t>(sum[kWindowLeftBits]), std::lround(sum[kWindowLeft]),
-               communicator_->world_size());
+  totals.finished = count(kWindowFinished);
+  totals.idle = count(kWindowIdle);
+  totals.empty = count(kWindowEmpty);
+  const int world = communicator_->world_size();
+  const int left = count(kWindowLeft);
+  if (left > 0 && totals.finished < world) {
+    throw_left(static_cast<uint64_t>(sum[kWindowLeftBits]), left, world);
   }
-  const auto compare_read = [&](const double* read) {
-    if (!equal_on_ranks(read[0], read[1], read[2])) {
-      throw_other_batches(range_);
-    }
-  };
-  if (active == 0) {
-    if (!equal_on_ranks(sum[kWindowDataKnown], sum[kWindowData], sum[kWindowDataSquared])) {
-      throw CommunicationError(
-          "accelerator::PreparedLoader",
-          "ranks are at the ends of different loaders, or have done different optimizer steps by now",
-          "loops over prepared loaders that end in one order, and the same steps, on every rank",
-          "do not decide about steps by a rank's own count of batches; nested loaders "
-          "need equally many batches on every rank");
-    }
-    compare_read(sum + kWindowRead);
-    return totals;
+  const int compared = world - totals.finished + left; // the others wait
+  const bool equal = equal_on_ranks(compared, sum[kWindowPrint], sum[kWindowPrintSquared]);
+  if (left > 0 && (!equal || left < world)) {
+    throw CommunicationError(
+        "accelerator::PreparedLoader",
+        "ranks are at the ends of different loaders, or have done different optimizer steps by now",
+        "loops over prepared loaders that end in one order, and the same steps, on every rank",
+        "do not decide about steps by a rank's own count of batches; nested loaders "
+        "need equally many batches on every rank");
   }
-  totals.idle = static_cast<int>(std::lround(sum[kWindowIdle]));
-  totals.buffers = sum[kWindowBuffers] > 0;
-  totals.extra = sum[kWindowExtra] > 0;
-  totals.models = static_cast<uint64_t>(sum[kWindowModels] / active);
-  totals.round = static_cast<int64_t>(sum[kWindowRound] / active);
-  for (int bit = 0; bit < kWindowRequests; ++bit) {
-    totals.requests |= sum[kWindowRequest + bit] > 0 ? 1u << bit : 0u;
-  }
-  if (!equal_on_ranks(active, sum[kWindowPrint], sum[kWindowPrintSquared])) {
+  if (!equal) {
     throw CommunicationError(
         "accumulation::GradientWindow",
         "ranks are in different windows, use different models in one, "
@@ -187,7 +165,14 @@ WindowTotals WindowControl::wait() {
         "find a branch in the loop that depends on the rank or on its number of "
         "batches; accumulate() makes such decisions equally on all ranks");
   }
-  compare_read(sum + kWindowRead);
+  if (!equal_on_ranks(sum[kWindowRead], sum[kWindowRead + 1], sum[kWindowRead + 2])) {
+    throw_other_batches(mine_.range);
+  }
+  totals.round = compared > 0 ? std::lround(sum[kWindowRound] / compared) : 0;
+  totals.requests = 0;
+  for (int bit = 0; bit < kWindowRequests; ++bit) {
+    totals.requests |= sum[kWindowRequest + bit] > 0 ? 1u << bit : 0u;
+  }
   return totals;
 }
 

@@ -31,7 +31,6 @@ void GradientWindow::save_state(NamedTensors& tensors, nlohmann::json& values) c
   values["number"] = report_.number;
   values["rows"] = report_.rows;
   values["non_finite"] = std::llround(report_.non_finite);
-  values["joined"] = report_.joined;
   // JSON has neither NaN nor infinity, which a loss may be.
   tensors["numbers"] = at::tensor({scale_, next_scale_, factor_, weight_, rows_, report_.weight,
                                    report_.loss.item(), loss_scale_},
@@ -73,7 +72,6 @@ void GradientWindow::load_state(const NamedTensors& tensors, const nlohmann::jso
   values.at("number").get_to(report.number);
   values.at("rows").get_to(report.rows);
   report.non_finite = values.at("non_finite").get<double>();
-  values.at("joined").get_to(report.joined);
 
   const at::Tensor host = numbers->second.cpu().contiguous();
   const double* number = host.const_data_ptr<double>();

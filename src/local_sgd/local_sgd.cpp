@@ -116,7 +116,10 @@ static Averager::NamedTensorList trainable(const DataParallel& model) {
 
 LocalSGD::Impl::Impl(std::shared_ptr<detail::AcceleratorCore> accelerator,
                      torch::nn::Module& module, LocalSGDOptions settings)
-    : core(std::move(accelerator)), options(std::move(settings)), schedule(options) {
+    : core(std::move(accelerator)),
+      options(std::move(settings)),
+      schedule(options),
+      control(core->run.communicator()) {
   detail::check_options(options);
   index = core->models.index(&module, detail::kLocalSGDWhere);
   copies = core->models.replicas_of(index);

@@ -116,7 +116,7 @@ void LocalSGD::Impl::settle_clocks() {
     for (const auto& rank : all) {
       if (rank.at("ends") == most_ends) {
         const auto theirs = rank.at("end_clocks").get<std::vector<int64_t>>();
-        core->local.take_clocks(theirs.data());
+        take_clocks(theirs.data());
         break;
       }
     }

@@ -1,5 +1,7 @@
 // When a scope averages, and how.
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <functional>
 #include <sstream>
@@ -108,6 +110,10 @@ bool LocalSGD::Impl::count_step() {
     return false;
   }
   counted = attempted;
+  if (read == 0) {
+    read = core->windows.shared()->read;
+    range = core->windows.shared()->range;
+  }
   ++progress.steps;
   // A window of stand-ins, on a rank without more batches, only counts as a step.
   const GradientWindow* window = core->windows.of(index);
@@ -132,8 +138,75 @@ void LocalSGD::Impl::begin_local() {
 }
 
 void LocalSGD::Impl::announce(Part part, int64_t fragment) {
-  const int64_t code = 1 + static_cast<int64_t>(part) + 4 * (fragment + 1); // join_round reads it
-  core->announcer.announce_round(index, static_cast<uint64_t>(progress.rounds) + 1, code);
+  agree({.number = static_cast<uint64_t>(progress.rounds) + 1,
+         .round = 1 + static_cast<int64_t>(part) + 4 * (fragment + 1)}); // join_round reads it
+}
+
+// What ranks inform each other of travels with the synchronisations: nothing else is sent.
+WindowTotals LocalSGD::Impl::agree(WindowTotals mine) {
+  WindowShared& shared = *core->windows.shared();
+  mine.models = uint64_t{1} << index;
+  mine.steps = shared.steps;
+  mine.read = read;
+  mine.range = range;
+  mine.requests = shared.requests;
+  control.start(mine);
+  WindowTotals totals = control.wait();
+  shared.requests &= ~mine.requests;
+  shared.heard |= totals.requests;
+  return totals;
+}
+
+// Note [Waiting]
+// Ranks may make different numbers of steps: a batch without a backward makes none, and a loop over
+// data that is not prepared may be shorter on a rank. A rank that waits takes part in the others'
+// synchronisations. When all wait, they take the largest counts, so that the next synchronisations
+// are due in the same step on every rank, and step their schedulers as often.
+void LocalSGD::Impl::wait_for_peers() {
+  for (;;) {
+    try {
+      for (;;) {
+        const WindowTotals totals = agree({.finished = 1, .waits = true});
+        if (totals.finished == core->run.world().world_size) {
+          break;
+        }
+        if (totals.round == 0) {
+          throw CommunicationError(detail::kLocalSGDWhere,
+                                   "a rank evaluates or saves while others wait at the end",
+                                   "evaluations and saves after the loop");
+        }
+        join_round(totals.round);
+      }
+      const at::Tensor most = at::tensor(clocks(), at::kLong);
+      core->run.communicator()->all_reduce(most, ReduceOp::MAX, "steps of the ranks");
+      take_clocks(most.const_data_ptr<int64_t>());
+      return;
+    } catch (const CommunicationError&) {
+      if (!recover()) {
+        throw;
+      }
+      if (ended) {
+        return;
+      }
+    }
+  }
+}
+
+std::vector<int64_t> LocalSGD::Impl::clocks() const {
+  std::vector<int64_t> mine{progress.steps, progress.averaged_at, progress.finish_at};
+  const std::vector<int64_t> ticks = core->optimizers.ticks();
+  mine.insert(mine.end(), ticks.begin(), ticks.end());
+  return mine;
+}
+
+void LocalSGD::Impl::take_clocks(const int64_t* most) {
+  const size_t count = clocks().size();
+  end_clocks.assign(most, most + count);
+  ++ends;
+  progress.steps = most[0];
+  progress.averaged_at = most[1];
+  progress.finish_at = most[2];
+  core->optimizers.tick_until(most + 3);
 }
 
 void LocalSGD::Impl::join_round(int64_t code) {
@@ -234,6 +307,7 @@ void LocalSGD::Impl::synchronize() {
                      "a call between optimizer steps",
                      "call it where accelerator.sync_gradients() is true");
   }
+  wait_for_peers();
   bool differ = progress.steps != progress.averaged_at;
   if (averager->started()) {
     make_round(Part::finish, Averager::kAll);
@@ -280,7 +354,7 @@ void LocalSGD::Impl::finish() {
   if (local) {
     finish_moments();
   }
-  core->local.agree_at_end();
+  core->precision.take_smallest(); // the ranks skipped different steps
   active = false;
   report_round();
   core->local.close();

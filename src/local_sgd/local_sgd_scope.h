@@ -60,22 +60,10 @@ class LocalSGD::Impl final : public detail::LocalScope {
 
   // local_sgd.cpp
   size_t model() const override { return index; }
-  std::vector<int64_t> clocks() const override {
-    return {progress.steps, progress.averaged_at, progress.finish_at};
-  }
-  void set_clocks(const int64_t* clocks) override {
-    progress.steps = clocks[0];
-    progress.averaged_at = clocks[1];
-    progress.finish_at = clocks[2];
-    ++ends;
-    end_clocks.assign(clocks, clocks + core->local.clocks().size());
-  }
   void loaded() override;
   void save_state(NamedTensors& tensors, nlohmann::json& values) const override;
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
-  void join_round(int64_t code) override;
-  bool recover() override;
-  bool ended_in_recovery() const override { return ended; }
+  void wait_for_peers() override;
 
   bool step();
   void synchronize();
@@ -100,6 +88,10 @@ class LocalSGD::Impl final : public detail::LocalScope {
   // Announces and makes it, with the ranks that are left where some are lost.
   void make_round(Part part, int64_t fragment);
   void announce(Part part, int64_t fragment);
+  WindowTotals agree(WindowTotals mine);
+  void join_round(int64_t code);
+  std::vector<int64_t> clocks() const;
+  void take_clocks(const int64_t* most);
   void run(Part part, int64_t fragment);
   void begin_round(int64_t fragment, bool delayed);
   void close_round(int64_t fragment);
@@ -111,6 +103,9 @@ class LocalSGD::Impl final : public detail::LocalScope {
 
   // local_sgd_recovery.cpp
   bool survives() const;
+  // After a CommunicationError: true if the ranks that are left continue as a smaller world.
+  // Collective over them.
+  bool recover();
   void finish_moments();
   void settle();
   void settle_round();
@@ -133,15 +128,18 @@ class LocalSGD::Impl final : public detail::LocalScope {
   detail::SpreadWatch watch{};
   bool unread = false; // the last round's spread
   std::string group_label{};
+  WindowControl control;
+  uint64_t read = 0; // WindowShared::read and range of the first batch
+  std::string range{};
 
   // Of a round that may break.
   int64_t closing = kNothing; // what is being averaged, not yet closed
   static constexpr int64_t kNothing = detail::RoundSchedule::kNothing;
   double taken_group_weight = 0;
   RoundOutcome outcome = RoundOutcome::none; // of the last recovery
-  int64_t ends = 0; // of the data, agreed on by all ranks
+  int64_t ends = 0; // times that all ranks waited
   std::vector<int64_t> end_clocks{}; // all ranks' at the last of them
-  bool ended = false; // by the last recovery
+  bool ended = false; // the last recovery was one of them
 
   // What a state has of the scope itself.
   struct Progress {

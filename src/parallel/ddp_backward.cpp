@@ -111,7 +111,7 @@ void Ddp::start_backward(bool reduce, DdpBackward backward) {
       }
     }
   }
-  if (!backward_.joined && !backward_.hold) {
+  if (!backward_.hold) {
     launch_ready_buckets(false);
   }
 }
@@ -280,7 +280,7 @@ void Ddp::start_agreement() {
   const bool strict = !options_.find_unused_parameters && !options_.static_graph && !further_ &&
                       std::find(used_.begin(), used_.end(), 1) != used_.end();
   missing_.clear();
-  for (int64_t i = 0; i < count && !backward_.joined; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     const auto slot = static_cast<size_t>(i);
     const bool trainable = slots[slot].parameter.requires_grad();
     rows[kUsed * count + i] = static_cast<uint8_t>(used_[slot]);

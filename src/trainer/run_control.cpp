@@ -1,7 +1,5 @@
 #include "run_control.h"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <csignal>
 #include <map>
@@ -74,8 +72,6 @@ void RunControl::ask(uint32_t bits, bool common) {
   if (common) {
     asked_ |= bits;
     stopping_ = stopping_ || (asked_ & kRequestStop) != 0;
-  } else if (local_()) {
-    unheard_ |= bits;
   } else {
     parts_.accelerator->core()->windows.shared()->requests |= bits;
   }
@@ -89,25 +85,10 @@ void RunControl::check_signals() {
   }
 }
 
-void RunControl::hear(uint32_t bits) {
+void RunControl::hear() {
+  const uint32_t bits = std::exchange(parts_.accelerator->core()->windows.shared()->heard, 0u);
   terminating_ = terminating_ || (bits & kRequestTerminate) != 0;
   ask(bits & ~kRequestTerminate, true);
-}
-
-void RunControl::agree() {
-  // Asked just before Local SGD began.
-  unheard_ |= std::exchange(parts_.accelerator->core()->windows.shared()->requests, 0u);
-  at::Tensor counts = at::zeros({kWindowRequests}, at::kDouble);
-  for (int bit = 0; bit < kWindowRequests; ++bit) {
-    counts[bit] = static_cast<double>((unheard_ >> bit) & 1u);
-  }
-  unheard_ = 0;
-  counts = parts_.accelerator->reduce(counts.to(parts_.accelerator->device())).cpu();
-  uint32_t heard = 0;
-  for (int bit = 0; bit < kWindowRequests; ++bit) {
-    heard |= counts[bit].item<double>() > 0 ? 1u << bit : 0u;
-  }
-  hear(heard);
 }
 
 bool RunControl::take(uint32_t bit) {

@@ -4,7 +4,7 @@
 // done immediately. What one rank alone may ask (a signal, a clock, a callback that the
 // others do not have) goes with its next window to all ranks. All do it after that
 // optimizer step. With Local SGD, whose windows send nothing, it goes with the next
-// synchronisation.
+// synchronisation (WindowShared::requests).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace hasten::detail {
 
-/// Bits of WindowReport::requests.
+/// Bits of WindowShared::requests.
 enum RunRequest : uint32_t {
   kRequestStop = 1,
   kRequestSave = 2,
@@ -26,10 +26,9 @@ enum RunRequest : uint32_t {
 
 class RunControl {
  public:
-  /// `local`: windows send nothing now. `set_learning_rate`: what a callback asked for.
-  RunControl(TrainerParts& parts, std::function<bool()> local,
-             std::function<void(double)> set_learning_rate)
-      : parts_(parts), local_(std::move(local)), set_learning_rate_(std::move(set_learning_rate)) {}
+  /// `set_learning_rate`: what a callback asked for.
+  RunControl(TrainerParts& parts, std::function<void(double)> set_learning_rate)
+      : parts_(parts), set_learning_rate_(std::move(set_learning_rate)) {}
 
   /// Which callbacks every rank has. Collective.
   void compare_callbacks();
@@ -43,10 +42,8 @@ class RunControl {
   void take_controls(bool common);
   /// Throws at SIGINT; asks the other ranks to terminate at SIGTERM.
   void check_signals();
-  /// What the ranks asked for with a window that all of them were in.
-  void hear(uint32_t bits);
-  /// With Local SGD, what ranks asked for since the last synchronisation. Collective.
-  void agree();
+  /// Takes what ranks asked for with a window or synchronisation that all of them were in.
+  void hear();
   /// Whether this is to be done after this optimizer step; it is not any more then.
   bool take(uint32_t bit);
 
@@ -60,11 +57,9 @@ class RunControl {
   void ask(uint32_t bits, bool common);
 
   TrainerParts& parts_;
-  std::function<bool()> local_;
   std::function<void(double)> set_learning_rate_;
   std::vector<bool> common_{}; // [callback]: every rank has it
   uint32_t asked_ = 0; // bits to do after this optimizer step, on all ranks
-  uint32_t unheard_ = 0; // Local SGD: of this rank, until the next synchronisation
   bool asked_to_terminate_ = false; // this rank has asked the others
   bool stopping_ = false;
   bool terminating_ = false;

@@ -18,7 +18,6 @@
 
 #include <cmath>
 #include <exception>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -108,17 +107,11 @@ bool TrainStep::run(const Batch& batch, const StepProgress& before) {
   }
 }
 
-void TrainStep::counted(int64_t step, bool stepped, const WindowReport* window) {
+void TrainStep::counted(int64_t step, const WindowReport& window) {
   window_open_ = false;
-  if (window != nullptr) {
-    pending_steps_.push_back({step, *window, stepped ? DeviceScalar(window_loss_) : DeviceScalar(0),
-                              std::exchange(unchecked_norm_, {})});
-  }
+  pending_steps_.push_back(
+      {step, window, DeviceScalar(window_loss_), std::exchange(unchecked_norm_, {})});
   window_loss_.reset();
-  if (!stepped) {
-    grad_norm_ = std::numeric_limits<double>::quiet_NaN();
-    gradient_norms_ = {};
-  }
 }
 
 std::vector<WindowReport> TrainStep::take_windows() {

@@ -37,9 +37,8 @@ class TrainStep {
   /// Forward and backward, and the optimizer's step at the end of a window; true if it
   /// was made. `before`: progress before the optimizer step.
   bool run(const Batch& batch, const StepProgress& before);
-  /// An optimizer step was counted, numbered `step`, that this rank had no batch for, or had
-  /// (`stepped`). `window`: its report, unless the step has none.
-  void counted(int64_t step, bool stepped, const WindowReport* window);
+  /// An optimizer step was counted, numbered `step`. `window`: its report.
+  void counted(int64_t step, const WindowReport& window);
   /// The windows counted since the last call. Waits for the device, once. Throws TrainingError for
   /// the first step whose loss or gradient is not finite. Collective unless windows are local.
   std::vector<WindowReport> take_windows();

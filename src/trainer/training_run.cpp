@@ -126,8 +126,7 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, Starting
       start_(std::move(start)),
       run_reference_(std::make_shared<RunReference>(this)),
       output_dir_(parts.arguments.output_dir),
-      control_(
-          parts, [this] { return is_local(); }, [this](double rate) { set_learning_rate(rate); }),
+      control_(parts, [this](double rate) { set_learning_rate(rate); }),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
       torch_optimizer_(make_optimizer(spelling(parts.arguments.optim), groups_,
                                       optimizer_settings(parts.arguments))),
@@ -211,10 +210,10 @@ void TrainingRun::begin() {
   if (parts_.is_main() && !output_dir_.empty()) {
     open_output_dir();
   }
-  windows_counted_ = accelerator.core()->windows.serial();
   reset_peak_memory(parts_.accelerator->device());
   bytes_sent_before_ = bytes_sent();
   control_.compare_callbacks();
+  accelerator.core()->windows.shared()->heard = 0; // of an earlier run
   const RunDescription description = describe();
   control_.notify([&](TrainerCallback& c) { c.on_train_begin(description); });
   if (parts_.arguments.eval_on_start && parts_.eval &&
@@ -285,9 +284,8 @@ void TrainingRun::run_epoch() {
     if (!stepped) {
       continue;
     }
-    count_step(true);
-    // At the end of an epoch records and saves wait for the loader's end, which is collective. A
-    // rank without samples in the last window takes part in that window only there.
+    count_step();
+    // At the end of an epoch records and saves wait for the loader's end, which is collective.
     if (state_.global_step != epochs_last_step(progress_.epoch_index)) {
       if (last_step()) {
         break; // in the middle of an epoch, where every rank has samples
@@ -301,11 +299,6 @@ void TrainingRun::run_epoch() {
       }
     }
     step_seconds_.lap(nullptr);
-  }
-  if (parts_.accelerator->core()->windows.serial() > windows_counted_ ||
-      (is_local() &&
-       local_sgd_->steps() + parts_.arguments.local_sgd_post_local_start > state_.global_step)) {
-    count_step(false);
   }
   after_step(true);
   if (control_.terminating() && !last_step()) {
@@ -352,20 +345,12 @@ void TrainingRun::take_losses() {
   }
 }
 
-void TrainingRun::count_step(bool stepped) {
+void TrainingRun::count_step() {
   const WindowReport& window = parts_.accelerator->last_window();
-  const uint64_t windows = parts_.accelerator->core()->windows.serial();
-  const bool has_rows = std::exchange(windows_counted_, windows) < windows;
   learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
-  if (!is_local()) {
-    progress_.samples += window.rows;
-  } else if (has_rows) {
-    uncollected_rows_ += window.rows;
-  }
-  if (!is_local() && has_rows) { // after a window with all ranks
-    control_.hear(window.requests);
-  }
-  step_->counted(state_.global_step + 1, stepped, !is_local() || has_rows ? &window : nullptr);
+  (is_local() ? uncollected_rows_ : progress_.samples) += window.rows;
+  control_.hear();
+  step_->counted(state_.global_step + 1, window);
   if (parts_.accelerator->device().is_cpu() || step_->pending_steps() == kMaxPendingSteps) {
     take_losses();
   }
@@ -398,11 +383,6 @@ void TrainingRun::after_step(bool epoch_ended) {
     }
     return state_.global_step % steps == 0 || last_step();
   };
-  if (is_local() &&
-      (epoch_ended ||
-       (state_.global_step - a.local_sgd_post_local_start) % a.local_sgd_steps == 0)) {
-    control_.agree();
-  }
   const bool log = control_.take(kRequestLog) || last_step();
   if ((step_->record_due(state_.global_step) || log) && last_logged_step_ != state_.global_step) {
     log_training();

@@ -125,8 +125,7 @@ class TrainingRun {
   // training_run.cpp
   void begin();
   void run_epoch();
-  /// `stepped`: this rank had a batch for it.
-  void count_step(bool stepped);
+  void count_step();
   /// Adds the losses of the steps since the last call. Waits for the device, and throws for a step
   /// whose loss or gradient is not finite.
   void take_losses();
@@ -201,7 +200,6 @@ class TrainingRun {
   std::optional<LocalSGD> local_sgd_{}; // empty, or not active: plain training
 
   RunProgress progress_{};
-  uint64_t windows_counted_ = 0; // of WindowSet::serial()
 
   // The step under way, or the one just done.
   LossTotal uncollected_losses_{}; // Local SGD: this rank's alone

@@ -68,21 +68,6 @@ TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
   EXPECT_EQ(turn, 4);
 }
 
-// Ranks 1, 2, ... have one more window than rank 0. Rank 0 waits at the end of its data, and its
-// buffers are out of date.
-TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
-  NotedRun run(BroadcastBuffers::on, 1);
-  const int64_t turns = run.rank == 0 && run.world > 1 ? 1 : 2;
-  for (int64_t turn = 0; turn < turns; ++turn) {
-    run.write(static_cast<double>(10 * turn + run.rank));
-    auto window = run.accelerator.accumulate(run.net);
-    EXPECT_EQ(run.note(), run.world == 1 ? 10 * turn : 11 * turn);
-    run.backward(run.batches[static_cast<size_t>(turn)]);
-  }
-  run.accelerator.join_uneven_inputs();
-  EXPECT_EQ(run.note(), run.world == 1 ? 10 : 11);
-}
-
 TEST(Buffers, AreEqualInAnEvaluationInsideAWindow) {
   NotedRun run(BroadcastBuffers::average);
   std::vector<Pair> held_out = make_batches(run.world);

@@ -119,6 +119,32 @@ TEST(CollectiveOrder, OfAStaticGraphWithSyncBatchNorm) {
   expect_one_order({.static_graph = true, .sync_batchnorm = true}, world);
 }
 
+// A window of two batches sends its vector, one bucket and which parameters were used, once.
+TEST(CollectiveOrder, AWindowSendsThreeMessages) {
+  const auto world = testing_support::fresh_communicator();
+  const auto starts = std::make_shared<Starts>();
+  Accelerator accelerator({.gradient_accumulation_steps = 2},
+                          std::make_shared<RecordingCommunicator>(world, starts));
+  Stack stack = make_stack({}, accelerator.process_index());
+  torch::optim::SGD sgd(stack->parameters(), 0.1);
+  auto data = batches(6 * world->world_size() - 1); // three windows; one stand-in
+  auto [model, optimizer, loader] = accelerator.prepare(stack, sgd, data);
+  std::vector<Starts> of_window;
+  for (const auto& rows : loader) {
+    auto window = accelerator.accumulate(model);
+    accelerator.backward(loss_of(stack, rows));
+    optimizer.step();
+    optimizer.zero_grad();
+    if (accelerator.sync_gradients()) {
+      of_window.push_back(std::exchange(*starts, {}));
+    }
+  }
+  ASSERT_EQ(of_window.size(), 3u);
+  EXPECT_EQ(of_window[1].size(), world->world_size() > 1 ? 3u : 0u);
+  EXPECT_EQ(starts->size(), world->world_size() > 1 ? 1u : 0u); // the end of the pass
+  accelerator.end_training();
+}
+
 TEST(CollectiveOrder, OfShardsAndTheirReplicas) {
   const auto world = testing_support::fresh_communicator();
   const int ranks = world->world_size();

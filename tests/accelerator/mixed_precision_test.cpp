@@ -141,27 +141,6 @@ TEST(MixedPrecision, AnInfinityOnOneRankLeavesEveryRankAsItWas) {
   }
 }
 
-// Rank 0's batches end first.
-TEST(MixedPrecision, RanksThatRanOutFollowTheScale) {
-  auto accelerator = accelerator_with(options_of(Precision::fp16));
-  const int rank = accelerator.process_index();
-  Learner learner(accelerator, true);
-  EXPECT_TRUE(learner.learn(accelerator, 0, false, Clip::norm));
-  if (rank > 0) {
-    for (int64_t w = 1; w < 5; ++w) {
-      const bool bad = w == 2 || w == 4;
-      EXPECT_EQ(bool(learner.learn(accelerator, w, bad, Clip::norm)), !bad);
-    }
-  }
-  accelerator.join_uneven_inputs();
-  const int falls = accelerator.num_processes() > 1 ? 4 : 1;
-  EXPECT_EQ(accelerator.loss_scale().value(), 2048.0 / falls);
-  expect_equal_on_ranks(accelerator, learner.net->parameters());
-  EXPECT_TRUE(learner.learn(accelerator, 9, false, Clip::norm));
-  expect_equal_on_ranks(accelerator, learner.net->parameters());
-  accelerator.end_training();
-}
-
 TEST(MixedPrecision, ALossThatIsNotFiniteIsNoOverflow) {
   std::string lines;
   set_log_sink([&](LogLevel, std::string_view line) { lines += line; });

@@ -195,8 +195,8 @@ TEST(StandIns, TriggerSyncInTheLastTurnReducesOnEveryRank) {
 }
 
 // Two optimizers for one model. The second one's gradients accumulate. In the last turn only rank 0
-// has a batch: the others are in join_uneven_inputs() or have stand-in batches.
-void expect_halves_are_plain(bool stand_ins) {
+// has a batch: the others have stand-in batches.
+TEST(StandIns, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
   auto batches = make_batches(2 * world + 1);
@@ -214,19 +214,9 @@ void expect_halves_are_plain(bool stand_ins) {
     a.zero_grad();
   };
   for (int epoch = 0; epoch < 2; ++epoch) {
-    if (stand_ins) {
-      for (const auto& batch : loader) {
-        turn(model, batch);
-      }
-      continue;
+    for (const auto& batch : loader) {
+      turn(model, batch);
     }
-    for (int64_t t = 0; t < 3; ++t) {
-      const auto mine = static_cast<size_t>(t * world + accelerator.process_index());
-      if (mine < batches.size()) {
-        turn(model, batches[mine]);
-      }
-    }
-    accelerator.join_uneven_inputs();
   }
   Net plain = net_of_seed(1);
   torch::optim::SGD plain_a(plain->first->parameters(), momentum);
@@ -241,14 +231,6 @@ void expect_halves_are_plain(bool stand_ins) {
   }
   EXPECT_LE(largest_difference(*net, *plain), 1e-12);
   accelerator.end_training();
-}
-
-TEST(StandIns, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
-  expect_halves_are_plain(true);
-}
-
-TEST(UnevenData, TwoOptimizersOfOneModelOneZeroedAreThoseOfOneProcess) {
-  expect_halves_are_plain(false);
 }
 
 } // namespace hasten::accelerator_test

@@ -14,21 +14,6 @@ void expect_equal_on_ranks(Accelerator& accelerator, const std::vector<Tensor>& 
   }
 }
 
-std::vector<Tensor> moments_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<Tensor> moments;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const Tensor& parameter : group.params()) {
-      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (found != optimizer.state().end()) {
-        const auto& state = static_cast<const torch::optim::AdamWParamState&>(*found->second);
-        moments.insert(moments.end(), {state.exp_avg(), state.exp_avg_sq(),
-                                       on_device::full({1}, static_cast<double>(state.step()))});
-      }
-    }
-  }
-  return moments;
-}
-
 // The data is one batch for rank 0, or one row. The loop uses torch's clipping and optimizer.
 TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
   enum class Distribution { in_turn, dispatched, split };
@@ -175,7 +160,7 @@ void own_loop(const Accelerator& accelerator, const Turn& turn) {
 }
 
 TEST(UnevenData, AnUnevenLoopOverDataOfOnesOwnIsAnErrorOnAll) {
-  for (const bool windows : {true, false}) {
+  for (const auto& [windows, joins] : {std::pair(true, false), {false, false}, {true, true}}) {
     auto accelerator = accelerator_of();
     if (accelerator.num_processes() == 1) {
       return;
@@ -195,75 +180,32 @@ TEST(UnevenData, AnUnevenLoopOverDataOfOnesOwnIsAnErrorOnAll) {
             optimizer.step();
             optimizer.zero_grad();
           });
-          accelerator.end_training();
+          joins ? accelerator.join_uneven_inputs() : accelerator.end_training();
         });
     expect_says(said, "others continue to train: ended=0, world_size=");
-    expect_says(said, "join_uneven_inputs()");
+    expect_says(said, "prepare() the loader");
   }
 }
 
-TEST(UnevenData, JoinUnevenInputsLeavesRanksEqualBitForBit) {
-  for (const bool windows : {true, false}) {
-    SCOPED_TRACE(windows);
-    auto accelerator = accelerator_of();
-    Net net = net_of_rank(accelerator);
-    torch::optim::AdamW adamw(net->parameters(), torch::optim::AdamWOptions(0.01));
-    Decay decay(adamw);
-    auto [model, optimizer, scheduler] = accelerator.prepare(net, adamw, decay);
-    for (int epoch = 0; epoch < 2; ++epoch) {
-      own_loop(accelerator, [&, &model = model, &optimizer = optimizer,
-                             &scheduler = scheduler](const Pair& batch) {
-        if (windows) {
-          auto window = accelerator.accumulate(model);
-          accelerator.backward(mean_loss(model, batch) * 4, 4);
-        } else {
-          accelerator.backward(mean_loss(model, batch) * 4, 4);
-        }
-        torch::nn::utils::clip_grad_norm_(net->parameters(), 0.1); // by torch
-        optimizer.step();
-        scheduler.step();
-        net->second->zero_grad(); // the first layer's gradients accumulate
-      });
-      accelerator.join_uneven_inputs();
-      const int steps = (epoch + 1) * accelerator.num_processes();
-      EXPECT_EQ(decay.ticks, steps);
-      EXPECT_EQ(adamw.param_groups()[0].options().get_lr(), 0.01 / (1 + steps));
-      EXPECT_EQ(moments_of(adamw).size(), 12u);
-      EXPECT_TRUE(net->first->weight.grad().defined());
-      auto all = net->parameters();
-      const auto moments = moments_of(adamw);
-      all.insert(all.end(), moments.begin(), moments.end());
-      all.insert(all.end(), {net->first->weight.grad(), net->first->bias.grad()});
-      expect_equal_on_ranks(accelerator, all);
-      EXPECT_EQ(accelerator.last_window().number, static_cast<uint64_t>(steps));
-    }
-    accelerator.end_training();
-  }
-}
-
-TEST(UnevenData, ARankThatDoesNotJoinIsAnErrorOnAll) {
+TEST(UnevenData, JoinUnevenInputsHasNothingToDoAfterAPreparedLoader) {
   auto accelerator = accelerator_of();
-  const int world = accelerator.num_processes();
-  if (world == 1) {
-    return;
-  }
+  auto batches = make_batches(2 * accelerator.num_processes() + 1);
   Net net = net_of_rank(accelerator);
   torch::optim::SGD sgd(net->parameters(), 0.1);
-  auto [model, optimizer] = accelerator.prepare(net, sgd);
-  const std::string said =
-      message_of<CommunicationError>([&, &model = model, &optimizer = optimizer] {
-        for (int turn = 0; turn <= 2 * accelerator.process_index(); ++turn) {
-          auto window = accelerator.accumulate(model);
-          accelerator.backward(mean_loss(model, even_batches(1)[0]) * 4, 4);
-          optimizer.step();
-          optimizer.zero_grad();
-        }
-        if (accelerator.process_index() > 0) {
-          accelerator.join_uneven_inputs();
-        }
-        accelerator.end_training();
-      });
-  expect_says(said, "others continue to train: ended=0, world_size=");
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(mean_loss(model, batch));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    const uint64_t windows = accelerator.last_window().number;
+    accelerator.join_uneven_inputs();
+    EXPECT_EQ(accelerator.last_window().number, windows);
+  }
+  expect_equal_on_ranks(accelerator, net->parameters());
+  accelerator.end_training();
 }
 
 } // namespace hasten::accelerator_test

@@ -220,26 +220,36 @@ TEST(GradientWindow, WeighsAShortWindowByWhatItHolds) {
   rig.expect(joined_gradient(rows));
 }
 
-TEST(GradientWindow, AnEmptyRankJoinsWithoutWeight) {
+// A rank's only batch of the window had no backward, and its data ends.
+TEST(GradientWindow, ARankWhoseBatchHadNoBackwardTakesPartWithoutWeight) {
   Rig rig;
   const int busy = std::max(1, rig.world - 1);
-  WindowControl control(rig.communicator);
   for (int64_t number = 0; number < 3; ++number) {
     if (rig.rank < busy) {
       rig.micro(number, 0);
       rig.micro(number, 1);
-      rig.expect(joined_gradient(rig.joined(number, 2, busy)));
     } else {
-      control.start({.finished = 1, .joins = true});
-      const WindowTotals totals = control.wait();
-      EXPECT_EQ(totals.models, 1u);
-      rig.window.join(totals);
-      EXPECT_FALSE(rig.net->first->weight.grad().defined());
+      rig.window.open({.data_ends = true});
+      EXPECT_TRUE(rig.window.lacks_last_backward());
+      rig.window.close();
+      rig.window.complete_without_backward();
     }
-    EXPECT_EQ(rig.window.report().joined, rig.world - busy);
+    rig.expect(joined_gradient(rig.joined(number, 2, busy)));
     EXPECT_EQ(rig.window.report().number, number + 1u);
     torch::optim::SGD(rig.net->parameters(), 0.1).zero_grad();
   }
+}
+
+TEST(GradientWindow, WithoutABackwardOnAnyRankItIsDropped) {
+  Rig rig;
+  rig.window.open({.data_ends = true});
+  rig.window.close();
+  rig.window.complete_without_backward();
+  EXPECT_FALSE(rig.window.is_complete());
+  EXPECT_EQ(rig.window.report().number, 0u);
+  rig.micro(0, 0);
+  rig.micro(0, 1);
+  rig.expect(joined_gradient(rig.joined(0)));
 }
 
 TEST(GradientWindow, ASumOverTokensWeighsByTheTokens) {

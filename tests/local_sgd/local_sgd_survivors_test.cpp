@@ -154,7 +154,7 @@ TEST(LocalSGDSurvivors, EveryFormOfARoundGoesOnAndEndsEqual) {
 }
 
 // With a prepared loader and uneven data. Rank 1 dies in the third synchronisation, or when all ranks
-// agree on the end. Rank 2 then has no batches left. A pass that begins later is distributed over the
+// wait after the first pass. A pass that begins later is distributed over the
 // remaining ranks. In the second case rank 0 has begun its second pass before it learns of the death.
 HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
   const bool at_end = std::string(std::getenv("SCENARIO")) == "end";
@@ -181,6 +181,7 @@ HASTEN_RANK_FUNCTION(SurvivesWithALoader) {
       local_sgd.step();
       ++seen.back();
     }
+    local_sgd.synchronize();
   }
   local_sgd.finish();
   expect_equal_on_ranks(accelerator, run.net);

@@ -8,6 +8,7 @@
 #include "hasten/base/log.h"
 #include "local_sgd/local_sgd_rig.h"
 #include "support/on_device.h"
+#include "support/watched_communicator.h"
 
 namespace hasten::accelerator_test {
 
@@ -196,6 +197,41 @@ TEST(LocalSGD, AStepThatIsSkippedIsCounted) {
     EXPECT_EQ(local_sgd.report().steps, 7);
     EXPECT_EQ(local_sgd.report().rounds, 3);
   }
+  expect_equal_on_ranks(accelerator, net);
+  accelerator.end_training();
+}
+
+// Over two passes of uneven data: H is 4, a pass has 5 steps.
+TEST(LocalSGD, NothingIsSentBetweenTwoSynchronisations) {
+  auto watched =
+      std::make_shared<testing_support::WatchedCommunicator>(testing_support::fresh_communicator());
+  int sent = 0;
+  watched->before = [&sent](std::string_view) { ++sent; };
+  AcceleratorOptions options;
+  options.seed.reset();
+  Accelerator accelerator(options, watched);
+  auto batches = make_batches(4 * accelerator.num_processes() + 1);
+  Net net = net_of_seed(1);
+  torch::optim::SGD inner(net->parameters(), 0.1);
+  auto [model, optimizer, loader] = accelerator.prepare(net, inner, batches);
+  LocalSGD local_sgd(accelerator, model, {.local_sgd_steps = 4});
+  sent = 0;
+  int turn = 0;
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(mean_loss(model, batch));
+      optimizer.step();
+      optimizer.zero_grad();
+      ++turn;
+      EXPECT_EQ(sent, 0) << turn;
+      const bool averaged = local_sgd.step();
+      EXPECT_EQ(averaged, accelerator.num_processes() > 1 && turn % 4 == 0);
+      EXPECT_EQ(std::exchange(sent, 0) > 0, averaged);
+    }
+  }
+  EXPECT_EQ(turn, 10);
+  local_sgd.finish();
   expect_equal_on_ranks(accelerator, net);
   accelerator.end_training();
 }

@@ -142,7 +142,7 @@ TEST(SyncBatchNormRuns, AreThoseOfOneProcessWhereARankNeverHasARow) {
   }
 }
 
-TEST(SyncBatchNormRuns, EndWithAnErrorWhereARankJoins) {
+TEST(SyncBatchNormRuns, EndWithAnErrorWhereARanksDataEnds) {
   auto accelerator = accelerator_of({.sync_batchnorm = true});
   if (accelerator.num_processes() == 1) {
     return;
@@ -157,7 +157,7 @@ TEST(SyncBatchNormRuns, EndWithAnErrorWhereARankJoins) {
                 }
                 accelerator.join_uneven_inputs();
               }),
-              "a rank is in join_uneven_inputs()");
+              "some ranks have ended their loop and others continue to train");
 }
 
 // The other ranks wait in a layer's forward.

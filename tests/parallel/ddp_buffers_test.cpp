@@ -36,7 +36,7 @@ struct BufferRig {
   void step(const DdpRanks& ranks = {}) {
     ddp.begin();
     const Tensor loss = net->loss(rank);
-    ddp.start_backward(true, {.joined = !ranks.here});
+    ddp.start_backward(true);
     if (ranks.here) {
       loss.backward();
     }

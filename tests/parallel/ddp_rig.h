@@ -30,7 +30,7 @@ template <typename Loss>
 void reduce_once(Ddp& ddp, int rank, const Loss& loss, double factor = 1) {
   ddp.begin();
   const Tensor mine = loss(rank);
-  ddp.start_backward(true, {.loss = mine, .joined = !mine.defined()});
+  ddp.start_backward(true, {.loss = mine});
   if (mine.defined()) {
     mine.backward();
   }

@@ -246,15 +246,11 @@ class Accelerator : public Gradients {
   /// inside a window on a range that was not prepared. Collective, blocking.
   void sync_buffers();
 
-  /// For a loop over a range that was not prepared: call it when this rank has no batch left. The
-  /// rank takes part with weight 0 in the windows that others complete, until every rank has called
-  /// it. Then a rank that trained to the end sends parameters, gradients, optimizer state,
-  /// schedulers' step counts and the loss scale to the ranks that did not, so that all are equal
-  /// bit for bit. Loops over prepared loaders need no call. An incomplete window is dropped with a
-  /// warning. Collective, blocking.
-  /// Throws InputError on every rank if the others train a sharded model or one with synchronised
-  /// batch norm, or if an optimizer's state is unknown (derive it from Stateful). Throws
-  /// CommunicationError on every rank if a rank ends its loop without the call.
+  /// The end of a loop over a range that was not prepared, which all ranks ran equally often. Inside
+  /// LocalSGD they may have run it differently often: the rank takes part in the others'
+  /// synchronisations until every rank is here. Loops over prepared loaders need no call, whatever
+  /// the ranks' data. An incomplete window is dropped with a warning. Collective, blocking.
+  /// Throws CommunicationError on every rank if other ranks continue to train.
   void join_uneven_inputs();
 
   /// True if optimizers step after this batch's backward: in a batch that completes its window, and
@@ -286,8 +282,7 @@ class Accelerator : public Gradients {
   /// optimizers, schedulers, positions of loaders, windows (also an incomplete one), torch's
   /// generators of every rank, registered objects. Call it between batches or at the end of the
   /// loop's body. After `break`, the loop counts as still in its epoch. Files and sizes:
-  /// hasten/state/saved_state.h. Collective, blocking; ranks in join_uneven_inputs() take part from
-  /// there.
+  /// hasten/state/saved_state.h. Collective, blocking.
   /// Throws InputError on every rank for a batch without its backward, an optimizer or scheduler
   /// whose state is unknown (derive it from Stateful), or a folder that holds something else.
   /// Throws Error if a rank cannot write. The folder is then unchanged.

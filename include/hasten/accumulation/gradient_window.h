@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
@@ -54,10 +53,6 @@ struct WindowReport {
   /// Number of losses that were not finite, over all ranks; on a device other than the CPU 1 if
   /// there are any.
   DeviceScalar non_finite = 0;
-  /// Ranks in Accelerator::join_uneven_inputs(), which took part with weight 0.
-  int joined = 0;
-  /// Bits that any rank set (WindowShared::requests).
-  uint32_t requests = 0;
   /// The window's last reduction, over all models: how long gradients were being sent, and how much
   /// of that time this rank waited after backward. Seconds; 0 with one rank.
   double communication_seconds = 0;
@@ -71,6 +66,8 @@ struct WindowOptions {
   /// Throws if parameters or gradients change between a window's batches. Costs up to 1 us per
   /// parameter and batch, except for a window's last.
   bool check = true;
+  /// False: the ranks of the window are not all of the world, so requests wait for another message.
+  bool all_ranks = true;
 };
 
 /// Facts about a batch that are known before its loss.
@@ -91,8 +88,6 @@ struct WindowBatch {
 
 /// What all windows of an accelerator share.
 struct WindowShared {
-  /// A check that communicates, called after a window's reduction. Empty: none.
-  std::function<void()> check{};
   /// A hash of the optimizer steps so far and their order. Ranks must agree on it when a window is
   /// complete.
   uint64_t steps = 0;
@@ -104,9 +99,11 @@ struct WindowShared {
   /// The factor of the losses of later windows before backward. When a window is complete, its
   /// gradients are divided by it. Equal on all ranks.
   double loss_scale = 1;
-  /// Bits below kWindowRequests that this rank sends to the others with its next window, at no
-  /// cost.
+  /// Bits below kWindowRequests that this rank sends to the others with its next window, or with the
+  /// next synchronisation of Local SGD, at no cost.
   uint32_t requests = 0;
+  /// Bits that any rank sent, until somebody takes them.
+  uint32_t heard = 0;
 };
 
 namespace detail {
@@ -136,18 +133,13 @@ class GradientWindow : public Stateful {
   void backward(const at::Tensor& loss, std::optional<double> sum_weight,
                 const BackwardOptions& options);
 
-  /// True if the window's last batch is open, or was closed without a backward, and earlier batches
-  /// had one.
+  /// True if the last batch of the window, or of the data, is open or was closed without a backward.
   bool lacks_last_backward() const {
-    return begun_ && !complete_ && !outside_ && last_ && !had_backward_ && batches_ > 0;
+    return begun_ && !complete_ && !outside_ && !had_backward_ &&
+           (batches_ > 0 ? last_ : batch_.data_ends);
   }
-  /// True if the data's last batch was the only one in its window on this rank and was closed
-  /// without a backward.
-  bool left_out_last() const {
-    return begun_ && !complete_ && !outside_ && batch_.data_ends && !had_backward_ && batches_ == 0;
-  }
-  /// Completes a window that lacks its last backward with the gradients so far. Collective, as that
-  /// backward.
+  /// Completes a window that lacks its last backward with the gradients so far. A window that has no
+  /// batch on any rank is dropped. Collective, as that backward.
   void complete_without_backward();
 
   /// Backward without an open batch. With `reduce` true it is one whole window, and its gradient
@@ -162,9 +154,6 @@ class GradientWindow : public Stateful {
   void backward_outside(const at::Tensor& loss, std::optional<double> sum_weight,
                         const WindowBatch& batch, bool reduce, bool retain_graph);
 
-  /// Takes part with weight 0 in the window that the other ranks announced by `totals`, and drops
-  /// its gradients. Collective, blocking. Throws InputError in the middle of a window.
-  void join(const WindowTotals& totals);
   /// Drops a window that has batches but is not complete. Returns the number of its batches.
   int64_t drop();
 
@@ -216,7 +205,7 @@ class GradientWindow : public Stateful {
   void complete();
   void settle(const WindowTotals& totals);
   void fail(const char* what, ErrorKind kind);
-  void note_ranks(const WindowTotals& totals, bool here);
+  void note_ranks(const WindowTotals& totals);
   bool alone() const { return communicator_->world_size() == 1; }
   bool equal_batches() const { return options_.weighting == LossWeighting::mean_of_means; }
 
@@ -237,6 +226,7 @@ class GradientWindow : public Stateful {
   bool outside_sums_ = false; // its losses are sums
   int64_t batches_ = 0; // batches with a backward, so far
   bool idle_ = true; // all its batches are stand-ins
+  bool empty_ = false; // it is completed without a batch
   double scale_ = 0; // n0; 0 until the window's first backward
   double next_scale_; // n0 of the next window
   double loss_scale_ = 1; // WindowShared::loss_scale, for the whole window

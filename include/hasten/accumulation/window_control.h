@@ -25,39 +25,40 @@ struct WindowTotals {
   /// are summed there.
   double loss = 0;
   double non_finite = 0;
-  /// Number of ranks whose loop has ended; input: 1 for such a rank.
+  /// Number of ranks at the end of their data; input: 1 for such a rank. All ranks must be there,
+  /// at the same one, unless they wait.
   int finished = 0;
-  /// Whether a finished rank takes part in the others' windows. If not, the others must be
-  /// finished, too.
-  bool joins = false;
-  /// Number of finished ranks that took part in a window since; input: 1 for such a rank.
-  int out_of_date = 0;
+  /// This finished rank waits for the others, which may synchronise by Local SGD in the meantime.
+  bool waits = false;
   /// A hash on which finished ranks must agree: the data that ended, and the step at which it
-  /// ended. Below 2^16; 0 agrees with all.
+  /// ended.
   uint64_t data = 0;
-  /// Number of ranks whose batches in the window are all stand-ins; input: 1 for such a rank.
+  /// Number of ranks whose window has no batches but stand-ins; input: 1 for such a rank.
   int idle = 0;
+  /// Number of ranks whose window has no batch at all; input: 1 for such a rank.
+  int empty = 0;
   /// Another reduction of a window that was reduced already.
   bool extra = false;
   /// Not a window: the buffers of `models` are synchronised.
   bool buffers = false;
-  /// Bit i: model i takes part. Ranks with batches must agree.
+  /// Bit i: model i takes part. Ranks must agree.
   uint64_t models = 0;
   /// Number of the window among those of its models.
   uint64_t number = 0;
-  /// If not 0: not a window, but a Local SGD synchronisation of this kind over these models.
+  /// If not 0: not a window, but a Local SGD synchronisation of this kind over these models. Output,
+  /// on a rank that waits: the others'.
   int64_t round = 0;
   /// The window is one of GradientWindow::backward_outside. Ranks must agree.
   bool outside = false;
-  /// WindowShared::steps. Ranks with batches must agree.
+  /// WindowShared::steps. Ranks must agree.
   uint64_t steps = 0;
   /// Checksum of the batches that this rank read from a range that all ranks read: of the first
-  /// global batch or, for a finished rank, of all. 0 agrees with all. `range` is the range's name.
+  /// global batch or, at the end of the data, of all. 0 agrees with all. `range` is the range's name.
   uint64_t read = 0;
   std::string range{};
   /// The factor of losses in addition to their weights. Ranks must agree.
   double loss_scale = 1;
-  /// Bits below kWindowRequests. Output: those that any rank with batches has set.
+  /// Bits below kWindowRequests. Output: those that any rank has set.
   uint32_t requests = 0;
 };
 
@@ -74,14 +75,14 @@ class WindowControl {
   /// Collective.
   void start(const WindowTotals& mine);
   /// Waits for the sum. Collective.
-  /// Throws CommunicationError on every rank if some ranks are finished and do not join while
-  /// others are not finished; if ranks with batches are not in the same window of the same models;
-  /// if all are finished, but with different data; or if they read different batches.
+  /// Throws CommunicationError on every rank if some ranks are finished without waiting and others
+  /// are not finished; if ranks are not in the same window of the same models; if all are finished,
+  /// but with different data; or if they read different batches.
   WindowTotals wait();
 
  private:
   std::shared_ptr<Communicator> communicator_;
-  std::string range_{};
+  WindowTotals mine_{};
   at::Tensor values_{};
   Work handle_{};
 };

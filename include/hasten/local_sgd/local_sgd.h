@@ -20,9 +20,11 @@
 // even if the step is skipped because a value is not finite. So accumulation counts as one step,
 // and the ranks' counts stay equal.
 //
-// Uneven numbers of batches: a rank whose training loader has ended takes part in the others'
-// synchronisations until all loaders have ended. Its weight is 0 in a synchronisation before which
-// it made no step. At the end the ranks set their counts to the largest.
+// Inside the scope ranks send nothing but the synchronisations. What a Trainer's callback asks of all
+// ranks, and the checksum of the data that all ranks read, travel with them. Ranks without samples
+// run stand-in batches that they find without a message; the weight of a rank is 0 in a
+// synchronisation before which it had no samples. If the ranks made different numbers of steps, they
+// set their counts to the largest in synchronize() and finish().
 //
 // Models with strategy hsdp: the ranks of a replica train it together. Every H steps the replicas
 // are averaged: each rank averages with the ranks that hold the same shard. "Rank" then means
@@ -156,7 +158,8 @@ class LocalSGD {
   /// up moments), and CommunicationError if a peer fails.
   bool step();
   /// Averages now, unless no rank has made a step since the last average: for an evaluation or a
-  /// save. Does not change when the next average is due. Call it between windows. Collective.
+  /// save. Does not change when the next average is due. Call it between windows. Collective. Ranks
+  /// that come early take part in the averages of those that still train.
   void synchronize();
   /// Averages the remaining steps, replaces the optimizers' moments by their means, so that plain
   /// training can follow, and closes the scope. A second call does nothing. Collective.

@@ -53,8 +53,6 @@ struct DdpBackward {
   /// The loss. With find_unused_parameters its graph is searched for the parameters that get a
   /// gradient. Undefined: unused parameters are found when backward has ended.
   at::Tensor loss{};
-  /// This rank has no batch and adds zeros.
-  bool joined = false;
   /// No bucket starts before finish_backward(). Set it for all but one of several models in one
   /// backward. Otherwise the order in which their buckets start would depend on the graph.
   bool hold = false;
@@ -104,8 +102,7 @@ class DataParallel : public Stateful {
   /// local, but it starts buckets that wait for no gradient.
   virtual void start_backward(bool reduce, DdpBackward backward = {}) = 0;
   /// Call after a backward. Starts the remaining reductions, also of parameters without a gradient.
-  /// Collective if it reduces; does not block. A rank without data calls it directly after
-  /// start_backward(true, {.joined = true}).
+  /// Collective if it reduces; does not block.
   virtual void finish_backward() = 0;
   /// Waits for the reduction, multiplies the sum by `factor`, adds the gradients that were kept
   /// apart, and synchronises buffers. Then every grad() is final. If no rank used the parameter,
