@@ -47,7 +47,7 @@ void AcceleratorCore::end_of_data(const LoaderState* loader) {
       windows.drop_unfinished(loader);
     }
     if (local.is_local()) { // each rank has its own windows
-      if (loader == nullptr) {
+      if (loader == nullptr || loader->own_end) {
         local.scope()->wait_for_peers();
       }
       return;

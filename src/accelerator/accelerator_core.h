@@ -6,8 +6,17 @@
 #include <vector>
 
 #include "checkpointer.h"
+#include "gradient_checks.h"
 #include "hasten/accelerator/collect.h"
 #include "hasten/tracking/tracker.h"
+#include "loader_set.h"
+#include "local_windows.h"
+#include "mixed_precision.h"
+#include "model_set.h"
+#include "open_batch.h"
+#include "optimizer_set.h"
+#include "run_context.h"
+#include "window_set.h"
 
 namespace hasten::detail {
 

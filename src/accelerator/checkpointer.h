@@ -6,10 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "hasten/core/stateful.h"
 #include "hasten/state/saved_state.h"
-#include "local_windows.h"
-#include "open_batch.h"
-#include "optimizer_set.h"
+#include "parts.h"
 
 namespace hasten {
 class FolderCommit;

@@ -6,8 +6,16 @@
 #include <cmath>
 #include <utility>
 
+#include <ATen/ATen.h>
+#include <algorithm>
+#include <cmath>
+#include <utility>
 #include "hasten/base/log.h"
 #include "hasten/optim/gradient_norm.h"
+#include "mixed_precision.h"
+#include "model_set.h"
+#include "run_context.h"
+#include "window_set.h"
 
 namespace hasten::detail {
 

@@ -5,9 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "mixed_precision.h"
-#include "model_set.h"
-#include "window_set.h"
+#include "hasten/core/device_scalar.h"
+#include "parts.h"
 
 namespace hasten::detail {
 
@@ -61,15 +60,6 @@ class GradientChecks {
   MixedPrecision& precision_;
   std::vector<Facts> facts_; // [model]
   uint64_t scaled_serial_ = 0;
-};
-
-/// The parts below batches, optimizers and the state.
-struct WindowParts {
-  RunContext& run_;
-  ModelSet& models_;
-  WindowSet& windows_;
-  MixedPrecision& precision_;
-  GradientChecks& checks_;
 };
 
 } // namespace hasten::detail

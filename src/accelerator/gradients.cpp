@@ -1,15 +1,19 @@
 #include "hasten/accelerator/gradients.h"
-
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-
 #include "accelerator_core.h"
+#include "gradient_checks.h"
 #include "hasten/base/error.h"
 #include "hasten/optim/gradient_norm.h"
+#include "mixed_precision.h"
+#include "model_set.h"
+#include "open_batch.h"
+#include "optimizer_set.h"
+#include "run_context.h"
+#include "window_set.h"
 
 namespace hasten {
 

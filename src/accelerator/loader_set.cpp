@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <algorithm>
 #include "hasten/base/error.h"
 #include "hasten/core/device.h"
 #include "state/state_contents.h"

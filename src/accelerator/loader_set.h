@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "hasten/loader/loader_state.h"
-#include "state/state_contents.h"
+#include "parts.h"
 
 namespace hasten::detail {
 

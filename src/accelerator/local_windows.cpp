@@ -2,8 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <ATen/ATen.h>
 #include "hasten/base/error.h"
+#include "mixed_precision.h"
+#include "model_set.h"
+#include "optimizer_set.h"
 #include "state/state_contents.h"
+#include "window_set.h"
 
 namespace hasten::detail {
 
@@ -25,6 +30,10 @@ void LocalWindows::open(LocalScope& scope) {
                      "set AcceleratorOptions::sync_batchnorm to false");
   }
   scope_ = &scope;
+}
+
+bool LocalWindows::is_local() const {
+  return scope_ != nullptr && windows_.is_local(scope_->model());
 }
 
 void LocalWindows::set_local(bool local) { windows_.set_local(scope_->model(), local); }

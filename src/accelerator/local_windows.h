@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "hasten/core/stateful.h"
-#include "optimizer_set.h"
+#include "parts.h"
 
 namespace hasten::detail {
 
@@ -31,7 +31,7 @@ class LocalWindows : private WindowParts {
   /// Null: none is open.
   LocalScope* scope() const { return scope_; }
   /// Its model reduces nothing.
-  bool is_local() const { return scope_ != nullptr && windows_.is_local(scope_->model()); }
+  bool is_local() const;
   /// Between windows: whether the scope's model reduces nothing.
   void set_local(bool local);
 

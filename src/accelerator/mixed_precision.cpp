@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include <algorithm>
+#include <cmath>
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/core/precision_probe.h"
+#include "run_context.h"
 #include "state/state_contents.h"
 
 namespace hasten::detail {

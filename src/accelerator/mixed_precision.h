@@ -7,12 +7,11 @@
 
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/amp/loss_scale.h"
+#include "hasten/config/precision.h"
 #include "hasten/core/autocast.h"
-#include "run_context.h"
+#include "parts.h"
 
 namespace hasten::detail {
-
-struct StateToLoad;
 
 class MixedPrecision {
  public:

@@ -9,6 +9,13 @@
 #include <nlohmann/json.hpp>
 #include <unordered_set>
 
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <unordered_set>
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
@@ -16,6 +23,7 @@
 #include "hasten/parallel/ddp.h"
 #include "parallel/module_buffers.h"
 #include "parallel/verify.h"
+#include "run_context.h"
 
 namespace hasten::detail {
 

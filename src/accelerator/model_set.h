@@ -8,11 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "hasten/config/precision.h"
 #include "hasten/optim/optimizer_state.h"
 #include "hasten/parallel/data_parallel.h"
 #include "hasten/parallel/fully_shard.h"
 #include "hasten/parallel/sync_batch_norm.h"
-#include "run_context.h"
+#include "parts.h"
 #include "state/state_contents.h"
 
 namespace torch::optim {
@@ -20,13 +21,6 @@ class Optimizer;
 }
 
 namespace hasten::detail {
-
-/// Slots of one model; `all`: every slot it has.
-struct SlotList {
-  size_t model = 0;
-  bool all = false;
-  std::vector<int64_t> slots{};
-};
 
 struct PreparedModel {
   std::shared_ptr<DataParallel> parallel;

@@ -2,10 +2,17 @@
 
 #include <algorithm>
 
+#include <algorithm>
+#include "gradient_checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
+#include "loader_set.h"
+#include "mixed_precision.h"
+#include "model_set.h"
+#include "run_context.h"
+#include "window_set.h"
 
 namespace hasten::detail {
 
@@ -245,18 +252,17 @@ void OpenBatch::refuse_sharded_outside(const std::vector<size_t>& models) const 
   }
 }
 
+const std::shared_ptr<Communicator>& OpenBatch::peers(uint64_t models) const {
+  const bool replica = windows_.has_local(models) && models_.has_replicas(models);
+  return replica ? models_.shard_group() : run_.communicator();
+}
+
 void OpenBatch::agree(const WindowTotals& place) {
-  WindowControl* control = &control_;
-  if (windows_.has_local(place.models) && models_.has_replicas(place.models)) {
-    if (!replica_control_) {
-      replica_control_.emplace(models_.shard_group());
-    }
-    control = &*replica_control_;
-  }
+  WindowControl control(peers(place.models));
   WindowTotals mine = place;
   mine.steps = windows_.shared()->steps;
-  control->start(mine);
-  if (control->wait().finished > 0 && place.finished == 0) {
+  control.start(mine);
+  if (control.wait().finished > 0 && place.finished == 0) {
     throw CommunicationError("accelerator::Accelerator",
                              "the data of a rank has ended inside LocalSGD, and others evaluate or "
                              "save",

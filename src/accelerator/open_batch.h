@@ -6,17 +6,16 @@
 #include <optional>
 #include <vector>
 
-#include "gradient_checks.h"
+#include "hasten/accumulation/gradient_window.h"
 #include "hasten/accumulation/window_control.h"
-#include "loader_set.h"
-#include "window_set.h"
+#include "hasten/parallel/fully_shard.h"
+#include "parts.h"
 
 namespace hasten::detail {
 
 class OpenBatch : private WindowParts {
  public:
-  OpenBatch(const WindowParts& parts, LoaderSet& loaders)
-      : WindowParts(parts), loaders_(loaders), control_(run_.communicator()) {}
+  OpenBatch(const WindowParts& parts, LoaderSet& loaders) : WindowParts(parts), loaders_(loaders) {}
 
   /// accumulate(). `loader` null: the one that is tied to the models.
   void open(std::shared_ptr<LoaderState> loader, std::optional<double> weight,
@@ -41,6 +40,8 @@ class OpenBatch : private WindowParts {
   /// Makes buffers of these models equal, if they have some that the policy covers. `forward`: also
   /// checks that a forward of those that communicate in it comes on all ranks. Collective.
   void even_out_buffers(uint64_t models, bool forward = false);
+  /// The ranks whom windows of these models concern: inside LocalSGD those of one replica.
+  const std::shared_ptr<Communicator>& peers(uint64_t models) const;
   /// All ranks are at this place, outside a window. Collective. Throws CommunicationError on every
   /// rank if one is elsewhere.
   void agree(const WindowTotals& place);
@@ -51,9 +52,6 @@ class OpenBatch : private WindowParts {
   bool rows_count(size_t model);
   void check_parameters();
 
-  /// The last batch completed its window.
-  bool completed() const { return last_batch_completed_; }
-  void set_completed(bool completed) { last_batch_completed_ = completed; }
   /// After a state was loaded.
   void reset(bool completed);
 
@@ -75,8 +73,6 @@ class OpenBatch : private WindowParts {
   void announce_forward(uint64_t models);
 
   LoaderSet& loaders_;
-  WindowControl control_;
-  std::optional<WindowControl> replica_control_; // of local windows of one replica
   uint64_t announced_ = 0; // mask: forwards outside accumulate(), since the last window
   GradientWindow* window_ = nullptr; // the open batch's
   bool stands_in_ = false; // that batch

@@ -5,12 +5,20 @@
 
 #include <algorithm>
 
+#include <ATen/ATen.h>
+#include <torch/optim.h>
+#include <algorithm>
+#include "gradient_checks.h"
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/random.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "hasten/optim/optimizer_state.h"
+#include "model_set.h"
+#include "open_batch.h"
+#include "run_context.h"
+#include "window_set.h"
 
 namespace hasten::detail {
 

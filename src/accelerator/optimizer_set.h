@@ -5,10 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "gradient_checks.h"
 #include "hasten/accelerator/gradients.h"
 #include "hasten/accelerator/prepared.h"
-#include "open_batch.h"
+#include "parts.h"
 
 namespace hasten::detail {
 

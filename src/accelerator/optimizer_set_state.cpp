@@ -6,6 +6,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/optim/optimizer_state.h"
+#include "model_set.h"
 #include "optimizer_set.h"
 #include "state/state_contents.h"
 

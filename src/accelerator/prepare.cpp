@@ -1,6 +1,7 @@
 // What prepare() makes, and what its handles do.
 #include "hasten/accelerator/prepare.h"
 
+#include <ATen/ATen.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
 
 #include "accelerator_core.h"
@@ -13,6 +14,34 @@ bool SchedulerHandle::step() { return core_->optimizers.scheduler_step(*state_);
 
 namespace {
 
+class CoreRollCall final : public RollCall {
+ public:
+  CoreRollCall(const OpenBatch& batch, const LoaderState& loader)
+      : batch_(batch), loader_(loader) {}
+
+  int64_t largest(int64_t own) override {
+    start(true); // finds ranks that are elsewhere
+    wait();
+    const at::Tensor most = at::tensor({own}, at::kLong);
+    batch_.peers(~uint64_t{0})->all_reduce(most, ReduceOp::MAX, "batches of the ranks");
+    return most.item<int64_t>();
+  }
+  void start(bool here) override {
+    control_.emplace(batch_.peers(~uint64_t{0}));
+    control_->start({.rows = here ? 1.0 : 0.0, .buffers = true, .number = loader_.index});
+  }
+  bool pending() const override { return control_.has_value(); }
+  bool wait() override {
+    WindowControl control = *std::exchange(control_, std::nullopt);
+    return control.wait().rows > 0;
+  }
+
+ private:
+  const OpenBatch& batch_;
+  const LoaderState& loader_; // its owner has this object
+  std::optional<WindowControl> control_;
+};
+
 class CoreLoaderLink final : public LoaderLink {
  public:
   explicit CoreLoaderLink(std::shared_ptr<AcceleratorCore> core) : core_(std::move(core)) {}
@@ -22,6 +51,13 @@ class CoreLoaderLink final : public LoaderLink {
   std::optional<uint64_t> order_seed() const override { return core_->run.order_seed(); }
   void begin(LoaderState& loader) const override { core_->begin_pass(loader); }
   void end(LoaderState& loader) const override { core_->end_pass(loader); }
+  std::unique_ptr<RollCall> roll_call(const LoaderState& loader) const override {
+    return std::make_unique<CoreRollCall>(core_->batch, loader);
+  }
+  bool trains_together() const override {
+    return !core_->local.is_local() ||
+           core_->models.has_replicas(uint64_t{1} << core_->local.scope()->model());
+  }
   void enter_loop(const std::shared_ptr<LoaderState>& loader) const override {
     core_->loaders.enter_loop(loader);
   }

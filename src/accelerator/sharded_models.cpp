@@ -11,6 +11,7 @@
 #include "hasten/base/text.h"
 #include "hasten/optim/fused_optimizer.h"
 #include "model_set.h"
+#include "run_context.h"
 
 namespace hasten::detail {
 

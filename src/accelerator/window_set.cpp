@@ -2,8 +2,13 @@
 
 #include <algorithm>
 
+#include <algorithm>
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
+#include "hasten/loader/loader_state.h"
+#include "model_set.h"
+#include "run_context.h"
+#include "state/state_contents.h"
 
 namespace hasten::detail {
 

@@ -6,9 +6,7 @@
 #include <vector>
 
 #include "hasten/accumulation/gradient_window.h"
-#include "hasten/loader/loader_state.h"
-#include "model_set.h"
-#include "state/state_contents.h"
+#include "parts.h"
 
 namespace hasten::detail {
 

@@ -1,4 +1,4 @@
-#include "hasten/loader/batch.h"
+#include "hasten/loader/any_batch.h"
 
 #include <ATen/ATen.h>
 
@@ -10,7 +10,7 @@
 
 namespace hasten::detail {
 
-uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
+static uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
   const auto add = [&sum](uint64_t value) {
     sum = mix(sum ^ value, 0);
     sum ^= sum >> 32;
@@ -34,6 +34,48 @@ uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor) {
     add(bits);
   }
   return sum;
+}
+
+uint64_t AnyBatch::checksum(uint64_t sum) const {
+  for (const at::Tensor& tensor : held_->pack().tensors) {
+    if (tensor.defined()) {
+      sum = tensor_checksum(sum, tensor);
+    }
+  }
+  return sum;
+}
+
+PackedBatch AnyBatch::packed() const {
+  PackedBatch packed = held_->pack();
+  if (packed.tensors.empty() && !(packed.lists_rows && packed.rows == 0)) {
+    throw_no_tensor_inside();
+  }
+  return packed;
+}
+
+void AnyBatch::pin() {
+  if (held_) {
+    held_->change(pinned);
+  }
+}
+
+void AnyBatch::move_to(const at::Device& device, const SideStream* side) {
+  if (!held_->moved_itself(device)) {
+    held_->change([&](const at::Tensor& tensor) {
+      return side == nullptr ? tensor_to_device(tensor, device) : side->upload(tensor);
+    });
+  }
+}
+
+void AnyBatch::receive(const SideStream& side) {
+  side.join();
+  const c10::Stream stream = current_stream(side.stream().device());
+  held_->change([&stream](const at::Tensor& tensor) {
+    if (!tensor.is_cpu()) {
+      tensor.record_stream(stream);
+    }
+    return tensor;
+  });
 }
 
 [[noreturn]] void throw_not_rows(const PackedBatch& batch, size_t index,

@@ -1,4 +1,5 @@
-// Batches that rank 0 reads and sends to all ranks.
+#include "dispatch.h"
+
 #include <ATen/ATen.h>
 
 #include <cstring>
@@ -8,20 +9,12 @@
 #include "hasten/comm/agree.h"
 #include "hasten/comm/communicator.h"
 #include "hasten/comm/few_sizes.h"
-#include "hasten/loader/loader_pass.h"
 
 namespace hasten::detail {
 
 constexpr const char* kDispatch = "batches of rank 0";
 constexpr int64_t kTensorAlignment = 64; // any dtype may start there
 constexpr int64_t kHeaderStart = sizeof(int64_t);
-
-void throw_not_sendable() {
-  throw InputError("accelerator::PreparedLoader",
-                   "dispatch_batches, and the type of the batches has no default constructor",
-                   "a type with a default constructor, which the other ranks need",
-                   "set dispatch_batches=false, or use a struct of Tensors");
-}
 
 void describe_failure(DispatchedBatch& sent, const std::exception_ptr& error) {
   sent = {};
@@ -122,7 +115,7 @@ DispatchedBatch decode_batch(const at::Tensor& buffer, size_t rank, size_t world
   return sent;
 }
 
-DispatchedBatch LoaderLink::dispatch(DispatchedBatch* sent) const {
+DispatchedBatch dispatch(Communicator& communicator, DispatchedBatch* sent) {
   at::Tensor buffer;
   std::exception_ptr error;
   if (sent != nullptr) {
@@ -134,17 +127,17 @@ DispatchedBatch LoaderLink::dispatch(DispatchedBatch* sent) const {
       buffer = encode_batch(*sent);
     }
   }
-  buffer = broadcast_bytes(communicator(), std::move(buffer), 0, kDispatch);
+  buffer = broadcast_bytes(communicator, std::move(buffer), 0, kDispatch);
   if (error) {
     std::rethrow_exception(error);
   }
   if (sent != nullptr) {
     return {};
   }
-  DispatchedBatch received =
-      decode_batch(buffer, static_cast<size_t>(rank()), static_cast<size_t>(world_size()));
+  DispatchedBatch received = decode_batch(buffer, static_cast<size_t>(communicator.rank()),
+                                          static_cast<size_t>(communicator.world_size()));
   if (received.failure) {
-    say_once_per_host(communicator(), 0);
+    say_once_per_host(communicator, 0);
     throw_failure("accelerator::PreparedLoader", "rank 0 could not read the next batch",
                   *received.failure);
   }

@@ -70,7 +70,7 @@ void load_position(LoaderPosition& position, Stateful* range, const NamedTensors
   position.active = false;
   position.epoch = values.at("epoch").get<uint64_t>();
   position.start = cursor;
-  position.cursor = position.read = 0;
+  position.cursor = 0;
   position.start_random = random == tensors.end() ? at::Tensor() : random->second.clone();
 }
 

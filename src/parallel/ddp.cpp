@@ -147,7 +147,7 @@ void Ddp::register_comm_hook(std::shared_ptr<CommHook> hook) {
 // switch at the same time. Gradients that rank 0 did not have come last. Only offsets change; slots
 // keep their numbers.
 void Ddp::use_learned_order() {
-  if (learned_.empty() || learned_in_use_) {
+  if (alone_ || learned_.empty() || learned_in_use_) { // in LocalSGD buckets have no buffers
     return;
   }
   gradients_.reorder(learned_);

@@ -68,6 +68,32 @@ TEST(Buffers, AreRankZerosFromTheFirstForwardOfAWindow) {
   EXPECT_EQ(turn, 4);
 }
 
+// Rank 0 has one batch, the others have two.
+struct LaterRanksHaveMore {
+  void shard(int rank, int world) { batches = make_batches(rank == 0 && world > 1 ? 1 : 2); }
+  int64_t size() const { return std::ssize(batches); }
+  auto begin() const { return batches.begin(); }
+  auto end() const { return batches.end(); }
+  std::vector<Pair> batches = make_batches(2);
+};
+
+TEST(Buffers, AreThoseOfTheFirstRankThatHasABatch) {
+  NotedRun run(BroadcastBuffers::on, 1);
+  LaterRanksHaveMore batches;
+  auto [model, optimizer, loader] = run.accelerator.prepare(run.net, run.sgd, batches);
+  int64_t turn = 0;
+  for (const Pair& batch : loader) {
+    run.write(static_cast<double>(10 * turn + run.rank));
+    auto window = run.accelerator.accumulate(loader, run.net);
+    EXPECT_EQ(run.note(), 10 * turn);
+    run.write(static_cast<double>(10 * turn + run.rank));
+    run.backward(batch);
+    EXPECT_EQ(run.note(), run.world == 1 ? 10 * turn : 11 * turn);
+    ++turn;
+  }
+  EXPECT_EQ(turn, 2);
+}
+
 TEST(Buffers, AreEqualInAnEvaluationInsideAWindow) {
   NotedRun run(BroadcastBuffers::average);
   std::vector<Pair> held_out = make_batches(run.world);

@@ -61,8 +61,11 @@ class Texts : public Dataset {
   std::vector<std::vector<int64_t>> ids_{}; // [row][token]
 };
 
-inline Batch on_run_device(const Batch& batch) {
-  return detail::batch_to_device(batch, testing_support::run_device());
+inline Batch on_run_device(Batch batch) {
+  for (auto& [name, tensor] : batch.tensors) {
+    tensor = tensor.to(testing_support::run_device());
+  }
+  return batch;
 }
 
 /// A linear layer on the normalised mean of the embeddings of a row's tokens.

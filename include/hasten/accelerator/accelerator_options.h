@@ -10,13 +10,13 @@
 #include <variant>
 #include <vector>
 
-#include "hasten/accelerator/prepare.h"
 #include "hasten/accumulation/gradient_window.h"
 #include "hasten/amp/loss_scale.h"
 #include "hasten/base/timeouts.h"
 #include "hasten/config/precision.h"
 #include "hasten/config/strategy.h"
 #include "hasten/core/autocast.h"
+#include "hasten/loader/loader_state.h"
 #include "hasten/parallel/fully_shard.h"
 
 namespace hasten {

@@ -25,8 +25,6 @@
 #include <vector>
 
 #include "hasten/core/block_call.h"
-#include "hasten/core/device.h"
-#include "hasten/core/side_stream.h"
 #include "hasten/data/dataset.h"
 
 namespace hasten::detail {
@@ -180,49 +178,6 @@ std::optional<int64_t> batch_rows(const Value& batch) {
     });
     return found;
   }
-}
-
-// `sum` combined with this tensor: its sizes, and up to about 1,000 of its elements if it is on the
-// CPU.
-uint64_t tensor_checksum(uint64_t sum, const at::Tensor& tensor);
-
-template <typename Value>
-uint64_t batch_checksum(uint64_t sum, const Value& batch) {
-  Value copy = batch;
-  change_tensors(copy, [&sum](const at::Tensor& tensor) {
-    sum = tensor_checksum(sum, tensor);
-    return tensor;
-  });
-  return sum;
-}
-
-// `side`: null, or the stream that copies the tensors; then call receive_batch() before the batch is
-// used. A to_device() of the batch's type does not know the stream.
-template <typename Value>
-Value batch_to_device(Value batch, const at::Device& device, const SideStream* side = nullptr) {
-  if constexpr (requires { to_device(std::move(batch), device); }) {
-    return to_device(std::move(batch), device);
-  } else {
-    change_tensors(batch, [&](const at::Tensor& tensor) {
-      return side == nullptr ? tensor_to_device(tensor, device) : side->upload(tensor);
-    });
-    return batch;
-  }
-}
-// The calling thread's stream uses the batch from now on.
-template <typename Value>
-void receive_batch(Value& batch, const std::optional<SideStream>& side) {
-  if (!side) {
-    return;
-  }
-  side->join();
-  const c10::Stream stream = current_stream(side->stream().device());
-  change_tensors(batch, [&stream](const at::Tensor& tensor) {
-    if (!tensor.is_cpu()) {
-      tensor.record_stream(stream);
-    }
-    return tensor;
-  });
 }
 
 // The tensors of a batch, for code that is the same for all types.

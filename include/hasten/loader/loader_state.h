@@ -60,6 +60,7 @@ struct LoaderState {
   bool stand_in = false; // the current batch is a stand-in of weight 0
   GeneratorStates random{}; // torch's generators before a stand-in
   bool handed_out = false; // there is a current batch
+  bool own_end = false; // inside LocalSGD a pass ends with this rank's data
   std::string range{}; // its name in messages
   // Checksums of this pass: of its first global batch, of all so far, and the one that was compared
   // last. 0: none.
@@ -79,7 +80,6 @@ struct LoaderPosition {
   uint64_t epoch = 0; // of the next begin()
   int64_t start = 0; // the next begin() skips as many
   int64_t cursor = 0; // returned in this pass
-  int64_t read = 0; // `cursor` after the batch that is read ahead
   at::Tensor random{}; // the generator from which the range drew at begin()
   at::Tensor start_random{}; // for the next begin()
 };
@@ -105,7 +105,18 @@ class RangeRandom {
   GeneratorScope scope_;
 };
 
-struct DispatchedBatch;
+// By which ranks agree, batch by batch, whether one of them has a batch. One answer may be pending.
+class RollCall {
+ public:
+  virtual ~RollCall() = default;
+  // Starts the question about the next batch. Collective.
+  virtual void start(bool here) = 0;
+  virtual bool pending() const = 0;
+  // The largest value of all ranks. Collective, blocking.
+  virtual int64_t largest(int64_t own) = 0;
+  // Whether any rank has it. Throws CommunicationError on every rank if one is elsewhere. Collective.
+  virtual bool wait() = 0;
+};
 
 // What a prepared loader needs of the accelerator that prepared it.
 class LoaderLink {
@@ -119,13 +130,14 @@ class LoaderLink {
   // A pass begins, and ends on all ranks. Collective for training loaders.
   virtual void begin(LoaderState& loader) const = 0;
   virtual void end(LoaderState& loader) const = 0;
+  virtual std::unique_ptr<RollCall> roll_call(const LoaderState& loader) const = 0;
+  // False inside LocalSGD, where windows are those of one rank.
+  virtual bool trains_together() const = 0;
   // Until its loop ends, `loader` is the innermost.
   virtual void enter_loop(const std::shared_ptr<LoaderState>& loader) const = 0;
 
   int rank() const;
   int world_size() const;
-  // Rank 0 sends each rank its batches; the others give null. Collective.
-  DispatchedBatch dispatch(DispatchedBatch* sent) const;
   // Called if this rank has no sample of `range` to train on. Ends the other ranks, too.
   [[noreturn]] void refuse_no_row(const std::string& range) const;
 };
