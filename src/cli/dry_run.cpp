@@ -3,11 +3,9 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
-#include "hasten/config/schedule.h"
 #include "hasten/data/loader.h"
 #include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer.h"
@@ -32,9 +30,7 @@ std::string when_text(IntervalStrategy strategy, int64_t steps, const TrainingPl
 
 /// The rate at the first step, the highest one and the last.
 std::string rates_text(const TrainingArguments& a, const TrainingPlan& plan) {
-  const Schedule schedule =
-      make_schedule(a.lr_scheduler_type, plan.warmup_steps, plan.max_steps, a.learning_rate,
-                    try_parse_json(a.lr_scheduler_kwargs).value);
+  const Schedule schedule = make_schedule(a, plan);
   // In a long run only about a million steps are evaluated, and the first after the warm-up.
   int64_t highest = std::min(plan.warmup_steps, plan.max_steps - 1);
   const int64_t stride = 1 + plan.max_steps / 1'000'000;

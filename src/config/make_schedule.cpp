@@ -1,12 +1,12 @@
-#include "hasten/config/schedule.h"
-
 #include <algorithm>
 #include <map>
 #include <utility>
 
 #include "base/registry.h"
 #include "hasten/base/error.h"
+#include "hasten/base/json.h"
 #include "hasten/base/text.h"
+#include "hasten/config/training_plan.h"
 #include "option_checks.h"
 
 namespace hasten {
@@ -180,6 +180,11 @@ Schedule make_schedule(const std::string& name, int64_t warmup, int64_t total, d
                      "warm up over fewer steps, or train longer");
   }
   return make({name, warmup, total, peak, kwargs});
+}
+
+Schedule make_schedule(const TrainingArguments& a, const TrainingPlan& plan) {
+  return make_schedule(a.lr_scheduler_type, plan.warmup_steps, plan.max_steps, a.learning_rate,
+                       try_parse_json(a.lr_scheduler_kwargs).value);
 }
 
 ReduceLrOnPlateauOptions plateau_options(const nlohmann::json& kwargs, bool greater_is_better) {

@@ -81,7 +81,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   }
   detail::NamedOptions args(detail::kMakeOptimizer, "optim_args", name,
                             detail::named_texts(settings.args));
-  FusedOptions fused;
+  FusedOptions fused{.keep_options = settings.keep_options};
   args.take("bf16_moments", fused.bf16_moments);
   args.take("master_weights", fused.master_weights);
   args.take("seed", fused.seed);

@@ -304,11 +304,13 @@ std::function<void()> prepare_optimizer_load(torch::optim::Optimizer& optimizer,
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
       const auto& group = optimizer.param_groups()[i];
       const nlohmann::json& saved = values.at("groups").at(i);
-      auto target = std::make_unique<typename Kind::Options>(
-          static_cast<const typename Kind::Options&>(group.options()));
-      detail::visit_group_options(
-          *target, [&](const char* name, auto& value) { saved.at(name).get_to(value); });
-      loaded->options.push_back(std::move(target));
+      if (fused == nullptr || !fused->engine().options().keep_options) {
+        auto target = std::make_unique<typename Kind::Options>(
+            static_cast<const typename Kind::Options&>(group.options()));
+        detail::visit_group_options(
+            *target, [&](const char* name, auto& value) { saved.at(name).get_to(value); });
+        loaded->options.push_back(std::move(target));
+      }
       for (const at::Tensor& parameter : group.params()) {
         // hasten's own optimizers accept any floating dtype.
         loaded->states.emplace_back(

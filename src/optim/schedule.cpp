@@ -14,6 +14,7 @@ LRScheduler::LRScheduler(torch::optim::Optimizer& optimizer, Schedule schedule)
     base_lrs_.push_back(group.options().get_lr());
   }
   apply();
+  open_lr_ = used_lr_ = last_lr_;
 }
 
 void LRScheduler::step() {
@@ -21,14 +22,18 @@ void LRScheduler::step() {
   apply();
 }
 
-void LRScheduler::set_base_lrs(std::vector<double> base_lrs) {
+void LRScheduler::close_step() { used_lr_ = std::exchange(open_lr_, last_lr_); }
+
+void LRScheduler::set(std::vector<double> base_lrs, int64_t completed_updates) {
   if (base_lrs.size() != base_lrs_.size()) {
     throw InputError("optim::LRScheduler",
                      "base_lrs of " + std::to_string(base_lrs.size()) + " parameter groups",
                      "the optimizer's " + std::to_string(base_lrs_.size()));
   }
   base_lrs_ = std::move(base_lrs);
+  completed_updates_ = completed_updates;
   apply();
+  open_lr_ = last_lr_;
 }
 
 void LRScheduler::apply() {
@@ -47,17 +52,8 @@ void LRScheduler::save_state(NamedTensors&, nlohmann::json& values) const {
 
 void LRScheduler::load_state(const NamedTensors&, const nlohmann::json& values) {
   detail::require_state("optim::LRScheduler", values, {"completed_updates", "base_lrs"});
-  auto base_lrs = values.at("base_lrs").get<std::vector<double>>();
-  if (base_lrs.size() != base_lrs_.size()) {
-    throw InputError(
-        "optim::LRScheduler",
-        "the state has base_lrs of " + std::to_string(base_lrs.size()) +
-            " parameter groups, the optimizer has groups=" + std::to_string(base_lrs_.size()),
-        "the same groups");
-  }
-  completed_updates_ = values.at("completed_updates").get<int64_t>();
-  base_lrs_ = std::move(base_lrs);
-  apply();
+  set(values.at("base_lrs").get<std::vector<double>>(),
+      values.at("completed_updates").get<int64_t>());
 }
 
 } // namespace hasten

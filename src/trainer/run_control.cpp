@@ -1,6 +1,7 @@
 #include "run_control.h"
 
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <map>
 #include <string>
@@ -61,7 +62,13 @@ void RunControl::take_controls(bool common) {
           "add the callback on every rank, and set the rate in on_step_end, "
           "on_log, on_evaluate, on_save or on_epoch_end");
     }
-    set_learning_rate_(*control.learning_rate);
+    const double rate = *control.learning_rate;
+    if (!(rate >= 0) || !std::isfinite(rate)) {
+      throw InputError("trainer::train", "control().learning_rate=" + std::to_string(rate),
+                       "0 or more");
+    }
+    scheduler_.set_base_lrs(std::vector(scheduler_.base_lrs().size(), rate));
+    own_learning_rate_ = true;
   }
 }
 

@@ -8,9 +8,9 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
+#include "hasten/optim/schedule.h"
 #include "trainer_parts.h"
 
 namespace hasten::detail {
@@ -26,9 +26,9 @@ enum RunRequest : uint32_t {
 
 class RunControl {
  public:
-  /// `set_learning_rate`: what a callback asked for.
-  RunControl(TrainerParts& parts, std::function<void(double)> set_learning_rate)
-      : parts_(parts), set_learning_rate_(std::move(set_learning_rate)) {}
+  /// `scheduler` gets the learning rates that callbacks set.
+  RunControl(TrainerParts& parts, LRScheduler& scheduler)
+      : parts_(parts), scheduler_(scheduler) {}
 
   /// Which callbacks every rank has. Collective.
   void compare_callbacks();
@@ -47,9 +47,13 @@ class RunControl {
   /// Whether this is to be done after this optimizer step; it is not any more then.
   bool take(uint32_t bit);
 
-  /// A callback ended training.
+  /// A callback ended training, or set the learning rate. Checkpoints have both.
   bool stopping() const { return stopping_; }
-  void set_stopping(bool stopping) { stopping_ = stopping; }
+  bool own_learning_rate() const { return own_learning_rate_; }
+  void restore(bool stopping, bool own_learning_rate) {
+    stopping_ = stopping;
+    own_learning_rate_ = own_learning_rate;
+  }
   /// All ranks know of a SIGTERM.
   bool terminating() const { return terminating_; }
 
@@ -57,11 +61,12 @@ class RunControl {
   void ask(uint32_t bits, bool common);
 
   TrainerParts& parts_;
-  std::function<void(double)> set_learning_rate_;
+  LRScheduler& scheduler_;
   std::vector<bool> common_{}; // [callback]: every rank has it
   uint32_t asked_ = 0; // bits to do after this optimizer step, on all ranks
   bool asked_to_terminate_ = false; // this rank has asked the others
   bool stopping_ = false;
+  bool own_learning_rate_ = false;
   bool terminating_ = false;
 };
 

@@ -94,7 +94,7 @@ void TrainingRun::log_training() {
   collect_losses();
   last_logged_step_ = state_.global_step;
   nlohmann::json record = {{"loss", progress_.since_record.mean()},
-                           {"learning_rate", learning_rate_},
+                           {"learning_rate", lr_scheduler_->used_lr().at(0)},
                            {"epoch", state_.epoch},
                            {"step", state_.global_step}};
   if (step_->scales_losses()) {
@@ -156,7 +156,6 @@ void TrainingRun::step_plateau(const nlohmann::json& record) {
     lr_scheduler_->set_base_lrs(mapped(torch_optimizer_->param_groups(), [](const auto& group) {
       return group.options().get_lr();
     })); // which it keeps
-    next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
   }
 }
 
@@ -254,7 +253,7 @@ nlohmann::json TrainingRun::saved_progress() const {
                  {"run_seconds", run_seconds()},
                  {"seconds_aside", progress_.seconds_not_training},
                  {"stopping", control_.stopping()},
-                 {"own_learning_rate", progress_.own_learning_rate},
+                 {"own_learning_rate", control_.own_learning_rate()},
                  {"evaluated_step", progress_.last_evaluated_step}});
   return values;
 }
@@ -268,10 +267,10 @@ void TrainingRun::restore(const nlohmann::json& values) {
       progress.epoch_evaluation[name] = value.get<double>();
     }
   }
-  progress.own_learning_rate = values.value("own_learning_rate", false);
   progress.last_evaluated_step = values.value("evaluated_step", int64_t{-1});
   const auto seconds = values.at("run_seconds").get<double>();
   const bool stopping = values.value("stopping", false);
+  const bool own_learning_rate = values.value("own_learning_rate", false);
   state_ = trainer_state_from(values.at("state"));
 
   progress_ = std::move(progress);
@@ -280,7 +279,7 @@ void TrainingRun::restore(const nlohmann::json& values) {
   last_saved_step_ = state_.global_step;
   seconds_at_record_ = seconds_trained();
   samples_at_record_ = progress_.samples;
-  control_.set_stopping(stopping);
+  control_.restore(stopping, own_learning_rate);
 }
 
 void TrainingRun::register_states() {
@@ -294,20 +293,12 @@ void TrainingRun::register_states() {
   }
 }
 
-/// The arguments override the optimizer's options in the file; they are equal or were allowed to
-/// differ. The learning rate of the file stays if a plateau or a callback has set it.
+/// The file's peak stays if a plateau or a callback set it; else the arguments' may differ from it.
 void TrainingRun::load_checkpoint() {
-  auto options = mapped(torch_optimizer_->param_groups(),
-                        [](const auto& group) { return group.options().clone(); });
-  std::vector<double> peaks = lr_scheduler_->base_lrs();
   parts_.accelerator->load_state(start_.folder, {.verify_checksums = false});
-  if (plateau_ || progress_.own_learning_rate) {
-    peaks = lr_scheduler_->base_lrs();
+  if (!plateau_ && !control_.own_learning_rate()) {
+    lr_scheduler_->set_base_lrs(std::vector(groups_.size(), parts_.arguments.learning_rate));
   }
-  for (size_t i = 0; i < options.size(); ++i) {
-    torch_optimizer_->param_groups()[i].set_options(std::move(options[i]));
-  }
-  lr_scheduler_->set_base_lrs(peaks);
   if (state_.best_global_step) { // the folder may have been moved
     const auto best = output_dir_ / ("checkpoint-" + std::to_string(*state_.best_global_step));
     std::error_code error;

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
 #include <optional>
 #include <unordered_set>
@@ -16,7 +15,6 @@
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
-#include "hasten/config/schedule.h"
 #include "hasten/core/memory.h"
 #include "hasten/optim/param_groups.h"
 #include "hasten/trainer/output_folder.h"
@@ -29,7 +27,8 @@ OptimizerSettings optimizer_settings(const TrainingArguments& a) {
           .adam_beta1 = a.adam_beta1,
           .adam_beta2 = a.adam_beta2,
           .adam_epsilon = a.adam_epsilon,
-          .args = a.optim_args};
+          .args = a.optim_args,
+          .keep_options = true}; // the arguments of a resumed run may be other ones
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EpochReport, epoch, training_loss, samples, train_seconds,
@@ -74,15 +73,6 @@ RunDescription describe_run(const TrainingArguments& a, const TrainingPlan& plan
 
 namespace detail {
 
-nlohmann::json schedule_kwargs(const TrainingArguments& a) {
-  return try_parse_json(a.lr_scheduler_kwargs).value;
-}
-
-Schedule schedule_of(const TrainingArguments& a, const TrainingPlan& plan) {
-  return make_schedule(a.lr_scheduler_type, plan.warmup_steps, plan.max_steps, a.learning_rate,
-                       schedule_kwargs(a));
-}
-
 LoaderOptions train_loader_options(const TrainingArguments& a, int world_size, int64_t drop_batch) {
   LoaderOptions options;
   options.batch_size = a.per_device_train_batch_size;
@@ -126,12 +116,12 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, Starting
       start_(std::move(start)),
       run_reference_(std::make_shared<RunReference>(this)),
       output_dir_(parts.arguments.output_dir),
-      control_(parts, [this](double rate) { set_learning_rate(rate); }),
       groups_(decay_groups(*parts.model, parts.arguments.weight_decay)),
       torch_optimizer_(make_optimizer(spelling(parts.arguments.optim), groups_,
                                       optimizer_settings(parts.arguments))),
       lr_scheduler_(
-          std::make_shared<LRScheduler>(*torch_optimizer_, schedule_of(parts.arguments, plan))),
+          std::make_shared<LRScheduler>(*torch_optimizer_, make_schedule(parts.arguments, plan))),
+      control_(parts, *lr_scheduler_),
       data_loader_(std::make_shared<DataLoader>(
           parts.train, train_loader_options(parts.arguments, parts.accelerator->num_processes(),
                                             start_.drop_batch))) {
@@ -140,7 +130,8 @@ TrainingRun::TrainingRun(TrainerParts& parts, const TrainingPlan& plan, Starting
   description_ = describe_run(a, plan, *parts.model, parts.accelerator->num_processes());
   if (a.lr_scheduler_type == "reduce_lr_on_plateau") {
     plateau_ = std::make_shared<ReduceLrOnPlateau>(
-        *torch_optimizer_, plateau_options(schedule_kwargs(a), a.best_is_greater()));
+        *torch_optimizer_,
+        plateau_options(try_parse_json(a.lr_scheduler_kwargs).value, a.best_is_greater()));
   }
 }
 
@@ -200,7 +191,6 @@ void TrainingRun::begin() {
   if (!start_.folder.empty()) {
     load_checkpoint();
   }
-  next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
   state_.max_steps = plan_.max_steps;
   state_.num_train_epochs = plan_.epochs;
   state_.logging_steps = plan_.logging_steps;
@@ -245,16 +235,6 @@ RunDescription TrainingRun::describe() const {
   d.resumed_step = start_.folder.empty() ? 0 : state_.global_step;
   d.notes = start_.notes;
   return d;
-}
-
-void TrainingRun::set_learning_rate(double learning_rate) {
-  if (!(learning_rate >= 0) || !std::isfinite(learning_rate)) {
-    throw InputError("trainer::train", "control().learning_rate=" + std::to_string(learning_rate),
-                     "0 or more");
-  }
-  lr_scheduler_->set_base_lrs(std::vector<double>(lr_scheduler_->base_lrs().size(), learning_rate));
-  next_learning_rate_ = lr_scheduler_->get_last_lr().at(0);
-  progress_.own_learning_rate = true;
 }
 
 StepProgress TrainingRun::step_progress() const {
@@ -347,7 +327,7 @@ void TrainingRun::take_losses() {
 
 void TrainingRun::count_step() {
   const WindowReport& window = parts_.accelerator->last_window();
-  learning_rate_ = std::exchange(next_learning_rate_, lr_scheduler_->get_last_lr().at(0));
+  lr_scheduler_->close_step();
   (is_local() ? uncollected_rows_ : progress_.samples) += window.rows;
   control_.hear();
   step_->counted(state_.global_step + 1, window);

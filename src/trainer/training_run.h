@@ -77,7 +77,6 @@ struct RunProgress {
   std::map<std::string, double> epoch_evaluation{};
   double seconds_not_training = 0; // in evaluations and saves; saved as "seconds_aside"
   double seconds_trained_before_epoch = 0;
-  bool own_learning_rate = false; // a callback's, not the arguments'
   int64_t last_evaluated_step = -1;
 };
 
@@ -142,7 +141,6 @@ class TrainingRun {
     return (epoch + 1) * plan_.steps_per_epoch - plan_.step_shift;
   }
 
-  void set_learning_rate(double learning_rate);
   StepProgress step_progress() const;
   /// Saves after the optimizer step; all ranks then end. Collective.
   void terminate();
@@ -186,7 +184,6 @@ class TrainingRun {
   const StartingPoint start_;
   const std::shared_ptr<RunReference> run_reference_;
   const std::filesystem::path output_dir_;
-  RunControl control_;
 
   // The handles below refer to these, so they come first.
   std::vector<torch::optim::OptimizerParamGroup> groups_;
@@ -194,6 +191,7 @@ class TrainingRun {
   bool blocks_looked_for_ = false; // whether gradient checkpointing has been checked for blocks
   std::shared_ptr<torch::optim::Optimizer> torch_optimizer_;
   std::shared_ptr<LRScheduler> lr_scheduler_;
+  RunControl control_;
   std::shared_ptr<ReduceLrOnPlateau> plateau_{}; // may be null; with it lr_scheduler_ is constant
   std::shared_ptr<DataLoader> data_loader_;
   std::optional<TrainStep> step_{}; // once prepared
@@ -207,8 +205,6 @@ class TrainingRun {
   double mean_grad_norm_ = 0; // Local SGD: over the ranks
   double round_seconds_ = 0; // the same
   double communication_share_ = 0; // the same
-  double learning_rate_ = 0; // of the step
-  double next_learning_rate_ = 0;
 
   TokenCount uncollected_{}; // this rank's since the last collection
   int64_t bytes_sent_before_ = 0; // by this process, before the run

@@ -171,6 +171,24 @@ TEST(LRScheduler, NewPeaksCountAtOnce) {
   EXPECT_THROW(scheduler.set_base_lrs({1, 2}), InputError);
 }
 
+TEST(LRScheduler, TheUsedRateIsThatOfTheStepThatWasClosedLast) {
+  torch::optim::SGD optimizer({on_device::zeros({1})}, 2.0);
+  LRScheduler scheduler(optimizer, linear_schedule(0, 4));
+  const auto used_by_next = [&](int ticks) {
+    for (int i = 0; i < ticks; ++i) {
+      scheduler.step();
+    }
+    scheduler.close_step();
+    return scheduler.used_lr().at(0);
+  };
+  EXPECT_EQ(used_by_next(1), 2.0);
+  scheduler.set_base_lrs({4.0});
+  EXPECT_EQ(scheduler.used_lr().at(0), 2.0); // which the step had
+  EXPECT_EQ(used_by_next(0), 3.0); // skipped
+  EXPECT_EQ(used_by_next(2), 3.0); // SchedulerTicks::per_process
+  EXPECT_EQ(used_by_next(1), 1.0);
+}
+
 TEST(LRScheduler, EachGroupKeepsItsOwnPeakAndStateGoesOnWhereItWas) {
   const auto make = [] {
     std::vector<torch::optim::OptimizerParamGroup> groups;

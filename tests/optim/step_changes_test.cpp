@@ -88,6 +88,24 @@ void with_each_optimizer(const Test& test) {
   }
 }
 
+TEST(StepChanges, AStateSetsTheOptionsUnlessTheyAreKept) {
+  Trained saved("adamw", "beta1=0.5", values());
+  saved.step(1);
+  for (const bool keep : {false, true}) {
+    Trained other("adamw", "", values());
+    other.optimizer =
+        make_optimizer("adamw", {torch::optim::OptimizerParamGroup(other.parameters)},
+                       {.learning_rate = 0.2, .weight_decay = 0.3, .keep_options = keep});
+    other.load(saved);
+    const auto& options =
+        static_cast<torch::optim::AdamWOptions&>(other.optimizer->param_groups()[0].options());
+    EXPECT_EQ(options.lr(), keep ? 0.2 : 0.1);
+    EXPECT_EQ(options.weight_decay(), keep ? 0.3 : 0.0);
+    EXPECT_EQ(std::get<0>(options.betas()), keep ? 0.9 : 0.5);
+    EXPECT_NE(other.state(0), nullptr); // moments are loaded anyway
+  }
+}
+
 TEST(StepChanges, ALaterGroupThatRepeatsParametersIsSeen) {
   with_each_optimizer([](Trained& run, const auto& expect_as_new) {
     const Tensors& p = run.parameters;

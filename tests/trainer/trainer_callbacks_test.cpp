@@ -148,10 +148,11 @@ TEST(TrainerCallbacks, WhatOneRankMayAskIsDoneBehindTheNextUpdate) {
 
 TEST(TrainerCallbacks, ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed) {
   const TemporaryFolder folder;
-  const auto rates = [&](const std::string& place, bool resume) {
+  const auto rates = [&](const std::string& place, bool resume, double peak = 0.04) {
     TrainingArguments a = quiet_arguments((folder / place).string());
     a.logging_steps = 1;
-    a.learning_rate = 0.04;
+    a.learning_rate = peak;
+    a.allow_changed_arguments = peak != 0.04;
     a.warmup_steps = 0;
     a.lr_scheduler_type = "linear";
     a.save_strategy = SaveStrategy::steps;
@@ -170,11 +171,15 @@ TEST(TrainerCallbacks, ALearningRateIsThePeakFromTheNextUpdateOnAlsoWhenResumed)
   for (size_t i = 0; i < 6; ++i) {
     EXPECT_NEAR(whole[i], expected[i], 1e-15) << i;
   }
-  // As if it had been killed behind step 4.
-  for (const char* name : {"checkpoint-5", "checkpoint-6", "hasten_state.json"}) {
-    std::filesystem::remove_all(folder / "whole" / name);
+  const auto model = read_file(folder / "whole/model.safetensors");
+  for (const double peak : {0.04, 1.0}) { // the callback's rate stays
+    // As if it had been killed behind step 4.
+    for (const char* name : {"checkpoint-5", "checkpoint-6", "hasten_state.json"}) {
+      std::filesystem::remove_all(folder / "whole" / name);
+    }
+    EXPECT_EQ(rates("whole", true, peak), whole) << peak;
+    EXPECT_TRUE(read_file(folder / "whole/model.safetensors") == model) << peak;
   }
-  EXPECT_EQ(rates("whole", true), whole);
 }
 
 TEST(TrainerCallbacks, ARateThatIsNoneIsRefusedWithItsValue) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "hasten/config/schedule.h"
 #include "hasten/config/training_arguments.h"
 
 namespace hasten {
@@ -37,6 +38,9 @@ struct TrainingPlan {
 /// max_steps, and more than kMaxSteps.
 TrainingPlan make_training_plan(const TrainingArguments& arguments, int64_t batches_per_epoch,
                                 int64_t step_shift = 0);
+
+/// The arguments' schedule for the plan's steps. Throws as the other make_schedule() does.
+Schedule make_schedule(const TrainingArguments& arguments, const TrainingPlan& plan);
 
 /// How often an evaluation or save of the strategy is due after step `done` until the run's end,
 /// its last step included. `steps`: between two with IntervalStrategy::steps.

@@ -81,6 +81,8 @@ struct FusedOptions {
   uint64_t min_8bit_size = UINT64_MAX;
   /// Seed of the stochastic rounding. Equal seeds, steps and order of parameters give equal bits.
   uint64_t seed = 42;
+  /// Groups keep their options when a state is loaded; a schedule sets the learning rate.
+  bool keep_options = false;
 };
 
 namespace detail {

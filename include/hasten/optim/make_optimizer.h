@@ -30,6 +30,8 @@ struct OptimizerSettings {
   ///                      the defaults of Hugging Face's Trainer
   ///   all                bf16_moments (false), master_weights (true), seed (42)
   std::string args{};
+  /// FusedOptions::keep_options.
+  bool keep_options = false;
 };
 
 /// `name` is a spelling of OptimizerType. Throws InputError for an unknown name (the message has the

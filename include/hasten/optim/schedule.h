@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
+#include <utility>
 #include <vector>
 
 #include "hasten/config/schedule.h"
@@ -25,10 +26,14 @@ class LRScheduler final : public Stateful {
   void step();
   /// Learning rate of the next optimizer step. [group]
   const std::vector<double>& get_last_lr() const { return last_lr_; }
+  /// For records. close_step() ends an optimizer step, whether it was made, skipped or made by other
+  /// ranks alone; then used_lr() is the learning rate that it had. [group]
+  void close_step();
+  const std::vector<double>& used_lr() const { return used_lr_; }
   int64_t completed_updates() const { return completed_updates_; }
-  /// Peak of each group. set_base_lrs() also sets the current learning rates.
+  /// Peak of each group. set_base_lrs() also sets the current learning rates. Call it between steps.
   const std::vector<double>& base_lrs() const { return base_lrs_; }
-  void set_base_lrs(std::vector<double> base_lrs);
+  void set_base_lrs(std::vector<double> base_lrs) { set(std::move(base_lrs), completed_updates_); }
   torch::optim::Optimizer& optimizer() const { return optimizer_; }
 
   /// values: completed_updates, base_lrs. No tensors.
@@ -37,12 +42,15 @@ class LRScheduler final : public Stateful {
   void load_state(const NamedTensors& tensors, const nlohmann::json& values) override;
 
  private:
+  void set(std::vector<double> base_lrs, int64_t completed_updates);
   void apply();
 
   torch::optim::Optimizer& optimizer_;
   Schedule schedule_;
   std::vector<double> base_lrs_{}; // [group]
   std::vector<double> last_lr_{}; // [group]
+  std::vector<double> used_lr_{}; // [group]
+  std::vector<double> open_lr_{}; // of the step that is not closed. [group]
   int64_t completed_updates_ = 0;
 };
 
