@@ -134,22 +134,30 @@ SavedRun read_saved_run(const std::filesystem::path& folder) {
     const char* name;
     const char* expected; // of JSON's types
     int64_t least = 0; // of a number
+    const char* file = kRunFile;
   };
-  constexpr Field kFields[] = {
-      {"global_step", "number"},     {"epoch_index", "number"},
-      {"epoch_rows_seen", "number"}, {"drop_batch", "number", 1},
-      {"total_batch", "number", 1},  {"gradient_accumulation_steps", "number", 1},
-      {"world_size", "number", 1},   {"at_epoch_end", "boolean"},
-      {"finished", "boolean"},       {"facts", "object"}};
-  for (const auto& [name, expected, least] : kFields) {
-    const nlohmann::json value = saved.run.value(name, nlohmann::json());
+  constexpr Field kFields[] = {{"global_step", "number", 0, "trainer_state.json"},
+                               {"gradient_accumulation_steps", "number", 1, "training_args.json"},
+                               {"epoch_index", "number"},
+                               {"epoch_rows_seen", "number"},
+                               {"samples_seen", "number"},
+                               {"tokens_seen", "number"},
+                               {"drop_batch", "number", 1},
+                               {"total_batch", "number", 1},
+                               {"world_size", "number", 1},
+                               {"at_epoch_end", "boolean"},
+                               {"finished", "boolean"},
+                               {"facts", "object"}};
+  for (const auto& [name, expected, least, file] : kFields) {
+    const auto value = (file == kRunFile ? saved.run : read(file)).value(name, nlohmann::json());
     if (value.type_name() != std::string_view(expected) ||
         (value.is_number() && !(value.is_number_integer() && value >= least &&
                                 value <= std::numeric_limits<int64_t>::max()))) {
       throw InputError(
-          detail::kResumeWhere, (folder / kRunFile).string() + ": " + name + "=" + value.dump(),
+          detail::kResumeWhere, (folder / file).string() + ": " + name + "=" + value.dump(),
           std::string("a ") + expected + ", whole and in range, as written by this version");
     }
+    saved.run[name] = value;
   }
   return saved;
 }

@@ -241,15 +241,15 @@ void from_json(const nlohmann::json& json, TokenCount& count) {
   count = {json.at(0).get<int64_t>(), json.at(1).get<int64_t>()};
 }
 
-// What every state has.
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunProgress, epoch_index, epoch_ended, since_record, of_epoch,
-                                   of_run, samples, samples_before_epoch, tokens,
-                                   tokens_before_epoch, seconds_trained_before_epoch)
+// What every state has. trainer_state.json and hasten_state.json have the rest; see
+// load_checkpoint().
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunProgress, epoch_ended, since_record, of_epoch, of_run,
+                                   samples_before_epoch, tokens_before_epoch,
+                                   seconds_trained_before_epoch)
 
 nlohmann::json TrainingRun::saved_progress() const {
   nlohmann::json values = progress_;
-  values.update({{"state", try_parse_json(trainer_state_json(state_)).value},
-                 {"epoch_evaluation", finite_json(progress_.epoch_evaluation)},
+  values.update({{"epoch_evaluation", finite_json(progress_.epoch_evaluation)},
                  {"run_seconds", run_seconds()},
                  {"seconds_aside", progress_.seconds_not_training},
                  {"stopping", control_.stopping()},
@@ -271,14 +271,10 @@ void TrainingRun::restore(const nlohmann::json& values) {
   const auto seconds = values.at("run_seconds").get<double>();
   const bool stopping = values.value("stopping", false);
   const bool own_learning_rate = values.value("own_learning_rate", false);
-  state_ = trainer_state_from(values.at("state"));
 
   progress_ = std::move(progress);
   run_seconds_before_ = seconds;
   run_time_.restart();
-  last_saved_step_ = state_.global_step;
-  seconds_at_record_ = seconds_trained();
-  samples_at_record_ = progress_.samples;
   control_.restore(stopping, own_learning_rate);
 }
 
@@ -299,6 +295,13 @@ void TrainingRun::load_checkpoint() {
   if (!plateau_ && !control_.own_learning_rate()) {
     lr_scheduler_->set_base_lrs(std::vector(groups_.size(), parts_.arguments.learning_rate));
   }
+  state_ = read_trainer_state(start_.folder / "trainer_state.json");
+  start_.run.at("epoch_index").get_to(progress_.epoch_index);
+  start_.run.at("samples_seen").get_to(progress_.samples);
+  progress_.tokens = {start_.run.at("tokens_seen").get<int64_t>(), state_.num_input_tokens_seen};
+  last_saved_step_ = state_.global_step;
+  seconds_at_record_ = seconds_trained();
+  samples_at_record_ = progress_.samples;
   if (state_.best_global_step) { // the folder may have been moved
     const auto best = output_dir_ / ("checkpoint-" + std::to_string(*state_.best_global_step));
     std::error_code error;
@@ -339,11 +342,9 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
           {"hasten_version", HASTEN_VERSION},
           {"finished", finished},
           {"world_size", parts_.accelerator->num_processes()},
-          {"gradient_accumulation_steps", parts_.arguments.gradient_accumulation_steps},
           {"total_batch", total_batch(parts_)},
           {"steps_per_epoch", plan_.steps_per_epoch},
           {"train_rows", parts_.train->size()},
-          {"global_step", state_.global_step},
           {"epoch_index", progress_.epoch_index},
           {"at_epoch_end", at_epoch_end},
           {"epoch_rows_seen", at_epoch_end ? data_loader_->epoch_rows() : step_->loader().cursor()},
@@ -353,8 +354,6 @@ nlohmann::json TrainingRun::run_json(bool finished) const {
           {"facts", {{"listed", parts_.listed_facts}, {"altering", parts_.altering_facts}}},
           {"samples_seen", progress_.samples},
           {"tokens_seen", progress_.tokens.real},
-          {"padded_tokens_seen", progress_.tokens.padded},
-          {"train_loss", progress_.of_run.mean()},
           {"class_weights", parts_.class_weights}};
 }
 

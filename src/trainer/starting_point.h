@@ -20,7 +20,7 @@ struct StartingPoint {
   bool own_folder = false;
   /// The run is already finished.
   bool finished = false;
-  /// The checkpoint's hasten_state.json.
+  /// SavedRun::run of the checkpoint.
   nlohmann::json run{};
   /// Precision of that run; empty if unknown.
   std::string precision{};

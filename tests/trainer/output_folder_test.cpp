@@ -150,19 +150,33 @@ TEST(OutputFolder, ACheckpointWhoseRemovalIsKilledIsNoCheckpointAnyMore) {
 }
 
 TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
-  const nlohmann::json good{{"global_step", 5},      {"epoch_index", 0},
-                            {"epoch_rows_seen", 40}, {"at_epoch_end", false},
-                            {"finished", false},     {"drop_batch", 8},
-                            {"total_batch", 8},      {"gradient_accumulation_steps", 1},
-                            {"world_size", 1},       {"facts", nlohmann::json::object()}};
+  const nlohmann::json good{
+      {"trainer_state.json", {{"global_step", 5}}},
+      {"training_args.json", {{"precision", "fp32"}, {"gradient_accumulation_steps", 1}}},
+      {kRunFile,
+       {{"epoch_index", 0},
+        {"epoch_rows_seen", 40},
+        {"samples_seen", 40},
+        {"tokens_seen", 80},
+        {"at_epoch_end", false},
+        {"finished", false},
+        {"drop_batch", 8},
+        {"total_batch", 8},
+        {"world_size", 1},
+        {"facts", nlohmann::json::object()}}}};
   const testing_support::TemporaryFolder folder;
-  write_file_atomically(folder / "training_args.json", R"({"precision": "fp32"})");
+  std::string changed;
   const auto error_with = [&](const char* name, const nlohmann::json& value) {
-    nlohmann::json run = good;
-    run[name] = value;
-    write_file_atomically(folder / kRunFile, run.dump());
+    for (auto [file, fields] : good.items()) {
+      auto now = fields;
+      if (now.contains(name)) {
+        now[name] = value;
+        changed = file;
+      }
+      write_file_atomically(folder / file, now.dump());
+    }
     try {
-      read_saved_run(folder.path());
+      EXPECT_EQ(read_saved_run(folder.path()).run.at(name), value);
     } catch (const InputError& error) {
       return std::string(error.what());
     }
@@ -173,6 +187,7 @@ TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
                                                           {"global_step", -1},
                                                           {"global_step", 18446744073709551615u},
                                                           {"epoch_index", 0.5},
+                                                          {"samples_seen", nullptr},
                                                           {"at_epoch_end", 1},
                                                           {"finished", "yes"},
                                                           {"gradient_accumulation_steps", 0},
@@ -180,7 +195,7 @@ TEST(Resume, FieldsOfAnotherTypeOrRangeAreNamedWithTheirFile) {
                                                           {"facts", nullptr}};
   for (const auto& [name, value] : cases) {
     const std::string error = error_with(name, value);
-    EXPECT_NE(error.find((folder / kRunFile).string() + ": " + name + "=" + value.dump()),
+    EXPECT_NE(error.find((folder / changed).string() + ": " + name + "=" + value.dump()),
               error.npos)
         << name << "\n"
         << error;

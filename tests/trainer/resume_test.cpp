@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <numeric>
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
+#include "hasten/state/saved_state.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
 #include "hasten/trainer/trainer.h"
@@ -185,6 +187,32 @@ TEST(TrainerResume, AtAnyUpdateEqualsTheUninterruptedRunBitForBit) {
     // Reports of three epochs and the start are no part of the history.
     EXPECT_EQ(lines, static_cast<int64_t>(whole.history().size()) + 4);
     communicator->barrier("looked");
+  }
+}
+
+TEST(TrainerResume, ACheckpointHasEachFactOfTheProgressInOneFile) {
+  const auto communicator = testing_support::fresh_communicator();
+  const auto folder = resume_folder();
+  const WholeRun whole(resume_arguments(folder / "whole"), communicator);
+  const auto json_of = [&](const char* file) {
+    return nlohmann::json::parse(read_file(folder / "whole/checkpoint-2" / file));
+  };
+  std::map<std::string, int> files_with;
+  for (const auto& json : {json_of("trainer_state.json"), json_of(kRunFile),
+                           json_of(kStateFile).at("objects").at("trainer").at("values")}) {
+    for (const auto& [fact, value] : json.items()) {
+      ++files_with[fact];
+    }
+  }
+  for (const char* fact : {"global_step", "log_history", "epoch_index", "samples_seen",
+                           "tokens_seen", "num_input_tokens_seen", "of_run", "own_learning_rate"}) {
+    EXPECT_EQ(files_with[fact], 1) << fact;
+  }
+  for (const auto& [fact, files] : files_with) {
+    EXPECT_EQ(files, 1) << fact;
+  }
+  for (const char* fact : {"state", "samples", "tokens", "train_loss"}) { // by another name
+    EXPECT_FALSE(files_with.contains(fact)) << fact;
   }
 }
 

@@ -43,8 +43,8 @@ ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_ch
 struct SavedRun {
   /// training_args.json.
   nlohmann::json arguments{};
-  /// hasten_state.json: global_step, epoch_index, epoch_rows_seen, total_batch,
-  /// world_size, facts, ….
+  /// hasten_state.json: epoch_index, epoch_rows_seen, total_batch, world_size, facts, …; also
+  /// trainer_state.json's global_step and training_args.json's gradient_accumulation_steps.
   nlohmann::json run{};
 };
 /// Throws InputError naming the file and what is wrong with it.

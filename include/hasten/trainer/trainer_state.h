@@ -41,9 +41,6 @@ std::string trainer_state_json(const TrainerState& state);
 /// Throws InputError naming the file and what is wrong with it.
 TrainerState read_trainer_state(const std::filesystem::path& file);
 
-/// The same from JSON. Throws nlohmann::json::exception.
-TrainerState trainer_state_from(const nlohmann::json& json);
-
 /// A copy with null in place of NaN and infinities.
 nlohmann::json finite_json(nlohmann::json value);
 
