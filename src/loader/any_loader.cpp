@@ -1,12 +1,47 @@
 #include "hasten/loader/any_loader.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "hasten/base/error.h"
 #include "hasten/comm/communicator.h"
+#include "hasten/core/random.h"
 #include "loader_pass.h"
 
 namespace hasten::detail {
+
+// "loader 1 (std::vector)"; index 0: a loader without a number.
+static std::string range_name(const std::type_info& type, uint64_t index) {
+  const std::string text = c10::demangle(type.name());
+  return (index > 0 ? "loader " + std::to_string(index) : "a loader") + " (" +
+         text.substr(0, std::min<size_t>(text.find('<'), 80)) + ")";
+}
+
+// The generator from which a range draws in an epoch; equal on every rank.
+static at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch) {
+  return seeded_generator(stream_seed("loader", seed, index, epoch)).get_state();
+}
+
+int LoaderLink::rank() const { return communicator().rank(); }
+int LoaderLink::world_size() const { return communicator().world_size(); }
+
+[[noreturn]] static void throw_no_empty_batch() {
+  throw InputError("accelerator::PreparedLoader",
+                   "the batches cannot be split evenly over ranks, and their type has no tensor "
+                   "from which to make a batch without samples",
+                   "a batch type with tensors, or with flatten(visit, batch)");
+}
+
+static void check_configuration(const DataLoaderConfiguration& config, int64_t skip) {
+  if (config.prefetch < 0 || skip < 0) {
+    throw InputError("accelerator::PreparedLoader",
+                     config.prefetch < 0 ? "prefetch=" + std::to_string(config.prefetch)
+                                         : "batches to skip=" + std::to_string(skip),
+                     "0 or more");
+  }
+}
 
 AnyLoader::AnyLoader(std::shared_ptr<const LoaderLink> link, std::unique_ptr<AnyRange> range,
                      std::shared_ptr<LoaderState> state)
@@ -33,7 +68,11 @@ void AnyLoader::distribute() {
   }
   if (range_->shards()) {
     if (!range_->distributes(even_, split_) && !dispatches() && (even_ || split_)) {
-      throw_cannot_distribute(even_ ? "even_batches" : "split_batches");
+      throw InputError("accelerator::PreparedLoader",
+                       std::string(even_ ? "even_batches" : "split_batches") +
+                           " for a range with its own shard()",
+                       "set_even_batches() and set_split_batches() of the range",
+                       "add them to the range, or set dispatch_batches");
     }
     even_ = even_ || config.even_batches;
     split_ = split_ || config.split_batches;
@@ -62,7 +101,10 @@ PassOptions AnyLoader::pass_options() const {
   const bool itself = range_->shards() && !dispatches(); // it distributes its batches itself
   options.dispatch = dispatches();
   if (link_->world_size() > 1 && !itself) {
-    options.distributor = {link_->rank(), link_->world_size(), split_, even_, options.dispatch};
+    options.rank = link_->rank();
+    options.world_size = link_->world_size();
+    options.split = split_;
+    options.even = even_;
     options.compare = !range_->shards() && !options.dispatch && state_->config.compare_batches;
   }
   options.pin = side_.has_value();
@@ -96,8 +138,7 @@ void AnyLoader::begin() {
 // Starts after the loaded position and the batches to skip.
 void AnyLoader::start_pass() {
   PassOptions options = pass_options();
-  const int64_t batches =
-      std::exchange(skip_, 0) * (options.distributor.split ? 1 : options.distributor.world_size);
+  const int64_t batches = std::exchange(skip_, 0) * (options.split ? 1 : options.world_size);
   if (range_->seeks()) {
     find_stand_in(position_.start + batches);
     if (!options.dispatch || link_->rank() == 0) {
@@ -271,7 +312,15 @@ LoaderItem AnyLoader::fetch() {
 
 void AnyLoader::make_stand_in(LoaderItem& item) const {
   if (!before_) {
-    link_->refuse_no_row(state_->range);
+    const InputError error(
+        "accelerator::PreparedLoader",
+        "this rank has no sample to train on: rank=" + std::to_string(link_->rank()) + " of " +
+            state_->range + ", world_size=" + std::to_string(link_->world_size()),
+        "a sample for every rank from the range's shard()",
+        "start fewer ranks, use more data, or set even_batches or "
+        "dispatch_batches");
+    link_->communicator().abort(error); // they wait for this rank
+    throw error;
   }
   item.stand_in = state_->training;
   item.batch = state_->training ? before_.without_indices() : before_.without_rows();
@@ -294,11 +343,44 @@ void AnyLoader::set_epoch(uint64_t epoch) {
 }
 
 void AnyLoader::save_state(NamedTensors& tensors, nlohmann::json& values) const {
-  save_position(position_, range_->stateful(), tensors, values);
+  const Stateful* range = range_->stateful();
+  const uint64_t epoch = position_.active ? position_.epoch - 1 : position_.epoch;
+  const int64_t cursor = position_.active ? position_.cursor : position_.start;
+  values["unit"] = position_.unit;
+  values["epoch"] = epoch;
+  values["cursor"] = cursor;
+  const at::Tensor& random = position_.active ? position_.random : position_.start_random;
+  if (random.defined() && cursor > 0) {
+    tensors["random"] = random;
+  }
+  if (range != nullptr) {
+    NamedTensors none;
+    nlohmann::json inner;
+    range->save_state(none, inner);
+    inner["epoch"] = epoch; // without the batch that is read ahead
+    inner["cursor"] = cursor;
+    values["range"] = std::move(inner);
+  }
 }
 
 void AnyLoader::load_state(const NamedTensors& tensors, const nlohmann::json& values) {
-  load_position(position_, range_->stateful(), tensors, values);
+  Stateful* range = range_->stateful();
+  const auto unit = values.at("unit").get<std::string>();
+  const auto cursor = values.at("cursor").get<int64_t>();
+  if (unit != position_.unit && cursor > 0) {
+    throw InputError(
+        "accelerator::load_state", "the position in the data counts " + unit,
+        std::string("a loader of the same kind, whose position counts ") + position_.unit);
+  }
+  if (range != nullptr && values.contains("range")) {
+    range->load_state({}, values.at("range")); // throws before anything changed
+  }
+  const auto random = tensors.find("random");
+  position_.active = false;
+  position_.epoch = values.at("epoch").get<uint64_t>();
+  position_.start = cursor;
+  position_.cursor = 0;
+  position_.start_random = random == tensors.end() ? at::Tensor() : random->second.clone();
   state_->random.clear(); // the generators are loaded, too
   drop(); // ends an open loop
   state_->open = false;

@@ -8,16 +8,27 @@
 
 namespace hasten::detail {
 
-std::optional<BatchDistributor::GlobalBatch> BatchDistributor::next() {
+RangeRandom::RangeRandom(at::Tensor& state)
+    : state_(state),
+      scope_(state.defined() ? GeneratorStates{GeneratorState(at::kCPU, state)}
+                             : GeneratorStates()) {}
+
+RangeRandom::~RangeRandom() {
+  if (state_.defined()) {
+    state_ = GeneratorState().tensor();
+  }
+}
+
+std::optional<LoaderPass::GlobalBatch> LoaderPass::distribute() {
   std::vector<LoaderItem> taken = take_items();
   if (taken.empty()) {
     return std::nullopt;
   }
   ++global_batches_;
   GlobalBatch global_batch;
-  if (options_.all_ranks || options_.even) {
-    ahead_ = read_();
-    global_batch.last = !ahead_.batch;
+  if (options_.dispatch || options_.even) {
+    next_item_ = read_range();
+    global_batch.last = !next_item_.batch;
   }
   if (options_.split || (global_batch.last && is_short(taken))) {
     cut(taken, global_batch);
@@ -30,7 +41,7 @@ std::optional<BatchDistributor::GlobalBatch> BatchDistributor::next() {
 }
 
 // Once: the first batch with samples, for ranks that have none in its global batch.
-AnyBatch BatchDistributor::take_peer_batch(const std::vector<LoaderItem>& taken) {
+AnyBatch LoaderPass::take_peer_batch(const std::vector<LoaderItem>& taken) {
   for (size_t i = 0; !peer_batch_taken_ && i < taken.size(); ++i) {
     if (taken[i].batch.has_rows()) {
       peer_batch_taken_ = true;
@@ -41,11 +52,11 @@ AnyBatch BatchDistributor::take_peer_batch(const std::vector<LoaderItem>& taken)
 }
 
 // Adds what `make` returns for each rank, or for this one.
-void BatchDistributor::add_parts(GlobalBatch& global_batch, const std::vector<LoaderItem>& taken,
-                                 const std::function<LoaderItem(int64_t rank)>& make) {
+void LoaderPass::add_parts(GlobalBatch& global_batch, const std::vector<LoaderItem>& taken,
+                           const std::function<LoaderItem(int64_t rank)>& make) {
   const AnyBatch peer_batch = take_peer_batch(taken);
   for (int64_t rank = 0; rank < options_.world_size; ++rank) {
-    if (options_.all_ranks || rank == options_.rank) {
+    if (options_.dispatch || rank == options_.rank) {
       LoaderItem& part = global_batch.parts.emplace_back(make(rank));
       part.position = taken.back().position;
       part.checksum = taken.back().checksum;
@@ -54,16 +65,16 @@ void BatchDistributor::add_parts(GlobalBatch& global_batch, const std::vector<Lo
   }
 }
 
-std::vector<LoaderItem> BatchDistributor::take_items() {
+std::vector<LoaderItem> LoaderPass::take_items() {
   std::vector<LoaderItem> taken;
   const int wanted = options_.split ? 1 : options_.world_size;
-  const bool keep_all = options_.all_ranks || options_.even || options_.split;
+  const bool keep_all = options_.dispatch || options_.even || options_.split;
   while (static_cast<int>(taken.size()) < wanted) {
-    LoaderItem item = ahead_.batch ? std::exchange(ahead_, {}) : read_();
+    LoaderItem item = next_item_.batch ? std::exchange(next_item_, {}) : read_range();
     if (!item.batch) {
       break;
     }
-    if (!std::exchange(formed_, true) && options_.world_size > 1) {
+    if (global_batches_ == 0 && taken.empty() && options_.world_size > 1) {
       form_ = item.batch.without_rows();
     }
     if (options_.even && global_batches_ == 0) {
@@ -78,7 +89,7 @@ std::vector<LoaderItem> BatchDistributor::take_items() {
 }
 
 // True if the global batch has less for some rank than the first one had.
-bool BatchDistributor::is_short(const std::vector<LoaderItem>& taken) const {
+bool LoaderPass::is_short(const std::vector<LoaderItem>& taken) const {
   if (!options_.even) {
     return false;
   }
@@ -91,7 +102,7 @@ bool BatchDistributor::is_short(const std::vector<LoaderItem>& taken) const {
 }
 
 // Splits the batches into blocks, one for each rank; fills them up if the tail is to be even.
-void BatchDistributor::cut(const std::vector<LoaderItem>& taken, GlobalBatch& global_batch) {
+void LoaderPass::cut(const std::vector<LoaderItem>& taken, GlobalBatch& global_batch) {
   std::vector<PackedBatch> batches;
   for (const LoaderItem& item : taken) {
     batches.push_back(item.batch.packed());
@@ -120,21 +131,20 @@ LoaderPass::LoaderPass(AnyRange& range, const LoaderLink& link, const PassOption
       link_(link),
       options_(options),
       random_(options.random),
-      sum_(options.compare ? 1 : 0),
-      distributor_([this] { return read_range(); }, options.distributor) {
-  if (options.dispatch && options.distributor.rank != 0) {
+      sum_(options.compare ? 1 : 0) {
+  if (options.dispatch && options.rank != 0) {
     return;
   }
   {
     const RangeRandom random(random_);
-    reader_ = range.begin();
+    range.begin();
   }
   for (int64_t i = 0; i < options.skip; ++i) {
     LoaderItem item = read_range();
     if (!item.batch) {
       break;
     }
-    if (i == options.own && !options.distributor.split && !options.dispatch) {
+    if (i == options.own && !options.split && !options.dispatch) {
       left_out_ = std::move(item.batch);
     }
   }
@@ -146,11 +156,11 @@ LoaderPass::LoaderPass(AnyRange& range, const LoaderLink& link, const PassOption
 // Reads a batch when it is called, never before.
 LoaderItem LoaderPass::read_range() {
   const RangeRandom random(random_);
-  LoaderItem item{.batch = reader_->read()};
+  LoaderItem item{.batch = range_.read()};
   if (item.batch) {
     ++reads_;
-    item.repeated = reader_->repeated();
-    item.position = reader_->cursor() < 0 ? reads_ : reader_->cursor();
+    item.repeated = range_.repeated();
+    item.position = range_.cursor() < 0 ? reads_ : range_.cursor();
     if (sum_ != 0) {
       item.checksum = sum_ = item.batch.checksum(sum_) | 1;
     }
@@ -174,7 +184,7 @@ std::optional<LoaderPass::GlobalBatch> LoaderPass::read() {
 }
 
 std::optional<LoaderPass::GlobalBatch> LoaderPass::make() {
-  std::optional<GlobalBatch> global_batch = distributor_.next();
+  std::optional<GlobalBatch> global_batch = distribute();
   if (global_batch && options_.pin) {
     for (LoaderItem& part : global_batch->parts) {
       part.batch.pin();
@@ -189,7 +199,7 @@ std::optional<LoaderItem> LoaderPass::dispatched() {
   }
   std::optional<LoaderItem> mine;
   DispatchedBatch sent;
-  if (options_.distributor.rank == 0) {
+  if (options_.rank == 0) {
     std::exception_ptr error;
     try {
       mine = pack_global_batch(sent);

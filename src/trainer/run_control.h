@@ -27,8 +27,7 @@ enum RunRequest : uint32_t {
 class RunControl {
  public:
   /// `scheduler` gets the learning rates that callbacks set.
-  RunControl(TrainerParts& parts, LRScheduler& scheduler)
-      : parts_(parts), scheduler_(scheduler) {}
+  RunControl(TrainerParts& parts, LRScheduler& scheduler) : parts_(parts), scheduler_(scheduler) {}
 
   /// Which callbacks every rank has. Collective.
   void compare_callbacks();

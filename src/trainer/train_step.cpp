@@ -175,13 +175,8 @@ void TrainStep::stop_at_loss(int64_t step, double mine) {
         blame(rank, losses[rank].at("loss").get<std::string>());
       }
     }
-    try {
-      // No rank closes the group before all have the result.
-      communicator.barrier("stopping at a loss that is not finite");
-    } catch (const CommunicationError&) {
-      // A peer ended first. This rank has all it needs.
-    }
   }
+  meet_before_stopping();
   throw TrainingError("trainer::train",
                       "the loss is not finite in step " + std::to_string(step) + " of " +
                           std::to_string(plan_.max_steps) + ", on " +
@@ -189,6 +184,17 @@ void TrainStep::stop_at_loss(int64_t step, double mine) {
                       "a finite loss",
                       "lower learning_rate, lengthen the warm-up, or look for bad samples; "
                       "the parameters are those before this step");
+}
+
+// No rank fails, which ends the others' operations, before all know why.
+void TrainStep::meet_before_stopping() const {
+  try {
+    if (!is_local()) {
+      parts_.communicator().barrier("stopping at a value that is not finite");
+    }
+  } catch (const CommunicationError&) {
+    // A peer ended first. This rank has all it needs.
+  }
 }
 
 void TrainStep::note_gradient_norms() {
@@ -248,6 +254,7 @@ void TrainStep::stop_at_gradient(int64_t step, std::optional<double> earlier) co
         parts_.model,
         {.norm_type = norm_type_of(parts_.arguments.grad_norm_type), .of = NormsOf::parameter});
   }
+  meet_before_stopping();
   throw TrainingError(
       "trainer::train",
       "the gradient is not finite in step " + std::to_string(step) + " of " +

@@ -71,6 +71,7 @@ class TrainStep {
   void leave_out_if_not_finite();
   [[noreturn]] void stop_at_loss(int64_t step, double own_loss);
   [[noreturn]] void stop_at_gradient(int64_t step, std::optional<double> earlier = {}) const;
+  void meet_before_stopping() const;
   void clip_gradients();
   void note_gradient_norms();
   void note_overflow();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
@@ -17,18 +18,6 @@ namespace hasten::detail {
 
 template <typename Range>
 using RangeValue = std::decay_t<decltype(*std::begin(std::declval<Range&>()))>;
-
-// One iteration of a range, from std::begin() on.
-class RangeReader {
- public:
-  virtual ~RangeReader() = default;
-  // The next batch; none at the end.
-  virtual AnyBatch read() = 0;
-  // After read(): samples at the end of the batch that occurred before in the epoch, and the
-  // position in the range after it; -1: unknown.
-  virtual int64_t repeated() const = 0;
-  virtual int64_t cursor() const = 0;
-};
 
 class AnyRange {
  public:
@@ -47,7 +36,14 @@ class AnyRange {
   virtual void seek(int64_t cursor, int64_t skip) = 0;
   // Turns the range's own options on; then returns both as they are. False: it has none.
   virtual bool distributes(bool& even_batches, bool& split_batches) = 0;
-  virtual std::unique_ptr<RangeReader> begin() = 0;
+  // Starts an iteration; one at a time.
+  virtual void begin() = 0;
+  // The next batch; none at the end.
+  virtual AnyBatch read() = 0;
+  // After read(): samples at the end of the batch that occurred before in the epoch, and the position
+  // in the range after it; -1: unknown.
+  virtual int64_t repeated() const = 0;
+  virtual int64_t cursor() const = 0;
   // A batch of the range's type, from its default constructor. None if it has none.
   virtual AnyBatch form() const = 0;
   // Null if it has no state that can be saved.
@@ -101,7 +97,36 @@ class RangeOf final : public AnyRange {
     }
     return false;
   }
-  std::unique_ptr<RangeReader> begin() override { return std::make_unique<Reader>(*range_); }
+  void begin() override {
+    next_.emplace(std::begin(*range_));
+    end_.emplace(std::end(*range_));
+    started_ = false;
+  }
+  AnyBatch read() override {
+    if (!next_) {
+      return {};
+    }
+    if (std::exchange(started_, true)) {
+      ++*next_;
+    }
+    if (*next_ != *end_) {
+      return AnyBatch::of(RangeValue<Range>(**next_));
+    }
+    next_.reset();
+    return {};
+  }
+  int64_t repeated() const override {
+    if constexpr (requires { next_->repeated_rows(); }) {
+      return next_->repeated_rows();
+    }
+    return 0;
+  }
+  int64_t cursor() const override {
+    if constexpr (requires { next_->cursor(); }) {
+      return next_->cursor();
+    }
+    return -1;
+  }
   AnyBatch form() const override {
     if constexpr (std::default_initializable<RangeValue<Range>>) {
       return AnyBatch::of(RangeValue<Range>());
@@ -124,38 +149,10 @@ class RangeOf final : public AnyRange {
     std::begin(range).cursor();
   };
 
-  class Reader final : public RangeReader {
-   public:
-    explicit Reader(Range& range) : first_(std::begin(range)), last_(std::end(range)) {}
-    AnyBatch read() override {
-      if (started_ && !ended_) {
-        ++first_;
-      }
-      started_ = true;
-      ended_ = ended_ || !(first_ != last_);
-      return ended_ ? AnyBatch() : AnyBatch::of(RangeValue<Range>(*first_));
-    }
-    int64_t repeated() const override {
-      if constexpr (requires { first_.repeated_rows(); }) {
-        return first_.repeated_rows();
-      }
-      return 0;
-    }
-    int64_t cursor() const override {
-      if constexpr (requires { first_.cursor(); }) {
-        return first_.cursor();
-      }
-      return -1;
-    }
-
-   private:
-    decltype(std::begin(std::declval<Range&>())) first_;
-    decltype(std::end(std::declval<Range&>())) last_;
-    bool started_ = false;
-    bool ended_ = false;
-  };
-
   std::shared_ptr<Range> range_;
+  std::optional<decltype(std::begin(std::declval<Range&>()))> next_{};
+  std::optional<decltype(std::end(std::declval<Range&>()))> end_{};
+  bool started_ = false;
 };
 
 } // namespace hasten::detail

@@ -8,7 +8,6 @@
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
-#include <typeinfo>
 
 #include "hasten/core/device.h"
 #include "hasten/core/stateful.h"
@@ -83,27 +82,6 @@ struct LoaderPosition {
   at::Tensor random{}; // the generator from which the range drew at begin()
   at::Tensor start_random{}; // for the next begin()
 };
-void save_position(const LoaderPosition& position, const Stateful* range, NamedTensors& tensors,
-                   nlohmann::json& values);
-void load_position(LoaderPosition& position, Stateful* range, const NamedTensors& tensors,
-                   const nlohmann::json& values);
-// "loader 1 (std::vector)"; index 0: a loader without a number.
-std::string range_name(const std::type_info& type, uint64_t index);
-// The generator from which a range draws in an epoch; equal on every rank.
-at::Tensor order_state(uint64_t seed, uint64_t index, uint64_t epoch);
-// While it lives, torch's default CPU generator draws from `state`, which advances. Afterwards the
-// generator is as before. No effect if `state` is undefined.
-class RangeRandom {
- public:
-  explicit RangeRandom(at::Tensor& state);
-  ~RangeRandom();
-  RangeRandom(const RangeRandom&) = delete;
-  RangeRandom& operator=(const RangeRandom&) = delete;
-
- private:
-  at::Tensor& state_;
-  GeneratorScope scope_;
-};
 
 // By which ranks agree, batch by batch, whether one of them has a batch. One answer may be pending.
 class RollCall {
@@ -138,13 +116,7 @@ class LoaderLink {
 
   int rank() const;
   int world_size() const;
-  // Called if this rank has no sample of `range` to train on. Ends the other ranks, too.
-  [[noreturn]] void refuse_no_row(const std::string& range) const;
 };
-[[noreturn]] void throw_no_empty_batch();
-[[noreturn]] void throw_cannot_distribute(const char* option);
-void check_configuration(const DataLoaderConfiguration& config, int64_t skip);
-
 } // namespace detail
 
 } // namespace hasten
