@@ -41,8 +41,7 @@ c10d::ReduceOp::RedOpType c10d_op(ReduceOp op) {
                                : c10d::ReduceOp::PRODUCT;
 }
 
-BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow,
-                         bool averages)
+BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow)
     : what_(what), root_(what.root == rank) {
   what_.name = {};
   if (what.kind == Kind::all_reduce || what.kind == Kind::reduce) {
@@ -52,7 +51,7 @@ BackendCall::BackendCall(const Collective& what, int rank, int world_size, bool 
     const bool wide = !sums_narrow && adds && target.element_size() == 2;
     // A reduce may write to all ranks, and may read a rank's tensor after the return.
     own_.push_back(wide ? target.to(at::kFloat) : keep ? target : target.clone());
-    const bool divides = what.op == ReduceOp::AVG && !averages;
+    const bool divides = what.op == ReduceOp::AVG;
     what_.op = divides ? ReduceOp::SUM : what.op;
     if (keep && (divides || wide)) {
       finish = [target, reduced = own_[0], wide, divisor = divides ? world_size : 1] {

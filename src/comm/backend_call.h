@@ -24,10 +24,8 @@ OperationFailure current_failure();
 struct BackendCall {
   /// Makes the copies that the operation needs: of 16-bit tensors, to add in fp32, and of what a
   /// rank that is not the root gives to a reduce. `what` is checked. `sums_narrow`: the back end adds
-  /// 16-bit tensors as they should be, in fp32, or in their own dtype if that is wanted. `averages`: it
-  /// has AVG.
-  BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow = false,
-              bool averages = false);
+  /// 16-bit tensors in their own dtype, and that is wanted.
+  BackendCall(const Collective& what, int rank, int world_size, bool sums_narrow = false);
   /// The back end writes into the tensors of this object, which must be kept.
   c10::intrusive_ptr<c10d::Work> start(c10d::Backend& backend);
 

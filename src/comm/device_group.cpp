@@ -1,19 +1,51 @@
+// A group of two halves: the operations of a device go through a back end of c10d that moves its
+// memory (NCCL), everything else through Gloo. The halves share one GroupCore, and so the order of
+// operations, the checks and the first error.
+//
 // Note [Order on a device]
 // Each group has connections of its own, and a device runs the operations of all of them. If two
 // ranks start the operations of two groups in different orders, each device may wait for the other.
 // So all groups of the same ranks start operations in one order: the main thread does, and during a
 // backward pass the one thread that autograd has for the device, while the main thread waits. With
 // ShapeCheck::always the ranks compare how many operations of other groups came before.
-#include "device_group.h"
-
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "device_watch.h"
 #include "hasten/base/error.h"
+#include "host_group.h"
 
 namespace hasten::detail {
+
+class DeviceGroup final : public HostGroup {
+ public:
+  DeviceGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
+              std::vector<int> members, DeviceBackendFactory factory, const at::Device& device)
+      : HostGroup(std::move(link), options, std::move(members)),
+        factory_(std::move(factory)),
+        device_(device) {}
+
+  Work start(const Collective& what) override;
+  Work start_together(const std::vector<Collective>& what) override;
+  void close() noexcept override;
+
+  /// Makes the device's connections, which the first operation there does otherwise. Collective.
+  std::shared_ptr<DeviceConnections> connect_device();
+
+ private:
+  void connect() override;
+  std::shared_ptr<Communicator> like_this(const CommunicatorOptions& options,
+                                          std::vector<int> members) override;
+  bool on_device(const Collective& what) const;
+  Work start_on_device(const std::vector<Collective>& what);
+
+  const DeviceBackendFactory factory_;
+  const at::Device device_;
+  std::weak_ptr<DeviceConnections> connections_; // GroupCore keeps them
+  uint64_t operations_ = 0; // those that it has started on the device
+};
 
 std::shared_ptr<DeviceConnections> DeviceGroup::connect_device() {
   const auto made = std::make_shared<DeviceConnections>(

@@ -1,5 +1,9 @@
 #include "host_group.h"
 
+#include <ATen/ATen.h>
+
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
@@ -9,9 +13,10 @@
 #include "hasten/base/process.h"
 #include "hasten/base/store_server.h"
 #include "hasten/base/text.h"
+#include "hasten/comm/few_sizes.h"
 #include "hasten/core/memory.h"
-#include "shared_backend.h"
 #include "thread_scopes.h"
+#include "transfer_queue.h"
 
 namespace hasten::detail {
 
@@ -67,27 +72,31 @@ HostGroup::Backend HostGroup::make_connections(const std::string& name, const st
 }
 
 void HostGroup::connect() {
-  Backend made = wanted_ == "gloo" ? nullptr : connect_shared();
+  const std::shared_ptr<TransferQueue> made = wanted_ == "gloo" ? nullptr : connect_shared();
   const std::string& name = core_->options.backend;
   if (name == "auto" || name == "gloo" || name == "shm") { // else that of a device
     core_->options.backend = made ? "shm" : "gloo";
   }
-  const auto kept = std::make_shared<Backend>(made ? made : connect_gloo());
-  core_->keep(kept);
-  backend_ = kept;
+  shared_ = made;
+  if (made) { // with the group ends what runs there, though handles keep the memory
+    core_->keep({made.get(), [made](void*) { made->stop(); }});
+    return;
+  }
+  const auto gloo = std::make_shared<Backend>(connect_gloo());
+  core_->keep(gloo);
+  gloo_ = gloo;
 }
 
-HostGroup::Backend HostGroup::connect_shared() {
+std::shared_ptr<TransferQueue> HostGroup::connect_shared() {
   const std::string operation = operation_label("create", core_->options.name);
   std::string why = core_->link->apart(core_->members);
   if (why.empty()) {
     const std::vector<int> names =
         mapped(core_->members, [this](int member) { return core_->link->launch_rank(member); });
     try {
-      return c10::make_intrusive<SharedBackend>(
-          rank(), world_size(), share_memory(rank(), names, [&](const nlohmann::json& own) {
-            return core_->exchange(operation, core_->enter(operation), own);
-          }));
+      return share_memory(rank(), names, [&](const nlohmann::json& own) {
+        return core_->exchange(operation, core_->enter(operation), own);
+      });
     } catch (const CommunicationError&) {
       throw;
     } catch (const Error& error) { // the same on all ranks
@@ -124,16 +133,9 @@ HostGroup::Backend HostGroup::connect_gloo() {
   return made;
 }
 
-c10::intrusive_ptr<SharedBackend> HostGroup::shared() const {
-  const auto backend = backend_.lock();
-  // c10::dynamic_intrusive_pointer_cast leaks what is of another class.
-  auto* const found = backend ? dynamic_cast<SharedBackend*>(backend->get()) : nullptr;
-  return c10::intrusive_ptr<SharedBackend>::reclaim_copy(found);
-}
-
 void HostGroup::close() noexcept {
-  if (const auto backend = shared()) {
-    backend->progress_in_thread(); // operations for which nobody waits
+  if (const auto queue = shared_.lock()) {
+    queue->progress_in_thread(); // operations for which nobody waits
   }
   core_->close(true);
 }
@@ -160,6 +162,199 @@ std::shared_ptr<Communicator> HostGroup::like_this(const CommunicatorOptions& op
   CommunicatorOptions same = options;
   same.backend = wanted_;
   return std::make_shared<HostGroup>(core_->link, same, std::move(members));
+}
+
+static void complete(GroupCore::Started& state, const std::exception_ptr& error) {
+  try {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+    state.complete(std::nullopt);
+  } catch (const RanksDiffer& differ) {
+    state.complete(OperationFailure{differ.what(), ErrorKind::other, true});
+  } catch (...) {
+    state.complete(current_failure());
+  }
+}
+
+/// Starts a transfer that completes `state`, and that the threads that wait for it move on.
+static void start_transfer(const std::shared_ptr<GroupCore::Started>& state,
+                           const std::shared_ptr<TransferQueue>& queue,
+                           TransferArguments arguments) {
+  try {
+    const auto item = queue->start(std::move(arguments));
+    state->drive = [queue, item](std::chrono::milliseconds limit) { queue->drive(*item, limit); };
+    item->on_end([state](const std::exception_ptr& error) { complete(*state, error); });
+  } catch (...) {
+    state->complete(current_failure());
+  }
+}
+
+Work HostGroup::submit(std::string operation, const std::string& tensors, Collective what) {
+  if (const auto queue = shared_.lock()) { // in which the ranks compare every operation
+    const uint64_t sequence = core_->enter(operation, tensors);
+    std::string text = operation + '\n' + tensors;
+    auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence);
+    start_transfer(state, queue, {std::move(what), std::move(text)});
+    return Work(std::move(state));
+  }
+  BackendCall call(what, rank(), world_size());
+  const uint64_t sequence = core_->enter_equal(operation, tensors);
+  auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence);
+  try {
+    // c10d's own timed wait throws whenever its time ends.
+    call.start(**gloo_.lock())->getFuture()->addCallback([state](c10::ivalue::Future& f) {
+      complete(*state, f.hasError() ? f.exception_ptr() : nullptr);
+    });
+  } catch (...) {
+    state->complete(current_failure());
+  }
+  Work work(std::move(state));
+  return call.finish ? joined_work({std::move(work)}, std::move(call.finish)) : work;
+}
+
+/// The back ends move host memory only, so the tensors of another device go through copies there.
+Work HostGroup::start_staged(const Collective& what) {
+  using Kind = Collective::Kind;
+  const bool root = what.root == rank();
+  const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
+  const bool reads = reduces || (what.kind == Kind::broadcast && root); // the output
+  const bool writes = what.kind == Kind::broadcast                             ? !root
+                      : what.kind == Kind::reduce || what.kind == Kind::gather ? root
+                                                                               : true;
+  Collective staged = what;
+  staged.output = reads    ? what.output.detach().cpu()
+                  : writes ? at::empty_like(what.output, at::kCPU)
+                           : at::Tensor();
+  staged.input = what.input.defined() && (root || what.kind != Kind::scatter)
+                     ? what.input.detach().cpu()
+                     : at::Tensor();
+  const Work work = start(staged);
+  return writes ? joined_work({work},
+                              [to = what.output.detach(), from = staged.output] { to.copy_(from); })
+                : work;
+}
+
+Work HostGroup::start(const Collective& what) {
+  using Kind = Collective::Kind;
+  check_collective(what, rank(), world_size());
+  if (what.kind == Kind::reduce_scatter && shared_.expired()) {
+    return reduce_scatter_by_all_to_all(what);
+  }
+  if (!what.shared().is_cpu()) {
+    return start_staged(what);
+  }
+  Collective own = what;
+  if (what.kind == Kind::reduce_scatter) {
+    own.op = ReduceOp::SUM; // a Communicator has no other
+  } else if (what.kind == Kind::reduce && what.root != rank() && !shared_.expired()) {
+    own.output = what.output.detach().clone(); // peers read it later
+  }
+  return submit(operation_label(what.kind_name(), what.name), collective_text(what),
+                std::move(own));
+}
+
+at::Tensor HostGroup::allocate_tensor(int64_t numel, const at::TensorOptions& options) {
+  return !shared_.expired() ? shared_zeros(numel, options) : at::zeros({numel}, options);
+}
+
+void HostGroup::barrier(std::string_view name) {
+  const Collective token{Collective::Kind::all_reduce, name, at::ones({1}, at::kInt)};
+  submit(operation_label("barrier", name), "", token).wait();
+}
+
+std::vector<nlohmann::json> HostGroup::exchange(std::string_view operation, std::string_view name,
+                                                const nlohmann::json& value) {
+  const std::string label = operation_label(operation, name);
+  const uint64_t sequence = core_->enter(label);
+  const std::shared_ptr<TransferQueue> queue = shared_.lock();
+  if (!queue) {
+    return core_->exchange(label, sequence, value);
+  }
+  const WaitTime time;
+  // CBOR, since JSON text has no NaN and no infinity.
+  const auto texts = std::make_shared<std::vector<std::string>>(static_cast<size_t>(world_size()));
+  nlohmann::json::to_cbor(value, (*texts)[static_cast<size_t>(rank())]);
+  auto state = std::make_shared<GroupCore::Started>(core_, label, sequence);
+  start_transfer(state, queue, {.text = label, .values = texts});
+  state->wait();
+  return mapped(*texts, [](const std::string& text) { return nlohmann::json::from_cbor(text); });
+}
+
+// The numbers of rows go through the host.
+at::Tensor HostGroup::all_gather_rows(const at::Tensor& rows, std::string_view name) {
+  check_rows(rows);
+  // The number of rows and a hash of their form in one small tensor, without the store.
+  const std::string row_text = "rows of " + tensor_text(rows, 1);
+  const auto form = static_cast<int64_t>(std::hash<std::string>{}(row_text));
+  const at::Tensor own = at::tensor({rows.size(0), form}, at::kLong);
+  const at::Tensor all = at::empty({world_size(), 2}, at::kLong);
+  all_gather_async(all, own, std::string(name) + ", rows").wait();
+  if (!all.select(1, 1).eq(form).all().item<bool>()) {
+    const std::string operation = operation_label("all_gather_rows", name);
+    core_->check_equal(operation, core_->enter(operation), row_text);
+  }
+  const at::Tensor counts = all.select(1, 0); // [rank]
+  const int64_t longest = few_sizes(counts.max().item<int64_t>());
+  at::Tensor padded = rows.detach();
+  if (rows.size(0) < longest) {
+    std::vector<int64_t> sizes = rows.sizes().vec();
+    sizes[0] = longest;
+    padded = at::zeros(sizes, rows.options());
+    padded.narrow(0, 0, rows.size(0)).copy_(rows.detach());
+  }
+  std::vector<int64_t> sizes = padded.sizes().vec();
+  sizes.insert(sizes.begin(), world_size());
+  const at::Tensor gathered = at::empty(sizes, padded.options());
+  all_gather_async(gathered, padded, name).wait();
+  std::vector<at::Tensor> parts;
+  for (int i = 0; i < world_size(); ++i) {
+    parts.push_back(gathered[i].narrow(0, 0, counts[i].item<int64_t>()));
+  }
+  return at::cat(parts);
+}
+
+std::optional<Survivors> HostGroup::shrink() {
+  std::shared_ptr<WorldLink> link = core_->link;
+  if (world_size() < link->world().world_size) {
+    throw InputError(
+        "comm::shrink",
+        "name=" + core_->options.name + ", a group of " + std::to_string(world_size()) +
+            " of the world's " + std::to_string(link->world().world_size) + " ranks",
+        "a group of all ranks", "shrink the world's own group, and make new groups of it");
+  }
+  if (!link->liveness().failed()) {
+    return std::nullopt;
+  }
+  Survivors left;
+  left.cause = link->liveness().cause().text;
+  left.ranks = core_->members; // all
+  for (bool first = true;; first = false) {
+    std::vector<int> members;
+    auto next = link->shrink(members);
+    if (!next) {
+      if (!first) { // the connections of the smaller world could not be made
+        core_->check(operation_label("create", core_->options.name));
+      }
+      return std::nullopt;
+    }
+    for (int& member : members) {
+      member = left.ranks[static_cast<size_t>(member)];
+    }
+    left.ranks = std::move(members);
+    core_->close(false);
+    core_ = std::make_shared<GroupCore>(next, core_->options, std::vector<int>{});
+    try {
+      connect();
+      return left;
+    } catch (const CommunicationError&) {
+      if (!next->liveness().failed()) {
+        throw;
+      }
+      left.cause += "; " + next->liveness().cause().text;
+      link = std::move(next);
+    }
+  }
 }
 
 std::shared_ptr<Communicator> make_host_group(const BackendContext& context) {

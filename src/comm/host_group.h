@@ -1,5 +1,6 @@
-// A group whose tensors of the host go through a back end of c10d: through the memory that the ranks
-// share (shared_backend.h) if all are on one host, else through Gloo.
+// A group whose tensors of the host go through the memory that the ranks share (transfer_queue.h) if
+// all are on one host, else through Gloo. Each operation is checked on this rank, compared between
+// ranks, in shared memory or if it is new to the group, and started.
 #pragma once
 
 #include <functional>
@@ -12,7 +13,7 @@
 
 namespace hasten::detail {
 
-class SharedBackend;
+class TransferQueue;
 
 class HostGroup : public Communicator {
  public:
@@ -58,17 +59,17 @@ class HostGroup : public Communicator {
 
  private:
   /// Enters an operation on `tensors` and starts it.
-  Work submit(std::string operation, const std::string& tensors, BackendCall call);
+  Work submit(std::string operation, const std::string& tensors, Collective what);
   Work start_staged(const Collective& what);
   /// Null if a rank cannot share its memory.
-  Backend connect_shared();
+  std::shared_ptr<TransferQueue> connect_shared();
   Backend connect_gloo();
-  /// The back end, if it is that one.
-  c10::intrusive_ptr<SharedBackend> shared() const;
 
   std::shared_ptr<GroupCore> core_;
   const std::string wanted_; // options.backend
-  std::weak_ptr<Backend> backend_; // the core keeps it
+  // Has one of them, which the core keeps.
+  std::weak_ptr<TransferQueue> shared_;
+  std::weak_ptr<Backend> gloo_;
 };
 
 } // namespace hasten::detail

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "hasten/base/text.h"
 #include "reduce_rows.h"
 #include "stages.h"
 
@@ -19,19 +20,23 @@ constexpr size_t kValueHead = sizeof(uint64_t);
 // Of data that is read in place. What a rank has just reduced the others find in the last cache.
 constexpr size_t kDirectChunk = size_t{1} << 20; // bytes
 
-Transfer::Transfer(TransferArguments arguments, int rank, int world_size)
+Transfer::Transfer(TransferArguments arguments, int rank, int world_size, SharedPlaces& places)
     : arguments_(std::move(arguments)),
+      kind_(arguments_.what.kind),
       rank_(rank),
       world_size_(world_size),
-      from_size_(c10::elementSize(arguments_.from)),
-      to_size_(c10::elementSize(arguments_.to)),
+      places_(places),
       text_hash_(XXH3_64bits(arguments_.text.data(), arguments_.text.size())) {
+  arguments_.what.name = {}; // the caller's
   if (arguments_.values != nullptr) {
     way_ = Way::asked;
     const std::string& own = (*arguments_.values)[static_cast<size_t>(rank_)];
     const uint64_t size = own.size();
     value_.assign(reinterpret_cast<const char*>(&size), kValueHead).append(own);
-  } else if (arguments_.places != nullptr) {
+    return;
+  }
+  find_rows();
+  if (may_be_direct()) {
     way_ = Way::asked;
     openings_ = 1;
   } else {
@@ -39,34 +44,90 @@ Transfer::Transfer(TransferArguments arguments, int rank, int world_size)
   }
 }
 
+void Transfer::find_rows() {
+  const Collective& what = arguments_.what;
+  std::vector<at::Tensor>&inputs = arguments_.inputs, &outputs = arguments_.outputs;
+  if (inputs.empty() && outputs.empty()) {
+    const auto rows = [](const at::Tensor& tensor, bool all) {
+      return all ? tensor.detach().unbind() : std::vector<at::Tensor>{tensor};
+    };
+    if (gives(rank_)) {
+      inputs = rows(kind_ <= Kind::broadcast ? what.output : what.input, to_each());
+    }
+    if (gets()) {
+      outputs = rows(what.output, kind_ == Kind::all_gather || kind_ == Kind::gather ||
+                                      kind_ == Kind::all_to_all);
+    }
+  }
+  const at::Tensor& one = inputs.empty() ? outputs[0] : inputs[0];
+  count_ = static_cast<size_t>(one.numel());
+  if (kind_ == Kind::all_reduce || kind_ == Kind::reduce || kind_ == Kind::reduce_scatter) {
+    from_ = one.scalar_type();
+    to_ = (outputs.empty() ? inputs[0] : outputs[0]).scalar_type();
+    from_size_ = c10::elementSize(from_);
+    to_size_ = c10::elementSize(to_);
+  } else { // moves bytes
+    count_ *= one.element_size();
+  }
+  const auto begin = [](const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); };
+  inputs_ = mapped(inputs, begin);
+  outputs_ = mapped(outputs, begin);
+}
+
+std::optional<SharedPlace> Transfer::place() const {
+  for (size_t i = 1; i < inputs_.size(); ++i) {
+    if (inputs_[i] != inputs_[0] + i * count_ * from_size_) { // rows of several tensors
+      return std::nullopt;
+    }
+  }
+  return find_shared(inputs_[0]);
+}
+
+void Transfer::release() {
+  arguments_.what = {};
+  arguments_.inputs.clear();
+  arguments_.outputs.clear();
+}
+
+bool Transfer::may_be_direct() const {
+  const bool scatters = kind_ == Kind::reduce_scatter;
+  const size_t bytes = count_ * from_size_ * (scatters ? static_cast<size_t>(world_size_) : 1);
+  return (kind_ == Kind::all_reduce || kind_ == Kind::all_gather || scatters) &&
+         bytes >= kLeastShared;
+}
+
 void Transfer::count_stages() {
   const auto ranks = static_cast<size_t>(world_size_);
-  const bool sums = arguments_.kind == Kind::all_reduce;
+  const bool sums = kind_ == Kind::all_reduce;
   if (is_direct()) {
-    chunk_ = sums ? kDirectChunk / from_size_ : arguments_.count;
+    chunk_ = sums ? kDirectChunk / from_size_ : count_;
   } else {
     const size_t widest = std::max(from_size_, to_size_);
     chunk_ = std::max<size_t>(Stages::kMaximum / widest / (to_each() ? ranks : 1), 1);
-    two_phases_ = sums && world_size_ > 2 && arguments_.count * from_size_ > kTwoPhases;
+    two_phases_ = sums && world_size_ > 2 && count_ * from_size_ > kTwoPhases;
   }
-  const auto chunks =
-      static_cast<uint32_t>(std::max<size_t>((arguments_.count + chunk_ - 1) / chunk_, 1));
+  const auto chunks = static_cast<uint32_t>(std::max<size_t>((count_ + chunk_ - 1) / chunk_, 1));
   stages_ = openings_ + chunks * (two_phases_ ? 2 : 1) + (is_direct() && sums ? 1 : 0);
 }
 
 bool Transfer::to_each() const {
-  return arguments_.kind == Kind::scatter || arguments_.kind == Kind::all_to_all ||
-         arguments_.kind == Kind::reduce_scatter;
+  return kind_ == Kind::scatter || kind_ == Kind::all_to_all || kind_ == Kind::reduce_scatter;
 }
 
 bool Transfer::gives(int rank) const {
-  return (arguments_.kind != Kind::broadcast && arguments_.kind != Kind::scatter) ||
-         rank == arguments_.root;
+  return (kind_ != Kind::broadcast && kind_ != Kind::scatter) || rank == arguments_.what.root;
+}
+
+bool Transfer::gets() const {
+  const bool root = rank_ == arguments_.what.root;
+  return kind_ == Kind::broadcast                         ? !root
+         : kind_ == Kind::reduce || kind_ == Kind::gather ? root
+                                                          : true;
 }
 
 Transfer::Part Transfer::chunk(uint32_t step) const {
   const size_t first = (two_phases_ ? step / 2 : step) * chunk_;
-  return {first, std::min(chunk_, arguments_.count - first)};
+  return {first, std::min(chunk_, count_ - first)};
 }
 
 Transfer::Part Transfer::slice(const Part& chunk, int rank) const {
@@ -97,7 +158,7 @@ size_t Transfer::bytes(uint32_t stage) const {
 size_t Transfer::most_bytes() const {
   const size_t rows = to_each() ? static_cast<size_t>(world_size_) : 1;
   return arguments_.values != nullptr ? Stages::kMaximum
-                                      : (arguments_.count * from_size_ * rows + 63) / 64 * 64;
+                                      : (count_ * from_size_ * rows + 63) / 64 * 64;
 }
 
 /// `skip`: bytes of a payload before the part.
@@ -107,8 +168,8 @@ void Transfer::reduce(const Payloads& payloads, size_t skip, const Part& part, c
     row += skip;
   }
   const auto own = static_cast<size_t>(rank_);
-  rows[own] = arguments_.inputs[to_each() ? own : 0] + part.first * from_size_;
-  reduce_rows(arguments_.op, arguments_.from, rows, arguments_.to, to, part.count);
+  rows[own] = inputs_[to_each() ? own : 0] + part.first * from_size_;
+  reduce_rows(arguments_.what.op, from_, rows, to_, to, part.count);
 }
 
 // If each rank reduces a slice of a chunk, the others read it when all have reduced theirs. So nobody
@@ -120,9 +181,9 @@ void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
   }
   if (stage < openings_) {
     if (stage == 0) {
-      arguments_.places->write(arguments_.place, to);
+      places_.write(place(), to);
     } else {
-      *to = arguments_.places->map() ? 1 : 0;
+      *to = places_.map() ? 1 : 0;
     }
     return;
   }
@@ -133,12 +194,12 @@ void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
   const Part own = slice(part, rank_);
   const size_t size = part.count * from_size_;
   if (is_direct()) {
-    if (arguments_.kind == Kind::all_reduce) {
-      reduce(data_, own.first * from_size_, own, arguments_.outputs[0] + own.first * to_size_);
+    if (kind_ == Kind::all_reduce) {
+      reduce(data_, own.first * from_size_, own, outputs_[0] + own.first * to_size_);
     } else {
       take(part, data_);
     }
-    const size_t readers = arguments_.kind == Kind::reduce_scatter ? data_.size() - 1 : 1;
+    const size_t readers = kind_ == Kind::reduce_scatter ? data_.size() - 1 : 1;
     Stages::bytes_published += static_cast<int64_t>(size * readers);
     return;
   }
@@ -149,9 +210,9 @@ void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
   if (!gives(rank_) || part.count == 0) {
     return;
   }
-  for (size_t i = 0; i < arguments_.inputs.size(); ++i) {
+  for (size_t i = 0; i < inputs_.size(); ++i) {
     if (!to_each() || std::cmp_not_equal(i, rank_)) { // it has its own
-      std::memcpy(to + i * size, arguments_.inputs[i] + part.first * from_size_, size);
+      std::memcpy(to + i * size, inputs_[i] + part.first * from_size_, size);
     }
   }
 }
@@ -165,25 +226,25 @@ void Transfer::consume(uint32_t stage, const Payloads& payloads) {
     if (!precedes(stage)) {
       take(chunk(stage - openings_), payloads);
     }
-  } else if (arguments_.kind == Kind::all_reduce && !closes(stage)) {
+  } else if (kind_ == Kind::all_reduce && !closes(stage)) {
     take(chunk(stage - openings_), data_);
   }
 }
 
 void Transfer::take(const Part& part, const Payloads& payloads) {
-  if (arguments_.outputs.empty() || part.count == 0) { // an empty tensor has no address
+  if (outputs_.empty() || part.count == 0) { // an empty tensor has no address
     return;
   }
   const auto own = static_cast<size_t>(rank_);
-  const auto root = static_cast<size_t>(arguments_.root);
+  const auto root = static_cast<size_t>(arguments_.what.root);
   const size_t size = part.count * from_size_;
-  const auto output = [&](size_t i) { return arguments_.outputs[i] + part.first * to_size_; };
+  const auto output = [&](size_t i) { return outputs_[i] + part.first * to_size_; };
   const auto put = [](char* to, const char* from, size_t bytes) {
     if (to != from) { // a rank's input may be its row of the output
       std::memmove(to, from, bytes);
     }
   };
-  switch (arguments_.kind) {
+  switch (kind_) {
     case Kind::all_reduce:
     case Kind::reduce:
       if (!two_phases_ && !is_direct()) {
@@ -192,7 +253,7 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
       }
       for (size_t i = 0; i < payloads.size(); ++i) {
         const Part piece = slice(part, static_cast<int>(i));
-        put(arguments_.outputs[0] + piece.first * to_size_,
+        put(outputs_[0] + piece.first * to_size_,
             payloads[i] + (is_direct() ? piece.first * from_size_ : 0), piece.count * to_size_);
       }
       return;
@@ -206,16 +267,14 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
       return;
     case Kind::scatter:
       put(output(0),
-          own == root ? arguments_.inputs[own] + part.first * from_size_
-                      : payloads[root] + own * size,
-          size);
+          own == root ? inputs_[own] + part.first * from_size_ : payloads[root] + own * size, size);
       return;
     case Kind::all_gather:
     case Kind::gather:
     case Kind::all_to_all:
       for (size_t i = 0; i < payloads.size(); ++i) {
         put(output(i),
-            i == own ? arguments_.inputs[to_each() ? i : 0] + part.first * from_size_
+            i == own ? inputs_[to_each() ? i : 0] + part.first * from_size_
                      : payloads[i] + (to_each() ? own * size : 0),
             size);
       }
@@ -223,14 +282,14 @@ void Transfer::take(const Part& part, const Payloads& payloads) {
 }
 
 void Transfer::read_openings(uint32_t stage, const Payloads& payloads) {
-  way_ = stage == 0 ? arguments_.places->read(payloads) : arguments_.places->settle(payloads);
+  way_ = stage == 0 ? places_.read(payloads) : places_.settle(payloads);
   if (way_ == Way::asked) {
     stages_ = ++openings_;
     return;
   }
   if (is_direct()) {
-    data_ = arguments_.places->data();
-    data_[static_cast<size_t>(rank_)] = arguments_.inputs[0];
+    data_ = places_.data();
+    data_[static_cast<size_t>(rank_)] = inputs_[0];
   }
   count_stages();
 }

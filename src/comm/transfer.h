@@ -2,7 +2,7 @@
 // does with the others' bytes.
 #pragma once
 
-#include <c10/core/ScalarType.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,25 +17,15 @@
 namespace hasten::detail {
 
 struct TransferArguments {
-  using Kind = Collective::Kind;
-  Kind kind = Kind::all_reduce;
-  ReduceOp op = ReduceOp::SUM;
-  int root = 0;
-  /// Elements of a tensor, or of one of its rows.
-  size_t count = 0;
-  c10::ScalarType from = c10::kByte;
-  c10::ScalarType to = c10::kByte;
-  /// What this rank gives: nothing, one tensor, or [rank] one for each rank.
-  std::vector<const char*> inputs{};
-  /// What this rank gets, likewise.
-  std::vector<char*> outputs{};
-  /// "operation\ntensors", or any text. Equal on all ranks.
+  /// Its tensors are checked, and kept until the transfer ends.
+  Collective what{};
+  /// What the ranks compare and errors name: "operation\ntensors", or any text. Equal on all ranks.
   std::string text{};
-  /// Where this rank's first input is, and what it knows of the others', for much data that can be
-  /// read in place. Given on all ranks, or on none.
-  std::optional<SharedPlace> place{};
-  SharedPlaces* places = nullptr;
-  /// Instead of the above: each rank gives bytes, of any length, and gets those of all. [rank]
+  /// What this rank gives and what it gets, each nothing, one tensor, or [rank] one for each rank.
+  /// Without them: the collective's tensors.
+  std::vector<at::Tensor> inputs{};
+  std::vector<at::Tensor> outputs{};
+  /// Instead of all tensors: each rank gives bytes, of any length, and gets those of all. [rank]
   std::shared_ptr<std::vector<std::string>> values = nullptr;
 };
 
@@ -44,7 +34,8 @@ class Transfer {
   /// Payloads that a rank reads. [rank]
   using Payloads = std::vector<const char*>;
 
-  Transfer(TransferArguments arguments, int rank, int world_size);
+  /// `places`: what this rank knows of the others' tensors, for much data that can be read in place.
+  Transfer(TransferArguments arguments, int rank, int world_size, SharedPlaces& places);
 
   const std::string& text() const { return arguments_.text; }
   uint64_t text_hash() const { return text_hash_; }
@@ -65,8 +56,7 @@ class Transfer {
   /// Whether the stage says that this rank has read everything: it publishes it after it has
   /// consumed all before it. Other direct transfers end with the stage of their reads.
   bool closes(uint32_t stage) const {
-    return is_direct() && arguments_.kind == TransferArguments::Kind::all_reduce &&
-           stage + 1 == stages_;
+    return is_direct() && kind_ == Collective::Kind::all_reduce && stage + 1 == stages_;
   }
   /// Whether the stage's bytes are made from what the ranks have published in the one before.
   bool follows(uint32_t stage) const { return two_phases_ && (stage - openings_) % 2 == 1; }
@@ -77,6 +67,8 @@ class Transfer {
   /// `before`: payloads of the stage before, if follows().
   void publish(uint32_t stage, char* to, const Payloads& before);
   void consume(uint32_t stage, const Payloads& payloads);
+  /// It has ended: the tensors go.
+  void release();
 
  private:
   using Way = SharedPlaces::Way;
@@ -84,11 +76,17 @@ class Transfer {
     size_t first;
     size_t count;
   };
+  void find_rows();
+  /// Whether much data may be read where it is, if all ranks have it in shared memory.
+  bool may_be_direct() const;
+  /// Where this rank's input is, if it is there.
+  std::optional<SharedPlace> place() const;
   void count_stages();
   Part chunk(uint32_t step) const;
   /// The elements of a chunk that `rank` reduces if each reduces a slice.
   Part slice(const Part& chunk, int rank) const;
   bool gives(int rank) const; // bytes in a stage that does not follow another
+  bool gets() const; // this rank has a result
   bool to_each() const; // other bytes for each rank
   void reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const;
   void read_openings(uint32_t stage, const Payloads& payloads);
@@ -98,10 +96,17 @@ class Transfer {
   size_t value_begin(uint32_t stage) const;
 
   TransferArguments arguments_;
+  const Collective::Kind kind_;
   const int rank_;
   const int world_size_;
-  const size_t from_size_; // of an element, bytes
-  const size_t to_size_;
+  SharedPlaces& places_;
+  std::vector<char*> inputs_{}; // where the rows begin that this rank gives
+  std::vector<char*> outputs_{}; // and those that it gets
+  size_t count_ = 0; // elements of a row
+  c10::ScalarType from_ = c10::kByte;
+  c10::ScalarType to_ = c10::kByte;
+  size_t from_size_ = 1; // of an element, bytes
+  size_t to_size_ = 1;
   size_t chunk_ = 1; // elements of a stage
   bool two_phases_ = false;
   uint32_t stages_ = 1;

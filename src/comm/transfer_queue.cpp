@@ -1,10 +1,15 @@
 #include "transfer_queue.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
 
+#include "hasten/base/error.h"
+#include "hasten/base/text.h"
 #include "hasten/base/world.h"
 
 namespace hasten::detail {
@@ -32,9 +37,11 @@ std::optional<std::exception_ptr> TransferQueue::Item::outcome() const {
 }
 
 TransferQueue::TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names,
-                             SharedPlaces& places)
-    : names_(std::move(names)),
-      places_(places),
+                             std::shared_ptr<void> owner)
+    : owner_(std::move(owner)),
+      rank_(rank),
+      names_(std::move(names)),
+      places_(rank, static_cast<int>(names_.size())),
       stages_(rank, memory),
       // Who spins takes a core, so there is one for each rank.
       spins_(allowed_cores() >= stages_.world_size() ? kSpins : 0),
@@ -58,16 +65,20 @@ void TransferQueue::stop() noexcept {
   progress(true);
 }
 
-void TransferQueue::start(std::shared_ptr<Item> item) {
+std::shared_ptr<TransferQueue::Item> TransferQueue::start(TransferArguments arguments) {
+  if (at_start != nullptr) {
+    at_start();
+  }
+  auto item = std::make_shared<Item>(std::move(arguments), rank_, stages_.world_size(), places_);
   const bool small = item->transfer.is_small();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) {
       throw std::runtime_error("the group is closed");
     }
-    new_.push_back(std::move(item));
+    new_.push_back(item);
     if (driven_) {
-      return; // the thread that drives will find the transfer
+      return item; // the thread that drives will find the transfer
     }
     driven_ = true;
   }
@@ -75,6 +86,7 @@ void TransferQueue::start(std::shared_ptr<Item> item) {
     progress(false);
   }
   stop_driving();
+  return item;
 }
 
 void TransferQueue::drive(const Item& item, milliseconds limit) {
@@ -311,6 +323,7 @@ void TransferQueue::require_equal(const Item& item) const {
 void TransferQueue::end_first() {
   const std::shared_ptr<Item> item = std::move(queue_.front());
   queue_.pop_front();
+  item->transfer.release();
   std::vector<std::function<void(std::exception_ptr)>> then; // called without the mutex
   {
     const std::lock_guard<std::mutex> lock(item->mutex);
@@ -326,6 +339,53 @@ void TransferQueue::end_first() {
   if (waiters_ > 0) {
     changed_.notify_all();
   }
+}
+
+/// Throws the reason of the first rank that has one.
+static void throw_reason(const std::vector<nlohmann::json>& all, const std::vector<int>& names) {
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].is_string()) {
+      throw Error("comm::share_memory",
+                  "rank " + std::to_string(names[i]) + ": " + all[i].get<std::string>());
+    }
+  }
+}
+
+/// What `make` returns, or the text of its exception.
+template <typename Make>
+nlohmann::json or_reason(const Make& make) {
+  try {
+    return make();
+  } catch (const Error& error) {
+    return std::string(error.text());
+  } catch (const c10::Error& error) { // over a MemoryLimit
+    return std::string(error.what_without_backtrace());
+  }
+}
+
+std::shared_ptr<TransferQueue> share_memory(int rank, const std::vector<int>& names,
+                                            const ExchangeJson& exchange) {
+  std::unique_ptr<SharedMemory> own;
+  const std::vector<nlohmann::json> addresses = exchange(or_reason([&]() -> nlohmann::json {
+    own = std::make_unique<SharedMemory>(Stages::kBytes);
+    return own->address();
+  }));
+  throw_reason(addresses, names);
+  const auto kept = std::make_shared<std::vector<std::unique_ptr<SharedMemory>>>();
+  auto& all = *kept;
+  throw_reason(
+      exchange(or_reason([&]() -> nlohmann::json {
+        for (const nlohmann::json& address : addresses) {
+          all.push_back(std::cmp_equal(all.size(), rank)
+                            ? std::move(own)
+                            : std::make_unique<SharedMemory>(address.get<SharedMemoryAddress>()));
+        }
+        return true;
+      })),
+      names);
+  all[static_cast<size_t>(rank)]->hide();
+  return std::make_shared<TransferQueue>(
+      rank, mapped(all, [](const auto& one) { return one->data(); }), names, kept);
 }
 
 } // namespace hasten::detail

@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -39,8 +40,8 @@ class TransferQueue {
  public:
   /// A transfer from its start to its end.
   struct Item {
-    Item(TransferArguments arguments, int rank, int world_size)
-        : transfer(std::move(arguments), rank, world_size) {}
+    Item(TransferArguments arguments, int rank, int world_size, SharedPlaces& places)
+        : transfer(std::move(arguments), rank, world_size, places) {}
     Transfer transfer;
     /// Calls `f` once it has ended, in the thread that ends it, with an exception if it failed. `f`
     /// must not throw.
@@ -61,21 +62,23 @@ class TransferQueue {
     std::vector<std::function<void(std::exception_ptr)>> then{};
   };
 
-  /// `names`: the ranks in messages. `memory`: see Stages. `places`: of the same group.
+  /// `names`: the ranks in messages. `memory`: see Stages; it lives while `owner` does.
   TransferQueue(int rank, const std::vector<char*>& memory, std::vector<int> names,
-                SharedPlaces& places);
+                std::shared_ptr<void> owner = nullptr);
   /// stop().
   ~TransferQueue();
   TransferQueue(const TransferQueue&) = delete;
   TransferQueue& operator=(const TransferQueue&) = delete;
 
-  void start(std::shared_ptr<Item> item);
+  std::shared_ptr<Item> start(TransferArguments arguments);
   /// Moves transfers on in this thread until `item` has ended or `limit` has passed.
   void drive(const Item& item, std::chrono::milliseconds limit);
   /// From now on the transfers that have started end without anybody who waits.
   void progress_in_thread();
   /// Ends the thread, and every transfer that has not ended or starts later with an exception.
   void stop() noexcept;
+  /// start() calls it, so that a test sees who called start().
+  static inline void (*at_start)() = nullptr;
 
  private:
   void run();
@@ -96,8 +99,10 @@ class TransferQueue {
   // With the mutex.
   bool needs_thread() const;
 
+  const std::shared_ptr<void> owner_;
+  const int rank_;
   const std::vector<int> names_;
-  SharedPlaces& places_; // of the thread that drives
+  SharedPlaces places_; // of the thread that drives
   Stages stages_;
   const int spins_;
 
@@ -118,5 +123,13 @@ class TransferQueue {
 
   std::thread thread_;
 };
+
+/// Returns what all ranks gave. [rank]
+using ExchangeJson = std::function<std::vector<nlohmann::json>(const nlohmann::json&)>;
+
+/// The queue of a group whose ranks share memory. Collective, by two exchanges. `names`: the ranks in messages. Throws Error with the reason, on all
+/// ranks, if one cannot share its memory.
+std::shared_ptr<TransferQueue> share_memory(int rank, const std::vector<int>& names,
+                                            const ExchangeJson& exchange);
 
 } // namespace hasten::detail

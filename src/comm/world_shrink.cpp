@@ -14,8 +14,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/process.h"
-#include "host_group.h"
-#include "tensor_checks.h"
+#include "world_link.h"
 
 namespace hasten::detail {
 
@@ -154,49 +153,6 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   auto link = std::make_shared<WorldLink>(ranks_of_members(ranks, members), store);
   shrunk_ = true;
   return link;
-}
-
-std::optional<Survivors> HostGroup::shrink() {
-  std::shared_ptr<WorldLink> link = core_->link;
-  if (world_size() < link->world().world_size) {
-    throw InputError(
-        kShrinkWhere,
-        "name=" + core_->options.name + ", a group of " + std::to_string(world_size()) +
-            " of the world's " + std::to_string(link->world().world_size) + " ranks",
-        "a group of all ranks", "shrink the world's own group, and make new groups of it");
-  }
-  if (!link->liveness().failed()) {
-    return std::nullopt;
-  }
-  Survivors left;
-  left.cause = link->liveness().cause().text;
-  left.ranks = core_->members; // all
-  for (bool first = true;; first = false) {
-    std::vector<int> members;
-    auto next = link->shrink(members);
-    if (!next) {
-      if (!first) { // the connections of the smaller world could not be made
-        core_->check(operation_label("create", core_->options.name));
-      }
-      return std::nullopt;
-    }
-    for (int& member : members) {
-      member = left.ranks[static_cast<size_t>(member)];
-    }
-    left.ranks = std::move(members);
-    core_->close(false);
-    core_ = std::make_shared<GroupCore>(next, core_->options, std::vector<int>{});
-    try {
-      connect();
-      return left;
-    } catch (const CommunicationError&) {
-      if (!next->liveness().failed()) {
-        throw;
-      }
-      left.cause += "; " + next->liveness().cause().text;
-      link = std::move(next);
-    }
-  }
 }
 
 } // namespace hasten::detail

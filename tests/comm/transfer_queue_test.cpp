@@ -53,7 +53,7 @@ static std::vector<int> ranks_of(int world) {
   return ranks;
 }
 
-using AsRank = std::function<void(int rank, TransferQueue& queue, SharedPlaces& places)>;
+using AsRank = std::function<void(int rank, TransferQueue& queue)>;
 
 /// Runs `f` as each rank, in a thread each.
 static void as_ranks(int world, const AsRank& f) {
@@ -61,9 +61,8 @@ static void as_ranks(int world, const AsRank& f) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
-      SharedPlaces places(rank, world);
-      TransferQueue queue(rank, memory.all(), ranks_of(world), places);
-      f(rank, queue, places);
+      TransferQueue queue(rank, memory.all(), ranks_of(world));
+      f(rank, queue);
     });
   }
   for (std::thread& thread : threads) {
@@ -79,50 +78,46 @@ struct Operation {
   Kind kind = Kind::all_reduce;
   size_t count = 0;
   int root = 0;
-  std::vector<std::vector<float>> inputs{};
-  std::vector<std::vector<float>> outputs{};
+  int rank = 0;
+  int world = 1;
+  at::Tensor output{};
   std::shared_ptr<Item> item{};
   std::exception_ptr error{};
 
   static float value(int rank, size_t row, size_t i) {
     return static_cast<float>(rank + 1) + static_cast<float>(row * 7 + i % 1000);
   }
-  bool moves_rows() const {
-    return kind == Kind::all_to_all || kind == Kind::reduce_scatter || kind == Kind::scatter;
-  }
 
-  Operation(Kind which, size_t n, int from, int rank, int world)
-      : kind(which), count(n), root(from) {
-    const bool gives = (kind != Kind::broadcast && kind != Kind::scatter) || rank == root;
-    const bool gets = kind == Kind::broadcast                        ? rank != root
-                      : kind == Kind::reduce || kind == Kind::gather ? rank == root
-                                                                     : true;
-    inputs.resize(gives ? (moves_rows() ? static_cast<size_t>(world) : 1) : 0);
+  Operation(Kind which, size_t n, int from, int of, int ranks)
+      : kind(which), count(n), root(from), rank(of), world(ranks) {}
+
+  void start(TransferQueue& queue) {
+    const auto columns = static_cast<int64_t>(count);
+    const bool moves_rows =
+        kind == Kind::all_to_all || kind == Kind::reduce_scatter || kind == Kind::scatter;
     const bool all = kind == Kind::all_gather || kind == Kind::gather || kind == Kind::all_to_all;
-    outputs.resize(gets ? (all ? static_cast<size_t>(world) : 1) : 0,
-                   std::vector<float>(count, -1));
-    for (size_t row = 0; row < inputs.size(); ++row) {
+    const at::Tensor input = at::empty({moves_rows ? world : 1, columns});
+    for (int64_t row = 0; row < input.size(0); ++row) {
       for (size_t i = 0; i < count; ++i) {
-        inputs[row].push_back(value(rank, row, i));
+        input.mutable_data_ptr<float>()[row * columns + static_cast<int64_t>(i)] =
+            value(rank, static_cast<size_t>(row), i);
       }
     }
-    TransferArguments arguments;
-    arguments.kind = kind;
-    arguments.root = root;
-    arguments.count = count;
-    arguments.from = arguments.to = c10::kFloat;
-    for (const auto& input : inputs) {
-      arguments.inputs.push_back(reinterpret_cast<const char*>(input.data()));
-    }
-    for (auto& output : outputs) {
-      arguments.outputs.push_back(reinterpret_cast<char*>(output.data()));
-    }
-    arguments.text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count);
-    item = std::make_shared<Item>(std::move(arguments), rank, world);
+    const bool in_place =
+        kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::broadcast;
+    output = in_place ? input : at::full({all ? world : 1, columns}, -1.0);
+    item = queue.start(
+        {.what = {.kind = kind,
+                  .output = output,
+                  .input = in_place                          ? at::Tensor()
+                           : all && kind != Kind::all_to_all ? input[0]
+                                                             : input,
+                  .root = root},
+         .text = std::to_string(static_cast<int>(kind)) + " of " + std::to_string(count)});
     item->on_end([this](const std::exception_ptr& e) { error = e; });
   }
 
-  float expected(int rank, int world, size_t output, size_t i) const {
+  float expected(size_t row_of_output, size_t i) const {
     const auto sum = [&](size_t row) {
       float total = 0;
       for (int r = 0; r < world; ++r) {
@@ -142,18 +137,19 @@ struct Operation {
         return value(root, static_cast<size_t>(rank), i);
       case Kind::all_gather:
       case Kind::gather:
-        return value(static_cast<int>(output), 0, i);
+        return value(static_cast<int>(row_of_output), 0, i);
       case Kind::all_to_all:
-        return value(static_cast<int>(output), static_cast<size_t>(rank), i);
+        return value(static_cast<int>(row_of_output), static_cast<size_t>(rank), i);
     }
     return 0;
   }
 
-  size_t wrong(int rank, int world) const {
+  size_t wrong() const {
     size_t found = error != nullptr;
-    for (size_t o = 0; o < outputs.size(); ++o) {
+    const bool gets = (kind != Kind::reduce && kind != Kind::gather) || rank == root;
+    for (size_t row = 0; gets && row < static_cast<size_t>(output.size(0)); ++row) {
       for (size_t i = 0; i < count; ++i) {
-        found += outputs[o][i] != expected(rank, world, o, i);
+        found += output.const_data_ptr<float>()[row * count + i] != expected(row, i);
       }
     }
     return found;
@@ -169,7 +165,7 @@ static void drive_to_end(TransferQueue& queue, const Item& item) {
 
 TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnderWay) {
   for (const int world : {2, 3, 4}) {
-    as_ranks(world, [&](int rank, TransferQueue& queue, SharedPlaces&) {
+    as_ranks(world, [&](int rank, TransferQueue& queue) {
       std::mt19937 random(17); // the same operations on all ranks
       const std::vector<size_t> sizes{0, 1, 3, 1000, 9000, 65'536, 70'001, 300'000};
       std::deque<std::unique_ptr<Operation>> under_way;
@@ -177,14 +173,14 @@ TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnder
         under_way.push_back(std::make_unique<Operation>(
             static_cast<Kind>(random() % 8), sizes[random() % sizes.size()],
             static_cast<int>(random() % static_cast<unsigned>(world)), rank, world));
-        queue.start(under_way.back()->item);
+        under_way.back()->start(queue);
         const size_t most = random() % 6;
         if (random() % 3 == 0) { // not in their order
           drive_to_end(queue, *under_way.back()->item);
         }
         while (under_way.size() > most) {
           drive_to_end(queue, *under_way.front()->item);
-          EXPECT_EQ(under_way.front()->wrong(rank, world), 0U)
+          EXPECT_EQ(under_way.front()->wrong(), 0U)
               << world << " ranks, kind " << static_cast<int>(under_way.front()->kind) << ", "
               << under_way.front()->count;
           under_way.pop_front();
@@ -192,7 +188,7 @@ TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnder
       }
       for (const auto& operation : under_way) {
         drive_to_end(queue, *operation->item);
-        EXPECT_EQ(operation->wrong(rank, world), 0U);
+        EXPECT_EQ(operation->wrong(), 0U);
       }
     });
   }
@@ -202,12 +198,9 @@ TEST(TransferQueue, EveryCollectiveOfAnySizeEndsWithItsResultHoweverManyAreUnder
 struct Groups {
   Groups(int rank, int world, const std::vector<std::unique_ptr<Memory>>& memory) {
     for (const auto& one : memory) {
-      places.push_back(std::make_unique<SharedPlaces>(rank, world));
-      queues.push_back(
-          std::make_unique<TransferQueue>(rank, one->all(), ranks_of(world), *places.back()));
+      queues.push_back(std::make_unique<TransferQueue>(rank, one->all(), ranks_of(world)));
     }
   }
-  std::vector<std::unique_ptr<SharedPlaces>> places{};
   std::vector<std::unique_ptr<TransferQueue>> queues{};
 };
 
@@ -236,13 +229,13 @@ TEST(TransferQueue, RanksMayWaitForTheTransfersOfTwoGroupsInOppositeOrders) {
       for (int i = 0; i < 2 * count; ++i) {
         const auto group = static_cast<size_t>(i % 2);
         started[group].push_back(std::make_unique<Operation>(Kind::all_reduce, 3, 0, rank, 2));
-        groups.queues[group]->start(started[group].back()->item);
+        started[group].back()->start(*groups.queues[group]);
       }
       for (const size_t turn : {size_t{0}, size_t{1}}) {
         const size_t group = rank == 0 ? turn : 1 - turn;
         for (const auto& operation : started[group]) {
           drive_to_end(*groups.queues[group], *operation->item);
-          EXPECT_EQ(operation->wrong(rank, 2), 0U);
+          EXPECT_EQ(operation->wrong(), 0U);
         }
       }
     });
@@ -258,23 +251,23 @@ TEST(TransferQueue, NobodyWaitsForARankThatComputes) {
                                                   {Kind::broadcast, 65'536, 9},
                                                   {Kind::all_reduce, 400'000, 3}}) {
     std::atomic<bool> over{false};
-    as_ranks(2, [&, kind = kind, elements = elements, count = count](int rank, TransferQueue& queue,
-                                                                     SharedPlaces&) {
-      std::vector<std::unique_ptr<Operation>> started;
-      for (int i = 0; i < count; ++i) {
-        started.push_back(std::make_unique<Operation>(kind, elements, 0, rank, 2));
-        queue.start(started.back()->item);
-      }
-      for (int i = 0; rank == 1 && i < 60'000 && !over; ++i) { // it computes
-        std::this_thread::sleep_for(milliseconds(1));
-      }
-      EXPECT_TRUE(rank == 0 || over) << count << " of " << elements;
-      for (const auto& operation : started) {
-        drive_to_end(queue, *operation->item);
-        EXPECT_EQ(operation->wrong(rank, 2), 0U);
-      }
-      over = true;
-    });
+    as_ranks(2,
+             [&, kind = kind, elements = elements, count = count](int rank, TransferQueue& queue) {
+               std::vector<std::unique_ptr<Operation>> started;
+               for (int i = 0; i < count; ++i) {
+                 started.push_back(std::make_unique<Operation>(kind, elements, 0, rank, 2));
+                 started.back()->start(queue);
+               }
+               for (int i = 0; rank == 1 && i < 60'000 && !over; ++i) { // it computes
+                 std::this_thread::sleep_for(milliseconds(1));
+               }
+               EXPECT_TRUE(rank == 0 || over) << count << " of " << elements;
+               for (const auto& operation : started) {
+                 drive_to_end(queue, *operation->item);
+                 EXPECT_EQ(operation->wrong(), 0U);
+               }
+               over = true;
+             });
   }
 }
 
@@ -302,7 +295,7 @@ TEST(TransferQueue, RandomOperationsOnSeveralGroupsEndWhateverTheOrderOfTheWaits
               group, std::make_unique<Operation>(
                          kind, size, static_cast<int>(plans() % static_cast<unsigned>(world)), rank,
                          world));
-          groups.queues[group]->start(started.back().second->item);
+          started.back().second->start(*groups.queues[group]);
           if (own() % 20 == 0) {
             std::this_thread::sleep_for(std::chrono::microseconds(own() % 500));
           }
@@ -310,7 +303,7 @@ TEST(TransferQueue, RandomOperationsOnSeveralGroupsEndWhateverTheOrderOfTheWaits
         std::ranges::shuffle(started, own);
         for (const auto& [group, operation] : started) {
           drive_to_end(*groups.queues[group], *operation->item);
-          wrong += operation->wrong(rank, world) > 0 ? 1 : 0;
+          wrong += operation->wrong() > 0 ? 1 : 0;
         }
       }
     });
@@ -319,18 +312,11 @@ TEST(TransferQueue, RandomOperationsOnSeveralGroupsEndWhateverTheOrderOfTheWaits
 }
 
 TEST(TransferQueue, MemoryThatARankHasFreedIsUnmappedWithTheNextTransferOfAnySize) {
-  as_ranks(3, [&](int rank, TransferQueue& queue, SharedPlaces& places) {
+  as_ranks(3, [&](int rank, TransferQueue& queue) {
     at::Tensor tensor = shared_zeros(100'000, at::kFloat);
-    TransferArguments arguments;
-    arguments.count = 100'000;
-    arguments.from = arguments.to = c10::kFloat;
-    arguments.inputs = {static_cast<const char*>(tensor.const_data_ptr())};
-    arguments.outputs = {static_cast<char*>(tensor.mutable_data_ptr())};
-    arguments.places = &places;
-    arguments.place = find_shared(arguments.inputs[0]);
-    const std::weak_ptr<const SharedMemory> memory = arguments.place->memory;
-    auto item = std::make_shared<Item>(std::move(arguments), rank, 3);
-    queue.start(item);
+    const std::weak_ptr<const SharedMemory> memory =
+        find_shared(static_cast<const char*>(tensor.const_data_ptr()))->memory;
+    auto item = queue.start({.what = {.output = tensor}});
     drive_to_end(queue, *item);
     EXPECT_TRUE(item->transfer.is_direct());
     item.reset();
@@ -338,7 +324,7 @@ TEST(TransferQueue, MemoryThatARankHasFreedIsUnmappedWithTheNextTransferOfAnySiz
     EXPECT_FALSE(memory.expired()); // its peers have mapped it
     for (int i = 0; i < 2; ++i) { // after the second one all have read the first one
       Operation small(Kind::all_reduce, 3, 0, rank, 3);
-      queue.start(small.item);
+      small.start(queue);
       drive_to_end(queue, *small.item);
     }
     EXPECT_TRUE(memory.expired());
@@ -348,7 +334,7 @@ TEST(TransferQueue, MemoryThatARankHasFreedIsUnmappedWithTheNextTransferOfAnySiz
 TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
   constexpr std::array kKinds{Kind::all_reduce, Kind::all_gather, Kind::reduce_scatter};
   for (const int world : {2, 3, 4}) {
-    as_ranks(world, [&](int rank, TransferQueue& queue, SharedPlaces& places) {
+    as_ranks(world, [&](int rank, TransferQueue& queue) {
       std::mt19937 random(23); // the same on all ranks
       const auto ranks = static_cast<int64_t>(world);
       std::deque<at::Tensor> kept;
@@ -366,24 +352,15 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
         const at::Tensor output = kind == Kind::all_reduce   ? input
                                   : kind == Kind::all_gather ? at::zeros({ranks * count})
                                                              : at::zeros({count});
-        TransferArguments arguments;
-        arguments.kind = kind;
-        arguments.count = static_cast<size_t>(count);
-        arguments.from = arguments.to = c10::kFloat;
-        for (const at::Tensor& row : input.view({-1, count}).unbind()) {
-          arguments.inputs.push_back(static_cast<const char*>(row.const_data_ptr()));
-        }
-        for (const at::Tensor& row : output.view({-1, count}).unbind()) {
-          arguments.outputs.push_back(static_cast<char*>(row.mutable_data_ptr()));
-        }
-        arguments.text = std::to_string(i);
-        arguments.places = &places;
-        arguments.place = find_shared(arguments.inputs[0]);
-        EXPECT_EQ(arguments.place.has_value(), !elsewhere);
-        const auto item = std::make_shared<Item>(std::move(arguments), rank, world);
-        queue.start(item);
+        const bool found =
+            find_shared(static_cast<const char*>(input.const_data_ptr())).has_value();
+        EXPECT_EQ(found, !elsewhere);
+        const auto item = queue.start({.what = {.kind = kind,
+                                                .output = output.view({-1, count}),
+                                                .input = input.view({-1, count})},
+                                       .text = std::to_string(i)});
         Operation after(Kind::all_reduce, 3, 0, rank, world);
-        queue.start(after.item);
+        after.start(queue);
         drive_to_end(queue, *item);
         found_in_place += item->transfer.is_direct() ? 1 : 0;
         const at::Tensor own = at::arange(given) % 1000;
@@ -397,7 +374,7 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
               << i;
         }
         drive_to_end(queue, *after.item);
-        EXPECT_EQ(after.wrong(rank, world), 0U);
+        EXPECT_EQ(after.wrong(), 0U);
         kept.push_back(all); // some memory is used again, some is freed meanwhile
         while (kept.size() > random() % 3) {
           kept.pop_front();
@@ -410,58 +387,54 @@ TEST(TransferQueue, DataInSharedMemoryIsReadInPlaceUnlessARankHasItElsewhere) {
 }
 
 TEST(TransferQueue, ATransferThatProgressesInTheThreadEndsWithoutAnybodyWhoWaits) {
-  as_ranks(2, [](int rank, TransferQueue& queue, SharedPlaces&) {
+  as_ranks(2, [](int rank, TransferQueue& queue) {
     Operation operation(Kind::all_reduce, 10, 0, rank, 2);
-    queue.start(operation.item);
+    operation.start(queue);
     queue.progress_in_thread();
     for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
       std::this_thread::sleep_for(milliseconds(1));
     }
     EXPECT_TRUE(operation.item->has_ended());
-    EXPECT_EQ(operation.wrong(rank, 2), 0U);
+    EXPECT_EQ(operation.wrong(), 0U);
   });
 }
 
 TEST(TransferQueue, ALargeTransferEndsWithoutAnybodyWhoWaits) {
-  as_ranks(3, [](int rank, TransferQueue& queue, SharedPlaces&) {
+  as_ranks(3, [](int rank, TransferQueue& queue) {
     Operation operation(Kind::all_reduce, 500'000, 0, rank, 3);
-    queue.start(operation.item);
+    operation.start(queue);
     for (int i = 0; i < 10'000 && !operation.item->has_ended(); ++i) {
       std::this_thread::sleep_for(milliseconds(1));
     }
-    EXPECT_EQ(operation.wrong(rank, 3), 0U);
+    EXPECT_EQ(operation.wrong(), 0U);
   });
 }
 
 TEST(TransferQueue, ValuesOfAnyLengthReachAllRanks) {
-  as_ranks(3, [](int rank, TransferQueue& queue, SharedPlaces&) {
+  as_ranks(3, [](int rank, TransferQueue& queue) {
     for (const size_t size :
          {size_t{0}, size_t{5}, size_t{262'136}, size_t{262'137}, size_t{900'000}}) {
       const auto values = std::make_shared<std::vector<std::string>>(3);
       const auto own = static_cast<size_t>(rank);
       (*values)[own] = std::string(rank == 1 ? size : own, static_cast<char>('a' + rank));
-      TransferArguments arguments;
-      arguments.values = values;
-      arguments.text = "values";
-      const auto item = std::make_shared<Item>(std::move(arguments), rank, 3);
-      queue.start(item);
+      const auto item = queue.start({.text = "values", .values = values});
       Operation after(Kind::broadcast, 3, 1, rank, 3); // its stages come after all of the values'
-      queue.start(after.item);
+      after.start(queue);
       drive_to_end(queue, *after.item);
       EXPECT_TRUE(item->has_ended());
       EXPECT_EQ((*values)[0], "");
       EXPECT_EQ((*values)[1], std::string(size, 'b'));
       EXPECT_EQ((*values)[2], "cc");
-      EXPECT_EQ(after.wrong(rank, 3), 0U);
+      EXPECT_EQ(after.wrong(), 0U);
     }
   });
 }
 
 TEST(TransferQueue, RanksInDifferentOperationsAllFailAndNameTwo) {
   for (const size_t other : {size_t{4}, size_t{400'000}}) {
-    as_ranks(3, [&](int rank, TransferQueue& queue, SharedPlaces&) {
+    as_ranks(3, [&](int rank, TransferQueue& queue) {
       Operation operation(Kind::all_reduce, rank == 2 ? other : 3, 0, rank, 3);
-      queue.start(operation.item);
+      operation.start(queue);
       drive_to_end(queue, *operation.item);
       std::string text;
       try {
@@ -478,16 +451,15 @@ TEST(TransferQueue, RanksInDifferentOperationsAllFailAndNameTwo) {
 
 TEST(TransferQueue, AStoppedOneEndsItsTransfersWithAnError) {
   const Memory memory(2);
-  SharedPlaces places(0, 2);
-  TransferQueue queue(0, memory.all(), ranks_of(2), places);
+  TransferQueue queue(0, memory.all(), ranks_of(2));
   Operation small(Kind::all_reduce, 3, 0, 0, 2);
   Operation large(Kind::all_reduce, 400'000, 0, 0, 2);
-  queue.start(small.item);
-  queue.start(large.item);
+  small.start(queue);
+  large.start(queue);
   queue.stop();
   EXPECT_TRUE(small.error);
   EXPECT_TRUE(large.error);
-  EXPECT_THROW(queue.start(Operation(Kind::broadcast, 1, 0, 0, 2).item), std::runtime_error);
+  EXPECT_THROW(Operation(Kind::broadcast, 1, 0, 0, 2).start(queue), std::runtime_error);
 }
 
 } // namespace hasten::detail
