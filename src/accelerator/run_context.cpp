@@ -10,6 +10,7 @@
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
 #include "hasten/base/store_channel.h"
+#include "hasten/comm/backend.h"
 #include "hasten/core/device.h"
 #include "hasten/tracking/tracker.h"
 
@@ -71,7 +72,7 @@ static World context_world(const std::shared_ptr<Communicator>& communicator) {
 static at::Device context_device(const AcceleratorOptions& options, const World& world,
                                  bool owns_group) {
   DeviceChoice choice =
-      choose_device(options.device, world, !owns_group || options.backend == "gloo");
+      choose_device(options.device, world, !owns_group || moves_host_memory(options.backend));
   if (world.local_rank == 0 && !choice.note.empty()) {
     log_info(choice.note);
   }

@@ -13,6 +13,7 @@
 #include "hasten/base/exit_code.h"
 #include "hasten/base/process.h"
 #include "hasten/base/text.h"
+#include "hasten/comm/backend.h"
 #include "hasten/core/device.h"
 #include "hasten/core/memory.h"
 #include "run.h"
@@ -213,11 +214,10 @@ int run_command(const CompareCommand& command) {
   int64_t trying = next > 0 ? next : state.search.largest_rows();
   install_interrupt_handlers();
   const World world = world_from_environment();
-  const std::string& backend = command.arguments.ddp_backend;
+  const bool shared = moves_host_memory(command.arguments.ddp_backend);
   const auto communicator = Communicator::create(
-      world,
-      {.device = detail::choose_device(command.arguments.device, world, backend == "gloo").device,
-       .backend = backend});
+      world, {.device = detail::choose_device(command.arguments.device, world, shared).device,
+              .backend = command.arguments.ddp_backend});
   try {
     int64_t& limit_bytes = state.search.limit_bytes;
     if (limit_bytes == 0) {

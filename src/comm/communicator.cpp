@@ -79,6 +79,7 @@ static void sum_rows(const at::Tensor& output, const at::Tensor& rows) {
 struct KnownBackend {
   BackendFactory make;
   std::optional<at::DeviceType> type{}; // whose memory it moves
+  bool through_host = false;
 };
 
 struct KnownBackends {
@@ -98,8 +99,8 @@ static void add_device_backend(KnownBackends& all, const std::string& name, at::
 static c10::Synchronized<KnownBackends>& backends() {
   static c10::Synchronized<KnownBackends> all = [] {
     KnownBackends known;
-    known.by_name["gloo"] = {make_host_group};
-    known.by_name["shm"] = {make_host_group};
+    known.by_name["gloo"] = {make_host_group, {}, true};
+    known.by_name["shm"] = {make_host_group, {}, true};
     add_device_backend(known, "nccl", at::kCUDA, make_nccl);
     return c10::Synchronized<KnownBackends>(std::move(known));
   }();
@@ -178,6 +179,15 @@ std::string resolved_backend(const std::string& name, const at::Device& device) 
                      "set backend=auto, or device=" + c10::DeviceTypeName(*type, true));
   }
   return name;
+}
+
+bool uses_scratch(const CommunicatorOptions& options) { return options.backend == "gloo"; }
+
+bool moves_host_memory(const std::string& name) {
+  return detail::backends().withLock([&](const auto& all) {
+    const auto at = all.by_name.find(name);
+    return at != all.by_name.end() && at->second.through_host;
+  });
 }
 
 std::vector<std::string> backend_names() {

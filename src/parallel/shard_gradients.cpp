@@ -108,7 +108,7 @@ void ShardUnit::start_reduction(Communicator& communicator) {
         to = additions_.second.emplace_back(buffers_->take({piece.numel}, flat.gradient.options()));
       }
       // The back ends of other devices know whether they need it.
-      const at::Tensor scratch = rows.is_cpu() && communicator.options().backend == "gloo"
+      const at::Tensor scratch = rows.is_cpu() && uses_scratch(communicator.options())
                                      ? buffers_->take(rows.sizes(), rows.options())
                                      : at::Tensor();
       operations.push_back(

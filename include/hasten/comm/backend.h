@@ -76,6 +76,10 @@ void register_device_backend(const std::string& name, at::DeviceType type,
 /// back end of another type of device.
 std::string resolved_backend(const std::string& name, const at::Device& device);
 
+/// Whether a group of that back end copies tensors of a device to the host, so that ranks may share a
+/// device. False for "auto", and for names that are not known. Local.
+bool moves_host_memory(const std::string& name);
+
 /// The names of all back ends, sorted.
 std::vector<std::string> backend_names();
 

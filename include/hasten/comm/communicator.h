@@ -91,6 +91,9 @@ struct CommunicatorOptions {
   bool sum_in_fp32 = false;
 };
 
+/// Whether a group with these options() uses Collective::scratch for tensors of the CPU. Local.
+bool uses_scratch(const CommunicatorOptions& options);
+
 /// An operation on tensors, as back ends get it from the functions of Communicator.
 struct Collective {
   enum class Kind {
