@@ -204,7 +204,8 @@ def include_chains(root):
     def included(name):
         folder = name.rsplit("/", 1)[0]
         for include in INCLUDE.findall((root / name).read_text()):
-            found = {f"{folder}/{include}", f"include/{include}", f"src/{include}"} & paths
+            places = (folder, "include", "src", f"src/{part(name)}")
+            found = {f"{place}/{include}" for place in places} & paths
             yield from found
 
     def part(name):

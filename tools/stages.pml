@@ -1,4 +1,4 @@
-/* A model of Note [Stages] (src/comm/stages.h) for spin: RANKS ranks go through STAGES stages with a
+/* A model of Note [Stages] (src/comm/shm/stages.h) for spin: RANKS ranks go through STAGES stages with a
    table of ENTRIES. A sleeping thread wakes only if it is woken, so a wake-up that is lost is a
    deadlock, which spin reports. With -DDEATH one rank may die before any step: then those that are left may
    wait for ever, which is for others to notice, but nobody reads wrong bytes.

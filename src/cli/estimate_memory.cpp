@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "classifier.h"
-#include "comm/stages.h"
+#include "comm/shm/stages.h"
 #include "hasten/base/exit_code.h"
 #include "hasten/base/text.h"
 #include "hasten/flat/flat_layout.h"

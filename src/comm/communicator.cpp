@@ -11,7 +11,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "group_core.h"
+#include "groups/back_ends.h"
+#include "groups/group_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
@@ -19,7 +20,7 @@
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/recompute.h"
-#include "stages.h"
+#include "shm/stages.h"
 #include "tensor_checks.h"
 
 namespace hasten {
@@ -249,7 +250,7 @@ std::shared_ptr<Communicator> Communicator::create(const World& world,
   }
   set_error_rank(world.rank, world.world_size);
   set_log_rank(world.rank, world.world_size);
-  const auto link = detail::WorldLink::join(world, resolved);
+  const auto link = detail::WorldLink::join(world, resolved, detail::transport_options(resolved));
   const BackendContext context{link->world(), resolved, link};
   return resolved.backend == "auto" ? detail::make_host_group(context)
                                     : backend_factory(resolved.backend)(context);

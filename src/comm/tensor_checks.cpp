@@ -174,6 +174,18 @@ void check_collective(const Collective& what, int rank, int world_size) {
   }
 }
 
+bool gives(const Collective& what, int rank) {
+  using Kind = Collective::Kind;
+  return (what.kind != Kind::broadcast && what.kind != Kind::scatter) || rank == what.root;
+}
+
+bool gets(const Collective& what, int rank) {
+  using Kind = Collective::Kind;
+  return what.kind == Kind::broadcast
+             ? rank != what.root
+             : (what.kind != Kind::reduce && what.kind != Kind::gather) || rank == what.root;
+}
+
 at::Tensor bytes_of(const at::Tensor& tensor) {
   // A dimension of size 1 may have any stride; view() would keep it.
   return tensor.detach().as_strided({tensor.numel()}, {1}).view(at::kByte);

@@ -23,6 +23,9 @@ std::string tensor_text(const at::Tensor& tensor, size_t first = 0);
 void check_collective(const Collective& what, int rank, int world_size);
 /// `root` must be a rank of a group of `world_size`.
 void check_root(std::string_view operation, int64_t root, int world_size);
+/// Whether the rank gives data to the others or itself, and whether it has a result.
+bool gives(const Collective& what, int rank);
+bool gets(const Collective& what, int rank);
 /// For all_gather_rows: at least one dimension.
 void check_rows(const at::Tensor& rows);
 /// `ranks` must be ascending and include `rank`.

@@ -1,6 +1,6 @@
 // Simulated worlds of many ranks: a clock and a store of heartbeats, no thread and no process.
 // Every rank writes heartbeats, and some ranks read them.
-#include "beat_watch.h"
+#include "meet/beat_watch.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "group_core.h"
+#include "groups/back_ends.h"
 
 namespace hasten::detail {
 

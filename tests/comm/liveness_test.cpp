@@ -1,6 +1,6 @@
 // Monitoring of peers on other hosts by their heartbeats: three ranks in one process with one
 // store.
-#include "liveness.h"
+#include "meet/liveness.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Which address a world uses and which tensors it accepts. tests/cli/hosts_test.cpp runs two hosts
 // in network namespaces.
-#include "network_interface.h"
+#include "meet/network_interface.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

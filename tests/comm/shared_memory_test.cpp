@@ -1,4 +1,4 @@
-#include "shared_memory.h"
+#include "shm/shared_memory.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include <limits>
 
 #include "hasten/base/error.h"
-#include "reduce_rows.h"
+#include "shm/reduce_rows.h"
 #include "support/error_of.h"
 
 namespace hasten::detail {

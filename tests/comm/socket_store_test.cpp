@@ -1,5 +1,5 @@
 // SocketStore as a c10d store: it behaves like c10d's own stores.
-#include "socket_store.h"
+#include "meet/socket_store.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/store_server.h"
-#include "sealed_store.h"
+#include "meet/sealed_store.h"
 
 namespace hasten::detail {
 

@@ -13,7 +13,7 @@
 #include "hasten/base/error.h"
 #include "hasten/base/store_server.h"
 #include "hasten/comm/communicator.h"
-#include "network_interface.h"
+#include "meet/network_interface.h"
 #include "support/spawn.h"
 #include "support/stranger.h"
 

@@ -1,6 +1,6 @@
 // The protocol of shared memory, with threads as ranks over plain memory, so that ThreadSanitizer
 // sees both sides.
-#include "transfer_queue.h"
+#include "shm/transfer_queue.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/transfer_queue.h"
+#include "comm/shm/transfer_queue.h"
 #include "parallel/ddp_rig.h"
 
 namespace hasten::ddp_test {

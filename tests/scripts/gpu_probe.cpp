@@ -20,7 +20,7 @@
 #include "hasten/core/device.h"
 #include "hasten/core/memory.h"
 #include "hasten/core/side_stream.h"
-#include "world_link.h"
+#include "meet/world_link.h"
 
 namespace hasten {
 

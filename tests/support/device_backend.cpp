@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "hasten/comm/backend.h"
+#include "meet/thread_scopes.h"
 #include "support/device_memory.h"
-#include "thread_scopes.h"
 
 namespace hasten::testing_support {
 

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "back_ends.h"
 #include "device_watch.h"
 #include "hasten/base/error.h"
 #include "host_group.h"

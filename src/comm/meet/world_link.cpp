@@ -8,7 +8,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
-#include "group_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/json.h"
 #include "hasten/base/log.h"
@@ -106,12 +105,10 @@ WorldLink::WorldLink(WorldRanks ranks, const StoreConnections& store)
                                                }})) {}
 
 /// The ranks' hellos.
-static std::vector<Hello> shake_hands(const World& world, const CommunicatorOptions& options,
+static std::vector<Hello> shake_hands(const World& world, const Hello& own, milliseconds timeout,
                                       StoreThread& thread, CommClock::time_point deadline) {
   auto progress = std::make_shared<HandshakeProgress>();
   progress->hellos.resize(static_cast<size_t>(world.world_size));
-  const Hello own = own_hello(world, c10::DeviceTypeName(options.device.type(), true),
-                              options.backend, transport_options(options));
   std::future<std::vector<Hello>> future = thread.post<std::vector<Hello>>(
       [own, progress, world](c10d::Store& store, const std::atomic<bool>& cancelled) {
         return exchange_hellos(store, cancelled, own, world, *progress);
@@ -147,11 +144,12 @@ static std::vector<Hello> shake_hands(const World& world, const CommunicatorOpti
   throw CommunicationError(
       "comm::create",
       "not all of " + std::to_string(world.world_size) + " ranks have arrived within " +
-          std::to_string(options.timeout.count()) + " ms: missing " + joined(absent),
+          std::to_string(timeout.count()) + " ms: missing " + joined(absent),
       "every rank to start within the timeout", "read the messages of the missing ranks");
 }
 
-std::shared_ptr<WorldLink> WorldLink::join(const World& world, const CommunicatorOptions& options) {
+std::shared_ptr<WorldLink> WorldLink::join(const World& world, const CommunicatorOptions& options,
+                                           std::map<std::string, std::string> transport) {
   static std::weak_ptr<WorldLink> latest; // threads do not join at the same time
   const auto open = latest.lock();
   if (open && open->open_groups_ > 0 && !world.agent_store && world.store_file.empty() &&
@@ -183,7 +181,9 @@ std::shared_ptr<WorldLink> WorldLink::join(const World& world, const Communicato
                    .store = file.store(),
                    .server = server};
   const StoreConnections store(ranks, deadline);
-  ranks.hellos = shake_hands(ranks.world, options, *store.thread, deadline);
+  const Hello own = own_hello(ranks.world, c10::DeviceTypeName(options.device.type(), true),
+                              options.backend, std::move(transport));
+  ranks.hellos = shake_hands(ranks.world, own, options.timeout, *store.thread, deadline);
   auto link = std::make_shared<WorldLink>(std::move(ranks), store);
   latest = link;
   return link;

@@ -26,7 +26,7 @@ constexpr size_t kKnownOperations = 1 << 20;
 constexpr const char* kSameOperations =
     "run the same operations in the same order, with the same shapes and dtypes, on all ranks";
 
-static CommunicatorOptions with_environment(CommunicatorOptions options) {
+CommunicatorOptions with_environment(CommunicatorOptions options) {
   const auto check = environment_value("HASTEN_COMM_CHECK");
   if (check && check != "0") {
     options.check_shapes = ShapeCheck::always;
@@ -34,15 +34,6 @@ static CommunicatorOptions with_environment(CommunicatorOptions options) {
     options.check_shapes = ShapeCheck::never;
   }
   return options;
-}
-
-std::map<std::string, std::string> transport_options(const CommunicatorOptions& options) {
-  constexpr const char* kChecks[] = {"never", "first", "always"};
-  const auto check = static_cast<size_t>(with_environment(options).check_shapes);
-  return {{"HASTEN_COMM_BACKEND or backend", wanted_backend(options.backend)},
-          {"HASTEN_COMM_CHECK or check_shapes", kChecks[check]},
-          {"sum_in_fp32", options.sum_in_fp32 ? "true" : "false"},
-          {"name of the group", options.name}};
 }
 
 static std::vector<int> members_or_all(std::vector<int> members, int world_size) {
@@ -422,8 +413,8 @@ void GroupCore::Started::wait() {
   bool left = false;
   while (!wait_for(milliseconds(50))) {
     core_->poll(operation_);
-    // Without connections nothing breaks when a rank leaves. What it sent before is still there, so
-    // look once more.
+    // Who drives may have no connection, which would break when a rank leaves. What it sent before is
+    // still there, so look once more.
     if (drive && std::exchange(left, core_->link->liveness().left_rank().has_value())) {
       core_->diagnose(operation_, sequence_, {"a rank has left"});
     }

@@ -10,7 +10,7 @@
 
 #include "hasten/base/process.h"
 #include "hasten/core/side_stream.h"
-#include "thread_scopes.h"
+#include "meet/thread_scopes.h"
 
 namespace hasten::detail {
 

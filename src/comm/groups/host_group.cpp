@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
+#include "back_ends.h"
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
@@ -15,8 +16,8 @@
 #include "hasten/base/text.h"
 #include "hasten/comm/few_sizes.h"
 #include "hasten/core/memory.h"
-#include "thread_scopes.h"
-#include "transfer_queue.h"
+#include "meet/thread_scopes.h"
+#include "shm/transfer_queue.h"
 
 namespace hasten::detail {
 
@@ -29,6 +30,15 @@ std::string wanted_backend(const std::string& name) {
     throw InputError("comm::create", "HASTEN_COMM_BACKEND=" + *chosen, "gloo or shm");
   }
   return chosen.value_or("auto");
+}
+
+std::map<std::string, std::string> transport_options(const CommunicatorOptions& options) {
+  constexpr const char* kChecks[] = {"never", "first", "always"};
+  const auto check = static_cast<size_t>(with_environment(options).check_shapes);
+  return {{"HASTEN_COMM_BACKEND or backend", wanted_backend(options.backend)},
+          {"HASTEN_COMM_CHECK or check_shapes", kChecks[check]},
+          {"sum_in_fp32", options.sum_in_fp32 ? "true" : "false"},
+          {"name of the group", options.name}};
 }
 
 HostGroup::HostGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions& options,
@@ -216,19 +226,14 @@ Work HostGroup::submit(std::string operation, const std::string& tensors, Collec
 /// The back ends move host memory only, so the tensors of another device go through copies there.
 Work HostGroup::start_staged(const Collective& what) {
   using Kind = Collective::Kind;
-  const bool root = what.root == rank();
-  const bool reduces = what.kind == Kind::all_reduce || what.kind == Kind::reduce;
-  const bool reads = reduces || (what.kind == Kind::broadcast && root); // the output
-  const bool writes = what.kind == Kind::broadcast                             ? !root
-                      : what.kind == Kind::reduce || what.kind == Kind::gather ? root
-                                                                               : true;
+  const bool reads = what.kind <= Kind::broadcast && gives(what, rank()); // the output
+  const bool writes = gets(what, rank());
   Collective staged = what;
   staged.output = reads    ? what.output.detach().cpu()
                   : writes ? at::empty_like(what.output, at::kCPU)
                            : at::Tensor();
-  staged.input = what.input.defined() && (root || what.kind != Kind::scatter)
-                     ? what.input.detach().cpu()
-                     : at::Tensor();
+  staged.input =
+      what.input.defined() && gives(what, rank()) ? what.input.detach().cpu() : at::Tensor();
   const Work work = start(staged);
   return writes ? joined_work({work},
                               [to = what.output.detach(), from = staged.output] { to.copy_(from); })

@@ -6,19 +6,15 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <unordered_set>
 #include <vector>
 
-#include "core/cuda_library.h"
-#include "hasten/comm/backend.h"
 #include "hasten/comm/communicator.h"
-#include "world_link.h"
+#include "meet/world_link.h"
 
 namespace hasten {
 
@@ -59,6 +55,9 @@ struct OperationFailure {
   /// The ranks are in different operations, as the text says: nobody has to look for the cause.
   bool ranks_differ = false;
 };
+
+/// With check_shapes as HASTEN_COMM_CHECK says.
+CommunicatorOptions with_environment(CommunicatorOptions options);
 
 class GroupCore : public std::enable_shared_from_this<GroupCore> {
  public:
@@ -175,23 +174,6 @@ class GroupCore::Started final : public Work::State {
   CommClock::time_point completed_at_{};
   std::optional<OperationFailure> failure_;
 };
-
-/// Creates the group of a world of one.
-std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options);
-/// The back end "nccl", which the library hasten_nccl has. Throws InputError that says what is
-/// missing on this host.
-c10::intrusive_ptr<c10d::Backend> make_nccl(const DeviceBackendContext& context);
-/// What NCCL's text about connections that it cannot make means. Empty: as it says.
-Advice connection_advice(const std::string& text);
-/// A group whose operations on a device go through `factory`, and all others through Gloo.
-std::shared_ptr<Communicator> make_device_group(const BackendContext& context,
-                                                DeviceBackendFactory factory);
-/// What is to move the host's memory in groups of that back end: "gloo", "shm" or "auto".
-std::string wanted_backend(const std::string& name);
-/// By name: what in options and environment decides how ranks communicate.
-std::map<std::string, std::string> transport_options(const CommunicatorOptions& options);
-/// The back ends "gloo", "shm" and, where no device has one, "auto".
-std::shared_ptr<Communicator> make_host_group(const BackendContext& context);
 
 } // namespace detail
 

@@ -9,6 +9,7 @@
 #include "hasten/base/text.h"
 #include "reduce_rows.h"
 #include "stages.h"
+#include "tensor_checks.h"
 
 namespace hasten::detail {
 
@@ -51,10 +52,10 @@ void Transfer::find_rows() {
     const auto rows = [](const at::Tensor& tensor, bool all) {
       return all ? tensor.detach().unbind() : std::vector<at::Tensor>{tensor};
     };
-    if (gives(rank_)) {
+    if (gives(what, rank_)) {
       inputs = rows(kind_ <= Kind::broadcast ? what.output : what.input, to_each());
     }
-    if (gets()) {
+    if (gets(what, rank_)) {
       outputs = rows(what.output, kind_ == Kind::all_gather || kind_ == Kind::gather ||
                                       kind_ == Kind::all_to_all);
     }
@@ -114,17 +115,6 @@ bool Transfer::to_each() const {
   return kind_ == Kind::scatter || kind_ == Kind::all_to_all || kind_ == Kind::reduce_scatter;
 }
 
-bool Transfer::gives(int rank) const {
-  return (kind_ != Kind::broadcast && kind_ != Kind::scatter) || rank == arguments_.what.root;
-}
-
-bool Transfer::gets() const {
-  const bool root = rank_ == arguments_.what.root;
-  return kind_ == Kind::broadcast                         ? !root
-         : kind_ == Kind::reduce || kind_ == Kind::gather ? root
-                                                          : true;
-}
-
 Transfer::Part Transfer::chunk(uint32_t step) const {
   const size_t first = (two_phases_ ? step / 2 : step) * chunk_;
   return {first, std::min(chunk_, count_ - first)};
@@ -152,7 +142,7 @@ size_t Transfer::bytes(uint32_t stage) const {
     return slice(part, rank_).count * to_size_;
   }
   const size_t ranks = to_each() ? static_cast<size_t>(world_size_) : 1;
-  return gives(rank_) ? part.count * from_size_ * ranks : 0;
+  return gives(arguments_.what, rank_) ? part.count * from_size_ * ranks : 0;
 }
 
 size_t Transfer::most_bytes() const {
@@ -207,7 +197,7 @@ void Transfer::publish(uint32_t stage, char* to, const Payloads& before) {
     reduce(before, (own.first - part.first) * from_size_, own, to);
     return;
   }
-  if (!gives(rank_) || part.count == 0) {
+  if (!gives(arguments_.what, rank_) || part.count == 0) {
     return;
   }
   for (size_t i = 0; i < inputs_.size(); ++i) {

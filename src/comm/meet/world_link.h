@@ -72,8 +72,9 @@ struct ClosedGroup {
 
 class WorldLink {
  public:
-  /// Joins the world: meets the peers and checks that all match.
-  static std::shared_ptr<WorldLink> join(const World& world, const CommunicatorOptions& options);
+  /// Joins the world: meets the peers and checks that all match. `transport`: see Hello::options.
+  static std::shared_ptr<WorldLink> join(const World& world, const CommunicatorOptions& options,
+                                         std::map<std::string, std::string> transport = {});
   /// The ranks have met. The store has the keys of the heartbeats.
   WorldLink(WorldRanks ranks, const StoreConnections& store);
 

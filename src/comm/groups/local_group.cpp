@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "back_ends.h"
 #include "group_core.h"
 #include "hasten/base/error.h"
 #include "tensor_checks.h"

@@ -85,8 +85,6 @@ class Transfer {
   Part chunk(uint32_t step) const;
   /// The elements of a chunk that `rank` reduces if each reduces a slice.
   Part slice(const Part& chunk, int rank) const;
-  bool gives(int rank) const; // bytes in a stage that does not follow another
-  bool gets() const; // this rank has a result
   bool to_each() const; // other bytes for each rank
   void reduce(const Payloads& payloads, size_t skip, const Part& part, char* to) const;
   void read_openings(uint32_t stage, const Payloads& payloads);

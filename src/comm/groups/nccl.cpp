@@ -2,9 +2,9 @@
 // CUDA. It is loaded with the first group that needs it.
 #include <dlfcn.h>
 
-#include "core/cuda_library.h"
-#include "group_core.h"
+#include "back_ends.h"
 #include "hasten/base/error.h"
+#include "meet/store.h"
 
 namespace hasten::detail {
 

@@ -9,7 +9,6 @@
 #include <numeric>
 #include <utility>
 
-#include "backend_call.h"
 #include "hasten/base/error.h"
 #include "reduce_rows.h"
 #include "tensor_checks.h"
@@ -23,13 +22,20 @@ using Tensors = std::vector<at::Tensor>;
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 static ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  for (const ReduceOp ours :
-       {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::MAX, ReduceOp::MIN, ReduceOp::PRODUCT}) {
-    if (op == c10d_op(ours)) {
-      return ours;
-    }
+  switch (op) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::SUM;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::AVG;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::MAX;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::MIN;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::PRODUCT;
+    default:
+      throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
   }
-  throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
 }
 
 /// All have one number of elements and one dtype.
