@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <utility>
@@ -22,20 +23,15 @@ using Tensors = std::vector<at::Tensor>;
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
 static ReduceOp reduce_op(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM:
-      return ReduceOp::SUM;
-    case c10d::ReduceOp::AVG:
-      return ReduceOp::AVG;
-    case c10d::ReduceOp::MAX:
-      return ReduceOp::MAX;
-    case c10d::ReduceOp::MIN:
-      return ReduceOp::MIN;
-    case c10d::ReduceOp::PRODUCT:
-      return ReduceOp::PRODUCT;
-    default:
-      throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
+  using Theirs = c10d::ReduceOp;
+  static_assert(Theirs::SUM == 0 && Theirs::AVG == 1 && Theirs::PRODUCT == 2 && Theirs::MIN == 3 &&
+                Theirs::MAX == 4);
+  constexpr std::array kOurs{ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN,
+                             ReduceOp::MAX};
+  if (op.op_ > Theirs::MAX) {
+    throw InputError("comm::shm", "the reduction is not one of SUM, AVG, MIN, MAX and PRODUCT");
   }
+  return kOurs[op.op_];
 }
 
 /// All have one number of elements and one dtype.
@@ -129,83 +125,62 @@ class SharedBackend final : public c10d::Backend {
     return start(collective(Kind::all_reduce, tensors, 0, options.reduceOp), tensors, tensors,
                  options.timeout);
   }
-
-  // Transfers end in their order, so the last one's end is that of all.
   C10dWork allreduce_coalesced(Tensors& tensors,
                                const c10d::AllreduceCoalescedOptions& options) override {
-    C10dWork last;
-    for (const at::Tensor& tensor : tensors) {
-      Tensors one{tensor};
-      last = allreduce(one, options);
-    }
-    return last;
+    return last_of(tensors, [&](size_t i) {
+      Tensors one{tensors[i]};
+      return allreduce(one, options);
+    });
   }
-
   C10dWork reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return start(collective(Kind::reduce, tensors, options.rootRank, options.reduceOp), tensors,
                  options.rootRank == getRank() ? tensors : Tensors(), options.timeout);
   }
-
   C10dWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const bool root = options.rootRank == getRank();
     return start(collective(Kind::broadcast, tensors, options.rootRank), root ? tensors : Tensors(),
                  root ? Tensors() : tensors, options.timeout);
   }
-
   C10dWork allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                      const c10d::AllgatherOptions& options) override {
     return start(collective(Kind::all_gather, inputs), inputs, outputs.at(0), options.timeout);
   }
-
   C10dWork _allgather_base(at::Tensor& output, at::Tensor& input,
                            const c10d::AllgatherOptions& options) override {
     return start({.kind = Kind::all_gather}, {input}, rows(output), options.timeout);
   }
-
   C10dWork allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                            const c10d::AllgatherOptions& options) override {
-    C10dWork last;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      last = _allgather_base(outputs.at(i), inputs[i], options);
-    }
-    return last;
+    return last_of(inputs,
+                   [&](size_t i) { return _allgather_base(outputs.at(i), inputs[i], options); });
   }
-
   C10dWork gather(std::vector<Tensors>& outputs, Tensors& inputs,
                   const c10d::GatherOptions& options) override {
     return start(collective(Kind::gather, inputs, options.rootRank), inputs,
                  options.rootRank == getRank() ? outputs.at(0) : Tensors(), options.timeout);
   }
-
   C10dWork scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                    const c10d::ScatterOptions& options) override {
     return start(collective(Kind::scatter, outputs, options.rootRank),
                  options.rootRank == getRank() ? inputs.at(0) : Tensors(), outputs,
                  options.timeout);
   }
-
   C10dWork reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                           const c10d::ReduceScatterOptions& options) override {
     return start(collective(Kind::reduce_scatter, outputs, 0, options.reduceOp), inputs.at(0),
                  outputs, options.timeout);
   }
-
   C10dWork _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                 const c10d::ReduceScatterOptions& options) override {
     Tensors outputs{output};
     std::vector<Tensors> inputs{rows(input)};
     return reduce_scatter(outputs, inputs, options);
   }
-
   C10dWork reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                            const c10d::ReduceScatterOptions& options) override {
-    C10dWork last;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      last = _reduce_scatter_base(outputs.at(i), inputs[i], options);
-    }
-    return last;
+    return last_of(
+        inputs, [&](size_t i) { return _reduce_scatter_base(outputs.at(i), inputs[i], options); });
   }
-
   C10dWork alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                          std::vector<int64_t>& input_splits,
                          const c10d::AllToAllOptions& options) override {
@@ -217,12 +192,10 @@ class SharedBackend final : public c10d::Backend {
     }
     return start({.kind = Kind::all_to_all}, rows(input), rows(output), options.timeout);
   }
-
   C10dWork alltoall(Tensors& outputs, Tensors& inputs,
                     const c10d::AllToAllOptions& options) override {
     return start({.kind = Kind::all_to_all}, inputs, outputs, options.timeout);
   }
-
   C10dWork barrier(const c10d::BarrierOptions& options) override {
     const auto nothing = std::make_shared<std::vector<std::string>>(static_cast<size_t>(getSize()));
     return start({.text = "barrier", .values = nothing}, options.timeout);
@@ -238,6 +211,16 @@ class SharedBackend final : public c10d::Backend {
     }
     check_root("shm", root, getSize());
     return {.kind = kind, .op = reduce_op(op), .root = static_cast<int>(root)};
+  }
+
+  /// Transfers end in their order, so the last one's end is that of all.
+  template <typename Start>
+  static C10dWork last_of(const Tensors& tensors, const Start& start_one) {
+    C10dWork last;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      last = start_one(i);
+    }
+    return last;
   }
 
   C10dWork start(TransferArguments arguments, milliseconds timeout) {

@@ -37,7 +37,10 @@ Transfer::Transfer(TransferArguments arguments, int rank, int world_size, Shared
     return;
   }
   find_rows();
-  if (may_be_direct()) {
+  const bool scatters = kind_ == Kind::reduce_scatter;
+  const bool may_be_direct = kind_ == Kind::all_reduce || kind_ == Kind::all_gather || scatters;
+  const size_t rows = scatters ? static_cast<size_t>(world_size_) : 1;
+  if (may_be_direct && count_ * from_size_ * rows >= kLeastShared) {
     way_ = Way::asked;
     openings_ = 1;
   } else {
@@ -88,13 +91,6 @@ void Transfer::release() {
   arguments_.what = {};
   arguments_.inputs.clear();
   arguments_.outputs.clear();
-}
-
-bool Transfer::may_be_direct() const {
-  const bool scatters = kind_ == Kind::reduce_scatter;
-  const size_t bytes = count_ * from_size_ * (scatters ? static_cast<size_t>(world_size_) : 1);
-  return (kind_ == Kind::all_reduce || kind_ == Kind::all_gather || scatters) &&
-         bytes >= kLeastShared;
 }
 
 void Transfer::count_stages() {

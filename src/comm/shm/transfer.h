@@ -77,8 +77,6 @@ class Transfer {
     size_t count;
   };
   void find_rows();
-  /// Whether much data may be read where it is, if all ranks have it in shared memory.
-  bool may_be_direct() const;
   /// Where this rank's input is, if it is there.
   std::optional<SharedPlace> place() const;
   void count_stages();
