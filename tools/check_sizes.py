@@ -26,14 +26,14 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 58649),
+    ("hasten", (), 58485),
     ("hasten_text", ("text", "models", "tasks", "hub"), 16710),
-    ("the programs", ("cli",), 6925),
+    ("the programs", ("cli",), 6921),
 )
 MORE = re.compile(r"^- Lines: \+([\d,]+) in (hasten|hasten_text|the programs)\b", re.M)
 # Lines of src/tables: generated data, one line a key.
 TABLES = 1200
-CHAIN, PART_CHAIN = 21, 14
+CHAIN, PART_CHAIN = 12, 8
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.M)
 # What may stand between a function's parameter list and its body.
 HEAD = re.compile(r"\)\s*(const|noexcept(\(.*\))?|override|final|mutable|&&?|->[^;{}]*|\s)*(:[^;{}]*)?$")

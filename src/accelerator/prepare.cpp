@@ -23,11 +23,11 @@ class CoreRollCall final : public RollCall {
     start(true); // finds ranks that are elsewhere
     wait();
     const at::Tensor most = at::tensor({own}, at::kLong);
-    batch_.peers(~uint64_t{0})->all_reduce(most, ReduceOp::MAX, "batches of the ranks");
+    peers()->all_reduce(most, ReduceOp::MAX, "batches of the ranks");
     return most.item<int64_t>();
   }
   void start(bool here) override {
-    control_.emplace(batch_.peers(~uint64_t{0}));
+    control_.emplace(peers());
     control_->start({.rows = here ? 1.0 : 0.0, .buffers = true, .number = loader_.index});
   }
   bool pending() const override { return control_.has_value(); }
@@ -37,6 +37,10 @@ class CoreRollCall final : public RollCall {
   }
 
  private:
+  const std::shared_ptr<Communicator>& peers() const {
+    return batch_.peers(loader_.training ? ~uint64_t{0} : 0);
+  }
+
   const OpenBatch& batch_;
   const LoaderState& loader_; // its owner has this object
   std::optional<WindowControl> control_;

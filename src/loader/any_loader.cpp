@@ -57,6 +57,8 @@ bool AnyLoader::dispatches() const {
   return state_->config.dispatch_batches && link_->world_size() > 1;
 }
 
+bool AnyLoader::asks_ranks() const { return !state_->training || link_->trains_together(); }
+
 // Distributes over the current ranks.
 void AnyLoader::distribute() {
   const DataLoaderConfiguration& config = state_->config;
@@ -156,7 +158,7 @@ void AnyLoader::start_pass() {
   }
   position_.random = options.random.defined() ? options.random : GeneratorState().tensor();
   position_.cursor = options.skip = position_.start + batches;
-  if (roll_call_ && !calls_roll_ && link_->trains_together()) {
+  if (roll_call_ && !calls_roll_ && asks_ranks()) {
     left_ = roll_call_->largest(range_->size() - options.skip);
   }
   pass_ = std::make_unique<LoaderPass>(*range_, *link_, options);
@@ -245,7 +247,7 @@ bool AnyLoader::agree_on_next() {
   if (!calls_roll_) {
     return here || left_ > 0;
   }
-  const bool asks = link_->trains_together();
+  const bool asks = asks_ranks();
   if (asks && !roll_call_->pending()) {
     roll_call_->start(here);
   }

@@ -6,7 +6,9 @@
 #include <cstring>
 
 #include "hasten/base/error.h"
+#include "hasten/core/device.h"
 #include "hasten/core/random.h"
+#include "hasten/core/side_stream.h"
 
 namespace hasten::detail {
 

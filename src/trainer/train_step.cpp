@@ -24,6 +24,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/optim/fused_optimizer.h"
+#include "run_control.h"
 #include "train_step.h"
 
 namespace hasten::detail {

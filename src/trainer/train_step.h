@@ -10,10 +10,11 @@
 #include "hasten/local_sgd/local_sgd.h"
 #include "hasten/optim/schedule.h"
 #include "loss_graphs.h"
-#include "run_control.h"
 #include "trainer_parts.h"
 
 namespace hasten::detail {
+
+class RunControl;
 
 /// Throws InputError unless it can be trained on.
 void require_loss(const LossOutput& loss);

@@ -11,6 +11,7 @@
 #include "hasten/optim/plateau.h"
 #include "hasten/optim/schedule.h"
 #include "hasten/tracking/tracker.h"
+#include "run_control.h"
 #include "starting_point.h"
 #include "train_step.h"
 

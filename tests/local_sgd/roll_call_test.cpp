@@ -111,10 +111,14 @@ TEST(RollCall, SendsOneMessageABatch) {
 }
 
 template <typename Range>
-void expect_each_row_gathered_once() {
+void expect_each_row_gathered_once(bool in_scope) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
   Range stream(world);
+  Net net = net_of_seed(1);
+  torch::optim::SGD sgd(net->parameters(), 0.2);
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  LocalSGD scope(accelerator, model, {.enabled = in_scope});
   auto loader = accelerator.prepare(stream);
   int64_t rows = 0;
   double sum = 0;
@@ -126,12 +130,15 @@ void expect_each_row_gathered_once() {
   const Pair whole = joined(stream.all);
   EXPECT_EQ(rows, whole.second.size(0));
   EXPECT_NEAR(sum, whole.first.sum().template item<double>(), 1e-9);
+  scope.finish();
   accelerator.end_training();
 }
 
 TEST(RollCall, AnEvaluationGathersEachRowOnce) {
-  expect_each_row_gathered_once<Stream>();
-  expect_each_row_gathered_once<SizedStream>();
+  for (const bool in_scope : {false, true}) {
+    expect_each_row_gathered_once<Stream>(in_scope);
+    expect_each_row_gathered_once<SizedStream>(in_scope);
+  }
 }
 
 // The last rank, or every rank, breaks after its first batch.

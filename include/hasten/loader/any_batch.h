@@ -9,11 +9,11 @@
 #include <optional>
 #include <utility>
 
-#include "hasten/core/device.h"
-#include "hasten/core/side_stream.h"
 #include "hasten/loader/batch.h"
 
 namespace hasten::detail {
+
+class SideStream;
 
 // Copies share the batch. A function that changes it is called before it is shared.
 class AnyBatch {

@@ -10,11 +10,12 @@
 
 #include "hasten/core/side_stream.h"
 #include "hasten/core/stateful.h"
-#include "hasten/loader/any_range.h"
+#include "hasten/loader/any_batch.h"
 #include "hasten/loader/loader_state.h"
 
 namespace hasten::detail {
 
+class AnyRange;
 class LoaderPass;
 struct PassOptions;
 
@@ -47,6 +48,7 @@ class AnyLoader final : public Stateful {
   void keep(const AnyBatch& batch);
   void drop();
   bool dispatches() const;
+  bool asks_ranks() const;
   bool agree_on_next();
   void look_ahead();
   LoaderItem fetch();

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "hasten/loader/any_loader.h"
+#include "hasten/loader/any_range.h"
 
 namespace hasten {
 
