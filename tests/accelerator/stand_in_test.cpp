@@ -77,6 +77,34 @@ TEST(StandIns, TheLoopsBodyRunsEquallyOftenOnEveryRankWhateverItDoes) {
   }
 }
 
+TEST(StandIns, AreNotInTheSamplesOfAReport) {
+  for (const bool windows : {true, false}) {
+    auto accelerator = accelerator_of();
+    const int world = accelerator.num_processes();
+    auto batches = make_batches(2 * world + 1);
+    Net net = net_of_rank(accelerator);
+    torch::optim::SGD sgd(net->parameters(), 0.1);
+    auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+    int64_t turn = 0;
+    const auto step = [&, &model = model, &optimizer = optimizer](const Pair& batch) {
+      accelerator.backward(mean_loss(model, batch));
+      EXPECT_EQ(accelerator.last_window().rows,
+                joined(global_batch_of(batches, world, turn++)).second.numel());
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    for (const auto& batch : loader) {
+      if (windows) {
+        auto window = accelerator.accumulate(model);
+        step(batch);
+      } else {
+        step(batch);
+      }
+    }
+    accelerator.end_training();
+  }
+}
+
 TEST(StandIns, LeaveTorchsGeneratorAsItWas) {
   auto accelerator = accelerator_of();
   const int world = accelerator.num_processes();
