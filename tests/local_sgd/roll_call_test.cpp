@@ -305,6 +305,50 @@ TEST(RollCall, ASavedPassGoesOnInMidWindow) {
   }
 }
 
+// The same for a model that takes token ids.
+struct TokenStream {
+  void shard(int rank, int world) {
+    mine = sharded_test::batches(world * (world + 1) / 2);
+    mine.erase(mine.begin(), mine.begin() + rank * (rank + 1) / 2);
+    mine.resize(static_cast<size_t>(rank) + 1);
+  }
+  auto begin() const { return mine.begin(); }
+  auto end() const { return mine.end(); }
+  std::vector<std::pair<Tensor, Tensor>> mine{};
+};
+
+// Inside LocalSGD the ranks of a replica ask each other, and the replicas do not.
+TEST(RollCall, TheRanksOfAReplicaEndTogetherInsideLocalSGD) {
+  using namespace sharded_test;
+  const auto world = testing_support::fresh_communicator();
+  if (world->world_size() != 4) {
+    return;
+  }
+  AcceleratorOptions options = options_of({.strategy = Strategy::hsdp});
+  options.shard_size = 2;
+  Accelerator accelerator(options, world);
+  Stack stack = make_stack({}, accelerator.process_index());
+  torch::optim::SGD sgd(stack->parameters(), 0.1);
+  TokenStream rows;
+  auto [model, optimizer, loader] = accelerator.prepare(stack, sgd, rows);
+  LocalSGD scope(accelerator, model, {.local_sgd_steps = 2});
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    int turns = 0;
+    for (const auto& batch : loader) {
+      auto window = accelerator.accumulate(model);
+      accelerator.backward(loss_of(stack, batch));
+      optimizer.step();
+      optimizer.zero_grad();
+      scope.step();
+      ++turns;
+    }
+    EXPECT_EQ(turns, accelerator.process_index() < 2 ? 2 : 4);
+    EXPECT_EQ(scope.steps(), 4 * (epoch + 1));
+  }
+  scope.finish();
+  accelerator.end_training();
+}
+
 // All ranks take part in each forward, also with stand-ins.
 TEST(RollCall, ShardedModelsTrainAsReplicatedOnes) {
   const auto train = [](Strategy strategy) {
@@ -314,16 +358,7 @@ TEST(RollCall, ShardedModelsTrainAsReplicatedOnes) {
     const int rank = accelerator.process_index();
     Stack stack = make_stack({}, rank);
     torch::optim::SGD sgd(stack->parameters(), 0.1);
-    struct Rows {
-      void shard(int of, int world) {
-        mine = sharded_test::batches(world * (world + 1) / 2);
-        mine.erase(mine.begin(), mine.begin() + of * (of + 1) / 2);
-        mine.resize(static_cast<size_t>(of) + 1);
-      }
-      auto begin() const { return mine.begin(); }
-      auto end() const { return mine.end(); }
-      std::vector<std::pair<Tensor, Tensor>> mine{};
-    } rows;
+    TokenStream rows;
     auto [model, optimizer, loader] = accelerator.prepare(stack, sgd, rows);
     for (const auto& batch : loader) {
       auto window = accelerator.accumulate(model);
