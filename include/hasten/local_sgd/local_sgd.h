@@ -92,7 +92,7 @@ struct LocalSGDOptions {
   bool weigh_by_samples = false;
   MomentPolicy moments = MomentPolicy::keep;
   /// survivors: if a peer is lost, this rank continues without it in step(), synchronize(),
-  /// finish() and at the end of a training loader. The remaining ranks meet by
+  /// finish() and join_uneven_inputs(). The remaining ranks meet by
   /// Communicator::shrink, within the accelerator's timeout; rank 0 must be among them. If one of them had completed the interrupted
   /// synchronisation, it counts for all. Otherwise it is repeated with the remaining ranks'
   /// parameters, and the lost rank's steps since the last average are lost. An open delayed average
