@@ -260,7 +260,7 @@ MemoryEstimate estimate_memory(const EstimateMemoryCommand& command) {
 int run_command(const EstimateMemoryCommand& command) {
   const MemoryEstimate estimate = estimate_memory(command);
   if (command.json) {
-    std::cout << detail::estimate_json(command, estimate).dump(2) << std::endl;
+    std::cout << detail::estimate_json(command, estimate).dump(2) << '\n';
   } else {
     detail::print_estimate(command, estimate);
   }

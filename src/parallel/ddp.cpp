@@ -171,7 +171,7 @@ void Ddp::begin(bool in_place) {
   used_.assign(hooks_.size(), 0);
   defined_.clear();
   for (const FlatSlot& slot : gradients_.layout().slots()) {
-    defined_.push_back(slot.parameter.grad().defined());
+    defined_.push_back(slot.parameter.grad().defined() ? 1 : 0);
   }
   if (gradients_.release()) {
     foreign_ = false;

@@ -60,7 +60,7 @@ std::vector<char> Ddp::awaited(const DdpBackward& backward) const {
     waits = gradients_.layout().reachable(backward.loss);
   }
   for (size_t slot = 0; slot < slots.size(); ++slot) {
-    waits[slot] = waits[slot] && slots[slot].parameter.requires_grad();
+    waits[slot] = waits[slot] != 0 && slots[slot].parameter.requires_grad() ? 1 : 0;
   }
   return waits;
 }

@@ -23,7 +23,7 @@ at::Tensor ShardUnit::reserve_gradient_place(const ShardTensor& tensor) {
 void ShardUnit::take(ShardTensor& tensor) {
   const at::NoGradGuard no_grad;
   at::Tensor& grad = tensor.entry->parameter.mutable_grad();
-  tensor.taken = tensor.taken.defined() ? tensor.taken + grad : std::move(grad);
+  tensor.taken = tensor.taken.defined() ? tensor.taken + grad : grad;
   grad.reset();
   tensor.used = true;
 }

@@ -129,10 +129,9 @@ HostGroup::Backend HostGroup::connect_gloo() {
   gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
   Backend made = make_connections(
       core_->options.name, "group/",
-      [gloo_options, rank = rank(), size = world_size()](StorePtr store) -> Backend {
+      [gloo_options, rank = rank(), size = world_size()](const StorePtr& store) -> Backend {
         const BatchThreads batch;
-        return c10::make_intrusive<c10d::ProcessGroupGloo>(std::move(store), rank, size,
-                                                           gloo_options);
+        return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo_options);
       });
   if (const auto uid = core_->link->stranger()) {
     core_->fail(operation_label("create", core_->options.name),

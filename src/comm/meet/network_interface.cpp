@@ -76,13 +76,13 @@ std::string interface_address(const std::string& name, std::string& names) {
 }
 
 std::string reachable_address(const std::string& interface, const std::string& target) {
-  const std::string name =
+  std::string name =
       interface.empty() ? environment_value("GLOO_SOCKET_IFNAME").value_or("") : interface;
   if (is_address(name)) {
     return name;
   }
   std::string names;
-  const std::string source = name.empty() ? address_towards(target) : "";
+  std::string source = name.empty() ? address_towards(target) : "";
   if (!source.empty() && !is_loopback_address(source)) {
     return source;
   }
