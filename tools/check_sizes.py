@@ -26,7 +26,7 @@ SOURCE_LIMIT = 3
 # Lines of include/ and src/: what is linked together, its folders, and its limit. Folders that
 # are named nowhere belong to the first.
 LIBRARIES = (
-    ("hasten", (), 58485),
+    ("hasten", (), 58479),
     ("hasten_text", ("text", "models", "tasks", "hub"), 16710),
     ("the programs", ("cli",), 6921),
 )

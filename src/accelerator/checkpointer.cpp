@@ -7,18 +7,10 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
-#include "gradient_checks.h"
+#include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "loader_set.h"
-#include "local_windows.h"
-#include "mixed_precision.h"
-#include "model_set.h"
-#include "open_batch.h"
-#include "optimizer_set.h"
-#include "run_context.h"
-#include "window_set.h"
 
 namespace hasten::detail {
 

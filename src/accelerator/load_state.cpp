@@ -7,8 +7,7 @@
 #include <mutex>
 #include <set>
 
-#include "checkpointer.h"
-#include "gradient_checks.h"
+#include "accelerator_core.h"
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
 #include "hasten/base/log.h"
@@ -16,15 +15,7 @@
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
-#include "loader_set.h"
-#include "local_windows.h"
-#include "mixed_precision.h"
-#include "model_set.h"
-#include "open_batch.h"
-#include "optimizer_set.h"
-#include "run_context.h"
 #include "state/state_contents.h"
-#include "window_set.h"
 
 namespace hasten::detail {
 

@@ -153,6 +153,11 @@ LoaderPass::LoaderPass(AnyRange& range, const LoaderLink& link, const PassOption
   }
 }
 
+LoaderPass::~LoaderPass() {
+  ahead_.reset(); // its thread reads
+  range_.end();
+}
+
 // Reads a batch when it is called, never before.
 LoaderItem LoaderPass::read_range() {
   const RangeRandom random(random_);

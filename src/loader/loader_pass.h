@@ -49,6 +49,7 @@ class RangeRandom {
 class LoaderPass {
  public:
   LoaderPass(AnyRange& range, const LoaderLink& link, const PassOptions& options);
+  ~LoaderPass();
   LoaderPass(const LoaderPass&) = delete;
   LoaderPass& operator=(const LoaderPass&) = delete;
 

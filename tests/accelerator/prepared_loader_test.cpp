@@ -411,6 +411,40 @@ TEST(PreparedLoader, BreakStopsThePrefetchAndTheNextLoopStartsAfresh) {
   EXPECT_THROW(accelerator.prepare_data_loader(stream, {.prefetch = -1}), InputError);
 }
 
+// As with torch's loaders, whose begin() refuses a second iterator.
+struct RangeOfOneIterator {
+  struct iterator {
+    std::shared_ptr<char> alive{};
+    int left = 0;
+    Tensor operator*() const { return on_device::ones({3}); }
+    iterator& operator++() {
+      --left;
+      return *this;
+    }
+    bool operator!=(const iterator& other) const { return left != other.left; }
+  };
+  iterator begin() {
+    EXPECT_EQ(alive.use_count(), 1);
+    return {alive, 6};
+  }
+  static iterator end() { return {}; }
+  std::shared_ptr<char> alive = std::make_shared<char>();
+};
+
+TEST(PreparedLoader, ARangeHasOneIteratorAtATime) {
+  auto accelerator = make_accelerator();
+  RangeOfOneIterator range;
+  auto loader = accelerator.prepare(range);
+  for (const bool breaks : {true, false, true}) {
+    for (const auto& batch : loader) {
+      EXPECT_EQ(batch.numel(), 3);
+      if (breaks) {
+        break;
+      }
+    }
+  }
+}
+
 // Samples with weights. The result equals that of one process with all samples.
 TEST(PreparedLoader, TrainingIsThatOfOneProcessInEveryConfiguration) {
   using accelerator_test::Net;

@@ -36,8 +36,9 @@ class AnyRange {
   virtual void seek(int64_t cursor, int64_t skip) = 0;
   // Turns the range's own options on; then returns both as they are. False: it has none.
   virtual bool distributes(bool& even_batches, bool& split_batches) = 0;
-  // Starts an iteration; one at a time.
+  // Starts an iteration; one at a time. Between end() and begin() the range has no iterator.
   virtual void begin() = 0;
+  virtual void end() = 0;
   // The next batch; none at the end.
   virtual AnyBatch read() = 0;
   // After read(): samples at the end of the batch that occurred before in the epoch, and the position
@@ -102,6 +103,10 @@ class RangeOf final : public AnyRange {
     end_.emplace(std::end(*range_));
     started_ = false;
   }
+  void end() override {
+    next_.reset();
+    end_.reset();
+  }
   AnyBatch read() override {
     if (!next_) {
       return {};
@@ -112,7 +117,7 @@ class RangeOf final : public AnyRange {
     if (*next_ != *end_) {
       return AnyBatch::of(RangeValue<Range>(**next_));
     }
-    next_.reset();
+    end();
     return {};
   }
   int64_t repeated() const override {
