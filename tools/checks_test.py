@@ -159,10 +159,10 @@ class ChecksTest(unittest.TestCase):
     def test_sizes_chain(self):
         chain = {f"src/comm/c{i}.h": f'#include "c{i + 1}.h"\n' for i in range(21)}
         chain["src/comm/c21.h"] = "\n"
-        chain["src/comm/c.cpp"] = '#include "c8.h"\n'
-        self.assert_bad("sizes", chain, "15 files of one folder, the limit is 14")
+        chain["src/comm/c.cpp"] = '#include "c14.h"\n'
+        self.assert_bad("sizes", chain, "9 files of one folder, the limit is 8")
         write(self.root, {"src/comm/c.cpp": '#include "c0.h"\n'})
-        self.assertIn("a chain of 23 files, the limit is 21", self.run_check("sizes")[1])
+        self.assertIn("a chain of 23 files, the limit is 12", self.run_check("sizes")[1])
 
     def test_sizes_tables(self):
         rows = {"src/tables/rows.inc": "\n" * 1201}
