@@ -425,7 +425,7 @@ struct RangeOfOneIterator {
   };
   iterator begin() {
     EXPECT_EQ(alive.use_count(), 1);
-    return {alive, 6};
+    return {alive, 12}; // divides by 1, 2, 3 and 4 ranks
   }
   static iterator end() { return {}; }
   std::shared_ptr<char> alive = std::make_shared<char>();
