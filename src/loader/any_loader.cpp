@@ -63,27 +63,27 @@ bool AnyLoader::asks_ranks() const { return !state_->training || link_->trains_t
 void AnyLoader::distribute() {
   const DataLoaderConfiguration& config = state_->config;
   distributed_over_ = link_->world_size();
-  even_ = config.even_batches;
+  bool& even = state_->even;
+  even = config.even_batches;
   split_ = config.split_batches;
   if (config.non_blocking && !link_->device().is_cpu() && !side_) {
     side_.emplace(link_->device());
   }
   if (range_->shards()) {
-    if (!range_->distributes(even_, split_) && !dispatches() && (even_ || split_)) {
+    if (!range_->distributes(even, split_) && !dispatches() && (even || split_)) {
       throw InputError("accelerator::PreparedLoader",
-                       std::string(even_ ? "even_batches" : "split_batches") +
+                       std::string(even ? "even_batches" : "split_batches") +
                            " for a range with its own shard()",
                        "set_even_batches() and set_split_batches() of the range",
                        "add them to the range, or set dispatch_batches");
     }
-    even_ = even_ || config.even_batches;
+    even = even || config.even_batches;
     split_ = split_ || config.split_batches;
     shard();
   }
   if (link_->world_size() == 1) {
-    even_ = split_ = false;
+    even = split_ = false;
   }
-  state_->even = even_;
   state_->own_end =
       range_->shards() && !range_->seeks() && !dispatches() && link_->world_size() > 1;
   roll_call_ = state_->own_end ? link_->roll_call(*state_) : nullptr;
@@ -106,7 +106,7 @@ PassOptions AnyLoader::pass_options() const {
     options.rank = link_->rank();
     options.world_size = link_->world_size();
     options.split = split_;
-    options.even = even_;
+    options.even = state_->even;
     options.compare = !range_->shards() && !options.dispatch && state_->config.compare_batches;
   }
   options.pin = side_.has_value();

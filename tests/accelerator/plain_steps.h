@@ -114,4 +114,38 @@ inline void expect_says(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
+inline void expect_equal_on_ranks(Accelerator& accelerator, const std::vector<Tensor>& tensors) {
+  for (const Tensor& tensor : tensors) {
+    const Tensor flat = tensor.detach().reshape({1, -1}).to(torch::kDouble);
+    EXPECT_TRUE(torch::equal(accelerator.gather(flat).amax(0, true), flat));
+    EXPECT_TRUE(torch::equal(accelerator.gather(flat).amin(0, true), flat));
+  }
+}
+
+// In the second epoch the last rank, or if `alike` all ranks, break after the first turn.
+template <typename Range>
+std::string said_after_break(Range batches, bool alike) {
+  auto accelerator = accelerator_of();
+  const int world = accelerator.num_processes();
+  Net net = net_of_rank(accelerator);
+  torch::optim::SGD sgd(net->parameters(), 0.1);
+  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
+  return message_of<CommunicationError>(
+      [&, &model = model, &optimizer = optimizer, &loader = loader] {
+        for (int epoch = 0; epoch < 2; ++epoch) {
+          for (const auto& batch : loader) {
+            auto window = accelerator.accumulate(model);
+            accelerator.backward(mean_loss(model, batch));
+            optimizer.step();
+            optimizer.zero_grad();
+            if (epoch == 1 && (alike || accelerator.process_index() + 1 == world)) {
+              break;
+            }
+          }
+        }
+        expect_equal_on_ranks(accelerator, alike ? net->parameters() : std::vector<Tensor>());
+        accelerator.end_training();
+      });
+}
+
 } // namespace hasten::accelerator_test

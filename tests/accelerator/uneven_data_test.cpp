@@ -6,14 +6,6 @@
 
 namespace hasten::accelerator_test {
 
-void expect_equal_on_ranks(Accelerator& accelerator, const std::vector<Tensor>& tensors) {
-  for (const Tensor& tensor : tensors) {
-    const Tensor flat = tensor.detach().reshape({1, -1}).to(torch::kDouble);
-    EXPECT_TRUE(torch::equal(accelerator.gather(flat).amax(0, true), flat));
-    EXPECT_TRUE(torch::equal(accelerator.gather(flat).amin(0, true), flat));
-  }
-}
-
 // The data is one batch for rank 0, or one row. The loop uses torch's clipping and optimizer.
 TEST(UnevenData, ARankThatNeverHadARowGetsAStandIn) {
   enum class Distribution { in_turn, dispatched, split };
@@ -109,45 +101,20 @@ TEST(UnevenData, ARangeThatGivesARankNoBatchIsAnErrorOnAll) {
   expect_says(said, "this rank has no sample to train on: rank=");
 }
 
-// In the second epoch the last rank, or if `alike` all ranks, break after the first of three turns.
-std::string said_after_break(bool alike) {
-  auto accelerator = accelerator_of();
-  const int world = accelerator.num_processes();
-  auto batches = even_batches(3 * world);
-  Net net = net_of_rank(accelerator);
-  torch::optim::SGD sgd(net->parameters(), 0.1);
-  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, batches);
-  return message_of<CommunicationError>(
-      [&, &model = model, &optimizer = optimizer, &loader = loader] {
-        for (int epoch = 0; epoch < 2; ++epoch) {
-          for (const auto& batch : loader) {
-            auto window = accelerator.accumulate(model);
-            accelerator.backward(mean_loss(model, batch));
-            optimizer.step();
-            optimizer.zero_grad();
-            if (epoch == 1 && (alike || accelerator.process_index() + 1 == world)) {
-              break;
-            }
-          }
-        }
-        expect_equal_on_ranks(accelerator, alike ? net->parameters() : std::vector<Tensor>());
-        accelerator.end_training();
-      });
-}
-
 TEST(UnevenData, ABreakOnOneRankIsAnErrorOnAll) {
   const int world = testing_support::test_world().world_size;
   if (world == 1) {
     return;
   }
-  const std::string said = said_after_break(false);
+  const std::string said = said_after_break(even_batches(3 * world), false);
   expect_says(said,
               "others continue to train: ended=" + std::to_string(world - 1) + ", world_size=");
   expect_says(said, "leave the loop on all ranks");
 }
 
 TEST(UnevenData, ABreakOnAllRanksAlikeIsRight) {
-  EXPECT_EQ(said_after_break(true), "nothing was thrown");
+  const int world = testing_support::test_world().world_size;
+  EXPECT_EQ(said_after_break(even_batches(3 * world), true), "nothing was thrown");
 }
 
 // Rank r has r + 1 batches of its own.

@@ -141,35 +141,11 @@ TEST(RollCall, AnEvaluationGathersEachRowOnce) {
   }
 }
 
-// The last rank, or every rank, breaks after its first batch.
-std::string said_after_break_of_stream(bool alike) {
-  auto accelerator = accelerator_of();
-  const int world = accelerator.num_processes();
-  Stream stream(world + 1);
-  Net net = net_of_rank(accelerator);
-  torch::optim::SGD sgd(net->parameters(), 0.1);
-  auto [model, optimizer, loader] = accelerator.prepare(net, sgd, stream);
-  return message_of<CommunicationError>(
-      [&, &model = model, &optimizer = optimizer, &loader = loader] {
-        for (int epoch = 0; epoch < 2; ++epoch) {
-          for (const auto& batch : loader) {
-            auto window = accelerator.accumulate(model);
-            accelerator.backward(mean_loss(model, batch));
-            optimizer.step();
-            optimizer.zero_grad();
-            if (alike || accelerator.process_index() + 1 == world) {
-              break;
-            }
-          }
-        }
-        accelerator.end_training();
-      });
-}
-
 TEST(RollCall, ABreakIsForAllRanks) {
-  EXPECT_EQ(said_after_break_of_stream(true), "nothing was thrown");
-  if (testing_support::test_world().world_size > 1) {
-    expect_says(said_after_break_of_stream(false), "some ranks have ended their loop");
+  const int world = testing_support::test_world().world_size;
+  EXPECT_EQ(said_after_break(Stream(world + 1), true), "nothing was thrown");
+  if (world > 1) {
+    expect_says(said_after_break(Stream(world + 1), false), "some ranks have ended their loop");
   }
 }
 
@@ -262,9 +238,7 @@ TEST(RollCall, InsideLocalSGDAPassEndsWithTheRanksOwnData) {
     accelerator.wait_for_everyone(); // the ranks are at one place
   }
   scope.finish();
-  const Tensor flat = torch::nn::utils::parameters_to_vector(net->parameters()).detach();
-  EXPECT_TRUE(torch::equal(accelerator.gather(flat.unsqueeze(0)).amax(0), flat));
-  EXPECT_TRUE(torch::equal(accelerator.gather(flat.unsqueeze(0)).amin(0), flat));
+  expect_equal_on_ranks(accelerator, net->parameters());
   accelerator.end_training();
 }
 

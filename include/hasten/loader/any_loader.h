@@ -61,8 +61,7 @@ class AnyLoader final : public Stateful {
   int64_t skip_ = 0; // batches of this rank
   bool began_ = false; // a pass, on all ranks
   int distributed_over_ = 1; // ranks
-  bool even_ = false; // the distribution: see DataLoaderConfiguration
-  bool split_ = false;
+  bool split_ = false; // each batch over the ranks; LoaderState has `even`
   std::optional<SideStream> side_{}; // copies batches to the device
   AnyBatch current_{};
   AnyBatch before_{}; // an earlier batch with samples

@@ -127,8 +127,8 @@ class TransferQueue {
 /// Returns what all ranks gave. [rank]
 using ExchangeJson = std::function<std::vector<nlohmann::json>(const nlohmann::json&)>;
 
-/// The queue of a group whose ranks share memory. Collective, by two exchanges. `names`: the ranks in messages. Throws Error with the reason, on all
-/// ranks, if one cannot share its memory.
+/// The queue of a group whose ranks share memory. Collective, by two exchanges. `names`: the ranks in
+/// messages. Throws Error with the reason, on all ranks, if one cannot share its memory.
 std::shared_ptr<TransferQueue> share_memory(int rank, const std::vector<int>& names,
                                             const ExchangeJson& exchange);
 
