@@ -144,7 +144,7 @@ void reset_child_signals() {
 
 // A separate function, so that nothing that is used after vfork is in registers.
 __attribute__((noinline)) pid_t vfork_and_run(ChildSetup& setup) {
-  const pid_t pid = ::vfork();
+  const pid_t pid = ::vfork(); // NOLINT: the child only prepares and calls exec
   if (pid == 0) {
     run_child(setup);
   }
@@ -282,6 +282,9 @@ std::pair<int, int> listen_on_loopback() {
 }
 
 std::string host_name() {
+  if (const auto name = detail::environment_value("HASTEN_TEST_HOST")) {
+    return *name;
+  }
   char name[256] = {};
   return ::gethostname(name, sizeof name - 1) == 0 ? name : "localhost";
 }

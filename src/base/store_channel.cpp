@@ -19,6 +19,7 @@
 
 #include "hasten/base/error.h"
 #include "hasten/base/process.h"
+#include "hasten/base/text.h"
 
 namespace hasten::detail {
 
@@ -27,6 +28,7 @@ static_assert(std::tuple_size_v<StoreKey> == crypto_auth_hmacsha512256_BYTES);
 
 constexpr const char* kStoreWhere = "comm::create";
 constexpr std::string_view kStoreMagic = "hasten-store-1";
+constexpr std::string_view kTcpSocket = "tcp:"; // Unix sockets' names go on with digits
 constexpr size_t kStoreNonce = 32;
 constexpr size_t kLeastSecret = 16; // bytes
 constexpr auto kProofLimit = std::chrono::seconds(10);
@@ -105,7 +107,23 @@ std::optional<StoreKey> store_key_from_environment() {
 }
 
 std::string StoreAddress::text() const {
-  return socket.empty() ? host + ":" + std::to_string(port) : "Unix socket @" + socket;
+  const bool digits = host.find(':') != std::string::npos; // IPv6
+  return socket.empty() ? (digits ? "[" + host + "]" : host) + ":" + std::to_string(port)
+                        : "Unix socket @" + socket;
+}
+
+StoreAddress parse_endpoint(std::string_view text) {
+  const size_t colon = text.rfind(':');
+  const bool bracketed = text.starts_with('[') && colon != 0 && text[colon - 1] == ']';
+  const auto port =
+      colon == std::string_view::npos ? std::nullopt : parse_number<int>(text.substr(colon + 1));
+  if (!port || *port < 1 || *port > 65535 || colon == 0 ||
+      (!bracketed && text.find(':') != colon)) {
+    throw InputError("base::parse_endpoint", "endpoint=" + std::string(text),
+                     "HOST:PORT, e.g. 10.0.0.1:29500 or [fe80::1%eth0]:29500");
+  }
+  const std::string_view host = text.substr(0, colon);
+  return {.host = std::string(bracketed ? host.substr(1, host.size() - 2) : host), .port = *port};
 }
 
 std::string unique_socket_name(const std::string& start) {
@@ -120,11 +138,26 @@ std::string launcher_socket_start(int master_port) {
   return "hasten1-" + std::to_string(master_port) + "-";
 }
 
-std::string launcher_socket(const World& world) {
+std::string launcher_socket_text(int master_port, const StoreAddress& store) {
+  return store.socket.empty()
+             ? launcher_socket_start(master_port) + std::string(kTcpSocket) + store.text()
+             : store.socket;
+}
+
+std::optional<StoreAddress> launcher_store(const World& world) {
   const std::string name = environment_value("HASTEN_STORE_SOCKET").value_or("");
-  const bool own = !world.agent_store && world.store_file.empty() &&
-                   name.starts_with(launcher_socket_start(world.master_port));
-  return own ? name : "";
+  const std::string start = launcher_socket_start(world.master_port);
+  if (world.agent_store || !world.store_file.empty() || !name.starts_with(start)) {
+    return std::nullopt;
+  }
+  const std::string_view rest = std::string_view(name).substr(start.size());
+  if (!rest.starts_with(kTcpSocket)) {
+    return StoreAddress{.socket = name};
+  }
+  const auto place = parse_endpoint(rest.substr(kTcpSocket.size()));
+  return StoreAddress{.host = place.host,
+                      .port = place.port,
+                      .key = store_key_from_environment().value_or(StoreKey{})};
 }
 
 std::optional<unsigned> socket_peer_uid(int fd) {

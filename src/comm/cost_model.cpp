@@ -4,8 +4,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
 #include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <utility>
 
+#include "hasten/base/process.h"
+#include "hasten/base/text.h"
 #include "hasten/core/device.h"
 
 namespace hasten {
@@ -132,6 +139,94 @@ class CostMeasurement {
 
 CostModel measure_cost_model(Communicator& group) {
   return group.world_size() > 1 ? detail::CostMeasurement(group).measure() : CostModel();
+}
+
+/// Bytes that each network interface of this host has sent; not those of loopback.
+static std::map<std::string, int64_t> bytes_by_interface() {
+  std::map<std::string, int64_t> bytes;
+  std::ifstream table("/proc/net/dev");
+  for (std::string line; std::getline(table, line);) {
+    std::replace(line.begin(), line.end(), ':', ' ');
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    int64_t sent = -1; // in the heading
+    for (int column = 0; column < 9; ++column) {
+      words >> sent;
+    }
+    if (words && name != "lo") {
+      bytes[name] = sent;
+    }
+  }
+  return bytes;
+}
+
+/// " over eth0" and " (940 Mbit/s, 0.2 ms)".
+static std::pair<std::string, std::string> describe_link(Communicator& group, int hosts) {
+  constexpr const char* kName = "link between hosts";
+  const auto seconds = [&](int64_t bytes) {
+    const at::Tensor data = group.allocate_tensor(bytes / 4, at::kFloat);
+    group.barrier(kName);
+    const auto start = std::chrono::steady_clock::now();
+    group.all_reduce(data, ReduceOp::SUM, kName + std::to_string(bytes));
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  double small = seconds(4);
+  for (int i = 0; i < 8; ++i) {
+    small = std::min(small, seconds(4));
+  }
+  constexpr double kLeast = 256 << 10;
+  const double guess = kLeast * 0.1 / seconds(int64_t{256} << 10); // bytes of a tenth of a second
+  const auto bytes =
+      group
+          .broadcast_object(static_cast<int64_t>(std::clamp(guess, kLeast, 64 * kLeast)) / 4 * 4,
+                            kName)
+          .get<int64_t>();
+  auto sent = bytes_by_interface();
+  const double taken = seconds(bytes);
+  std::pair<std::string, int64_t> most;
+  for (const auto& [name, now] : bytes_by_interface()) {
+    if (now - sent[name] > most.second) {
+      most = {name, now - sent[name]};
+    }
+  }
+  if (most.second == 0) {
+    return {};
+  }
+  const double megabits = 8e-6 * static_cast<double>(most.second) / taken;
+  const double latency = 1000 * small / (2 * (hosts - 1)); // steps of a ring
+  return {" over " + most.first, " (" + format_fixed(megabits, megabits < 10 ? 1 : 0) +
+                                     " Mbit/s, " + format_fixed(latency, latency < 1 ? 2 : 1) +
+                                     " ms)"};
+}
+
+std::string describe_hosts(Communicator& group) {
+  const std::vector<int> here = detail::ranks_of_host(group);
+  if (std::cmp_equal(here.size(), group.world_size())) {
+    return {};
+  }
+  std::vector<std::string> hosts;
+  const auto all = group.all_gather_object({host_name(), here}, "hosts");
+  for (int rank = 0; rank < group.world_size(); ++rank) {
+    const auto ranks = all[static_cast<size_t>(rank)][1].get<std::vector<int>>();
+    if (ranks.front() == rank) {
+      const bool in_a_row =
+          ranks.back() - ranks.front() + 1 == std::ssize(ranks) && ranks.size() > 1;
+      const auto numbers = mapped(ranks, [](int one) { return std::to_string(one); });
+      hosts.push_back(all[static_cast<size_t>(rank)][0].get<std::string>() + ": " +
+                      (in_a_row ? numbers.front() + "-" + numbers.back() : joined(numbers)));
+    }
+  }
+  const std::string backend = group.options().backend;
+  const bool measures = group.options().device.is_cpu();
+  const auto [over, cost] = measures ? describe_link(group, static_cast<int>(hosts.size()))
+                                     : std::pair<std::string, std::string>();
+  return std::to_string(group.world_size()) + " ranks on " + std::to_string(hosts.size()) +
+         " hosts (" + joined(first_items(hosts, 8)) + "): " +
+         (backend == "shm+gloo" ? "memory inside a host, Gloo" + over + " between"
+          : backend == "gloo"   ? "Gloo" + over
+                                : backend) +
+         cost;
 }
 
 } // namespace hasten

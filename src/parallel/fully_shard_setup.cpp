@@ -5,7 +5,6 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
@@ -143,13 +142,9 @@ static bool has_parameters(const torch::nn::Module& module) {
                              [](const at::Tensor& parameter) { return parameter.defined(); });
 }
 
-// Groups of one world need different names; all ranks of a group use rank 0's number.
 static std::shared_ptr<Communicator> own_group(Communicator& communicator) {
-  static std::atomic<int64_t> made{0};
   CommunicatorOptions options = communicator.options();
-  options.name +=
-      " shards " +
-      std::to_string(communicator.broadcast_object(made++, "group of shards").get<int64_t>());
+  options.name += " shards";
   return communicator.duplicate(options);
 }
 

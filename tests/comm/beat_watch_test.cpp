@@ -14,6 +14,24 @@ namespace hasten::detail {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
+// Ranks that share a host.
+static int ranks_a_host(int size) { return size < 16 ? 1 : 8; }
+
+static std::vector<std::vector<int>> hosts_of(int size) {
+  std::vector<std::vector<int>> hosts;
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank % ranks_a_host(size) == 0) {
+      hosts.emplace_back();
+    }
+    hosts.back().push_back(rank);
+  }
+  return hosts;
+}
+
+static BeatWatch watch_of(int rank, int size) {
+  return {rank, size, in_place_on_next_hosts(rank, hosts_of(size)), seconds(5), {}};
+}
+
 struct SimulatedWorld {
   int size = 0;
   int dead = -1; // from dead_at on
@@ -31,9 +49,9 @@ static void simulate(SimulatedWorld& world, milliseconds length) {
   std::vector<uint64_t> beats(static_cast<size_t>(world.size), 0);
   std::map<int, BeatWatch> watches;
   for (int i = 0; i < 8; ++i) {
-    for (const int rank : {i * world.size / 8, (std::max(world.dead, 0) + world.size - 1 - i)}) {
-      watches.emplace(rank % world.size,
-                      BeatWatch(rank % world.size, world.size, seconds(5), start));
+    const int before = (i + 1) * ranks_a_host(world.size); // in its place on the hosts before
+    for (const int rank : {i * world.size / 8, std::max(world.dead, 0) + 8 * world.size - before}) {
+      watches.emplace(rank % world.size, watch_of(rank % world.size, world.size));
     }
   }
   const milliseconds interval = watches.begin()->second.interval();
@@ -82,8 +100,8 @@ TEST(BeatWatch, WorldsOfManyRanksThatLiveAreNotDeclaredDead) {
     simulate(world, seconds(120));
     EXPECT_TRUE(world.named.empty()) << size << " ranks: rank " << world.named.begin()->first
                                      << " after " << world.named.begin()->second.count() << " ms";
-    EXPECT_LE(world.most_read, 63u) << size;
-    EXPECT_LE(world.read_per_second, 70'000) << size;
+    EXPECT_LE(world.most_read, 3u) << size;
+    EXPECT_LE(world.read_per_second, 3'000) << size;
   }
 }
 
@@ -94,7 +112,7 @@ TEST(BeatWatch, OneThatFallsSilentIsNamedAloneWithinTheLimitOfItsWorld) {
     ASSERT_EQ(world.named.size(), 1u) << size;
     EXPECT_EQ(world.named.begin()->first, world.dead);
     const auto after = world.named.begin()->second - world.dead_at;
-    const BeatWatch watch(0, size, seconds(5), {});
+    const BeatWatch watch = watch_of(0, size);
     EXPECT_LE(after, watch.limit() + 2 * watch.interval()) << size;
     EXPECT_LE(watch.limit(), std::max(milliseconds(5000), milliseconds(5) * size));
   }
@@ -102,17 +120,50 @@ TEST(BeatWatch, OneThatFallsSilentIsNamedAloneWithinTheLimitOfItsWorld) {
 
 TEST(BeatWatch, AllAreReadWhereSomebodyAsksNotMoreOftenThanTheStoreCanBear) {
   const CommClock::time_point start{};
-  BeatWatch watch(3, 1000, seconds(5), start);
+  BeatWatch watch = watch_of(3, 1000);
   EXPECT_EQ(watch.due(true, start + seconds(10)).size(), 999u);
-  EXPECT_EQ(watch.due(true, start + seconds(12)).size(), 63u);
+  EXPECT_EQ(watch.due(true, start + seconds(12)), (std::vector<int>{11, 19, 27}));
   EXPECT_EQ(watch.due(true, start + seconds(16)).size(), 999u);
-  EXPECT_EQ(watch.due(false, start + seconds(30)).front(), 4);
-  EXPECT_EQ(BeatWatch(63, 64, seconds(5), start).due(false, start).size(), 63u);
+  EXPECT_EQ(watch.due(false, start + seconds(30)).front(), 11);
+}
+
+TEST(BeatWatch, EachRankIsReadByThoseInItsPlaceOnThreeOtherHosts) {
+  const std::vector<std::vector<std::vector<int>>> worlds = {
+      {{0, 2, 4}, {1, 3, 5}},       {{0, 1, 2, 3, 4}, {5}, {6, 7}, {8, 9, 10}, {11}},
+      {{7}, {0, 1, 2, 3, 4, 5, 6}}, {{0}, {1}, {2}, {3}, {4}, {5}},
+      {{0, 1, 2, 3, 4, 5, 6, 7}},
+  };
+  for (const auto& hosts : worlds) {
+    std::map<int, std::vector<int>> readers;
+    for (const auto& host : hosts) {
+      for (const int rank : host) {
+        for (const int other : in_place_on_next_hosts(rank, hosts)) {
+          readers[other].push_back(rank);
+          EXPECT_EQ(std::ranges::count(host, other), 0) << "on the same host";
+        }
+      }
+    }
+    for (const auto& host : hosts) {
+      for (const int rank : host) {
+        EXPECT_EQ(readers[rank].size(), std::min<size_t>(3, hosts.size() - 1)) << rank;
+      }
+    }
+  }
+}
+
+TEST(BeatWatch, ARankThatWaitsReadsTheFirstOfItsGroupAndTheFirstReadsAll) {
+  BeatWatch first = watch_of(8, 32);
+  first.waits_for({8, 9, 31});
+  EXPECT_EQ(first.due(false, {}), (std::vector<int>{0, 9, 16, 24, 31}));
+  EXPECT_EQ(first.due(false, {}), (std::vector<int>{0, 16, 24})) << "it waits no more";
+  BeatWatch last = watch_of(31, 32);
+  last.waits_for({8, 9, 31});
+  EXPECT_EQ(last.due(false, {}), (std::vector<int>{7, 8, 15, 23}));
 }
 
 TEST(BeatWatch, AfterAPauseOfTheWatcherNobodysSilenceCounts) {
   const CommClock::time_point start{};
-  BeatWatch watch(0, 2, seconds(5), start);
+  BeatWatch watch = watch_of(0, 2);
   watch.merge({1}, {"a"}, start + milliseconds(250));
   watch.merge({1}, {"a"}, start + seconds(60)); // both were stopped
   EXPECT_EQ(watch.silence(1), CommClock::duration::zero());

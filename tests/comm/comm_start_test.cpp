@@ -149,6 +149,35 @@ TEST(CommStart, RanksThatDoNotArriveAreNamedAtTheTimeout) {
   }
 }
 
+HASTEN_RANK_FUNCTION(CommRankZeroIsTheFirstToGiveUp) {
+  if (rank.world().rank != 1) {
+    Communicator::create(rank.world(),
+                         {.timeout = milliseconds(rank.world().rank == 0 ? 2'000 : 60'000)});
+  }
+}
+
+TEST(CommStart, WhoStillWaitsWhenTheStoreEndsSaysSo) {
+  const auto ranks = spawn(3, "CommRankZeroIsTheFirstToGiveUp");
+  EXPECT_NE(ranks[0].error.find("within 2000 ms: missing 1"), std::string::npos) << ranks[0].error;
+  EXPECT_NE(ranks[2].error.find("store of rank 0 is gone, but not all of 3 ranks have met"),
+            std::string::npos)
+      << ranks[2].error;
+}
+
+HASTEN_RANK_FUNCTION(CommWithoutAnInterfaceOnRankZero) {
+  CommunicatorOptions options;
+  options.backend = "gloo";
+  options.interface_address = rank.world().rank == 0 ? "eth9" : "";
+  Communicator::create(rank.world(), options);
+}
+
+TEST(CommStart, WhyRankZeroCannotConnectIsNamedByTheOthers) {
+  for (const RankReport& report : spawn(3, "CommWithoutAnInterfaceOnRankZero")) {
+    EXPECT_NE(report.error.find("interface_address=eth9 is no interface"), std::string::npos)
+        << report.error;
+  }
+}
+
 HASTEN_RANK_FUNCTION(CommRankZeroComesLate) {
   rank.fault_here();
   const auto comm = Communicator::create(rank.world(), {});

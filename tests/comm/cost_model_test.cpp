@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "hasten/base/process.h"
 #include "support/communicator.h"
+#include "support/on_hosts.h"
+#include "support/world.h"
 
 namespace hasten {
 
@@ -40,6 +43,24 @@ TEST(CostModel, IsEqualOnAllRanksAndGrowsWithTheSize) {
     EXPECT_TRUE(std::ranges::is_sorted(operation.points, {}, &OperationCost::Point::bytes));
     EXPECT_GT(operation.alpha + operation.beta, 0);
   }
+}
+
+TEST(CostModel, RanksOnSeveralHostsAreDescribedWithTheirHosts) {
+  const int world = testing_support::test_world().world_size;
+  if (world == 1) {
+    EXPECT_EQ(describe_hosts(*fresh_communicator()), "");
+    return;
+  }
+  const auto group = testing_support::on_hosts(testing_support::two_hosts(world));
+  const std::string text = describe_hosts(*group);
+  const std::string name = host_name(); // of both
+  const int second = (world + 1) / 2; // the first rank there
+  const auto ranks = [&](int first, int last) {
+    return name + ": " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "");
+  };
+  EXPECT_TRUE(text.starts_with(std::to_string(world) + " ranks on 2 hosts (" +
+                               ranks(0, second - 1) + ", " + ranks(second, world - 1) + "): "))
+      << text;
 }
 
 } // namespace hasten

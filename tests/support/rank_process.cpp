@@ -10,6 +10,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 
 #include "hasten/base/files.h"
@@ -18,28 +19,55 @@ namespace hasten::testing_support {
 
 static constexpr const char* kReportVariable = "HASTEN_TEST_REPORT_FD";
 
+/// HASTEN_TEST_HOSTS=2 makes the ranks believe that they are on so many hosts, if it divides their
+/// number. HASTEN_TEST_HOSTS=0,1,0 names the host of each. [rank]
+static std::vector<int> hosts_of(int world_size, const EnvironmentList& environment) {
+  const char* variable = std::getenv("HASTEN_TEST_HOSTS");
+  std::string text = variable == nullptr ? "1" : variable;
+  for (const auto& [name, value] : environment) {
+    text = name == "HASTEN_TEST_HOSTS" ? value : text;
+  }
+  const bool named = text.find(',') != std::string::npos;
+  const int count = std::atoi(text.c_str());
+  const int of_host = count > 0 && world_size % count == 0 ? world_size / count : world_size;
+  std::istringstream names(text);
+  std::vector<int> hosts;
+  for (int rank = 0; rank < world_size; ++rank) {
+    std::string name;
+    hosts.push_back(named && std::getline(names, name, ',') ? std::stoi(name) : rank / of_host);
+  }
+  return hosts;
+}
+
 std::vector<RankProcess> start_ranks(int world_size, const std::vector<std::string>& argv,
                                      const EnvironmentList& environment) {
   // No other process has this port, and so the store's name, until the ranks have started.
   const auto [port_fd, port] = listen_on_loopback();
   const auto [store_fd, store_port] = listen_on_loopback();
   std::vector<RankProcess> ranks;
+  const std::vector<int> hosts = hosts_of(world_size, environment);
   for (int rank = 0; rank < world_size; ++rank) {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) {
       throw std::runtime_error("no pipe for a rank");
     }
+    const auto own = hosts.begin() + rank;
+    const auto of_host = std::count(hosts.begin(), hosts.end(), *own);
     SpawnOptions options;
     options.environment = {{"RANK", std::to_string(rank)},
                            {"WORLD_SIZE", std::to_string(world_size)},
-                           {"LOCAL_RANK", std::to_string(rank)},
-                           {"LOCAL_WORLD_SIZE", std::to_string(world_size)},
+                           {"LOCAL_RANK", std::to_string(std::count(hosts.begin(), own, *own))},
+                           {"LOCAL_WORLD_SIZE", std::to_string(of_host)},
                            {"MASTER_ADDR", "127.0.0.1"},
                            {"MASTER_PORT", std::to_string(port)},
                            {"OMP_NUM_THREADS", "1"},
                            {"HASTEN_TEST_STORE_PORT", std::to_string(store_port)},
                            {kReportVariable, std::to_string(ends[1])}};
     options.keep_fds = {ends[1]};
+    if (of_host < world_size) {
+      options.environment.emplace_back("HASTEN_TEST_HOST", "host" + std::to_string(*own));
+      options.environment.emplace_back("HASTEN_SECRET", "of this test's hosts");
+    }
     if (rank == 0) {
       options.environment.emplace_back("HASTEN_TEST_STORE_FD", std::to_string(store_fd));
       options.keep_fds.push_back(store_fd);

@@ -24,6 +24,13 @@ class WatchedCommunicator final : public ForwardingCommunicator {
     }
     return ForwardingCommunicator::shrink();
   }
+  std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
+    auto watched =
+        std::make_shared<WatchedCommunicator>(ForwardingCommunicator::duplicate(options));
+    watched->before = before;
+    watched->after = after;
+    return watched;
+  }
 
  private:
   void entered(std::string_view, std::string_view name, const at::Tensor&) override {

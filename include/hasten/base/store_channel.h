@@ -54,18 +54,25 @@ struct StoreAddress {
   /// Key derived from the secret. Zeros if the run has no secret: everybody is then admitted.
   StoreKey key{};
 
-  /// "Unix socket @name", "host:port".
+  /// "Unix socket @name", "host:port", "[fe80::1]:port".
   std::string text() const;
 };
+
+/// Reads "HOST:PORT"; an IPv6 address has brackets. Throws InputError for another form.
+StoreAddress parse_endpoint(std::string_view text);
 
 /// A unique name: `start` and 128 random bits.
 std::string unique_socket_name(const std::string& start);
 
-/// The start of the socket name at which hasten launch serves the world with this MASTER_PORT.
-/// By it a world that is started inside another one does not use the outer one's store.
+/// The start of what names, in HASTEN_STORE_SOCKET, the socket at which hasten launch serves the world
+/// with this MASTER_PORT. By it a world that is started inside another one does not use the outer
+/// one's store.
 std::string launcher_socket_start(int master_port);
-/// HASTEN_STORE_SOCKET if it names the socket of `world`; else empty.
-std::string launcher_socket(const World& world);
+/// The value of HASTEN_STORE_SOCKET for ranks of a launcher whose store is at `store`.
+std::string launcher_socket_text(int master_port, const StoreAddress& store);
+/// The address that HASTEN_STORE_SOCKET names, if it is that of `world`: a Unix socket, or over
+/// several hosts a TCP socket, with the key from the environment.
+std::optional<StoreAddress> launcher_store(const World& world);
 
 std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name);
 

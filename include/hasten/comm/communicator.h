@@ -37,7 +37,7 @@ enum class ReduceOp { SUM, AVG, MAX, MIN, PRODUCT };
 /// When the ranks of a group compare kind, name, shapes and dtype of an operation before they
 /// begin it. A mismatch is then an error that names two ranks. Without the check Gloo would end
 /// the process. "shm" compares every operation, at no cost that can be measured, and does not read
-/// this.
+/// this. "shm+gloo" does so inside each host, and between hosts what this says.
 enum class ShapeCheck {
   never,
   /// The first time that an operation with this name and shape occurs in the group. Costs one
@@ -55,8 +55,8 @@ struct CommunicatorOptions {
   /// signal, whatever the timeout. At least 5 ms per rank in worlds of more than 1,000 ranks.
   /// Milliseconds.
   std::chrono::milliseconds heartbeat_timeout = default_heartbeat_timeout();
-  /// Name of the group in messages and in keys of the store. The same on all ranks, and
-  /// different from the other groups of the world.
+  /// Name of the group in messages and in keys of the store. The same on all ranks. Groups that have
+  /// the same name and ranks must be made in the same order on all of these ranks.
   std::string name = "world";
   /// Address, or name of the interface, at which Gloo listens. Empty: loopback if every rank is
   /// on this host; else the interface that GLOO_SOCKET_IFNAME names; else the interface of the
@@ -77,8 +77,12 @@ struct CommunicatorOptions {
   /// one host: they read each other's data in memory that they share, 1 MiB for each rank and
   /// group. "gloo" sends it over TCP. "nccl" and other back ends of a device move the memory of
   /// `device`, and use shm or gloo for the rest: tensors of the CPU, values, barriers.
-  /// "auto" is the back end of the device's type. Without one it is "shm" if the ranks can share
-  /// memory, else "gloo"; if they are on one host and cannot, one line of the log says why.
+  /// "auto" is the back end of the device's type. Without one it is "shm" if the ranks are on one
+  /// host; "shm+gloo" if they are on several, with the same number of ranks on each and more than
+  /// one: tensors move through shared memory inside a host, and each rank sends a slice of them to
+  /// other hosts over Gloo, which is hierarchical; else "gloo". If hosts of several ranks have
+  /// different numbers of them, or ranks of a host cannot share memory, it is "gloo", too, and one
+  /// line of the log says why. "shm+gloo" cannot be named here.
   /// HASTEN_COMM_BACKEND=gloo or =shm in the environment of all ranks chooses between these two. The
   /// ranks compare what they have chosen when they meet, and check_shapes, sum_in_fp32 and name.
   /// A world of one rank moves nothing. duplicate() and new_group() do not read it: their groups
@@ -202,7 +206,8 @@ class Communicator {
   /// and PRODUCT depends on the world size. AVG is the SUM, divided once by the world size. half
   /// and bfloat16 are summed, multiplied and divided in fp32 and rounded once (with gloo in a copy:
   /// 2 x the tensor until the operation ends); on a device with a back end only if
-  /// options.sum_in_fp32 says so. With shm the order is that of the ranks.
+  /// options.sum_in_fp32 says so. With shm the order is that of the ranks. With shm+gloo it depends on
+  /// their hosts, too: the ranks of each host are summed first.
   /// `name` is for errors: "ddp bucket 3". Shapes must be equal on all ranks (see check_shapes).
   Work all_reduce_async(at::Tensor tensor, ReduceOp op, std::string_view name) {
     return start({Collective::Kind::all_reduce, name, std::move(tensor), {}, op});
@@ -250,7 +255,8 @@ class Communicator {
   }
 
   /// Sums input[r] of all ranks into rank r's `output`: with shm and gloo, and where the dtypes differ,
-  /// in rank order; with NCCL in an order that depends on the world. `input` is [world_size, …].
+  /// in rank order; with shm+gloo in fp32 or double, first inside each host; with NCCL in an order that
+  /// depends on the world. `input` is [world_size, …].
   /// `output` has as many elements as input[r], in any shape. The sum is computed in output's
   /// dtype, which is floating-point: use fp32 to sum 16-bit inputs in fp32. All are contiguous.
   /// `scratch` receives the other ranks' data. It is a tensor like `input`, and is allocated if
@@ -262,7 +268,7 @@ class Communicator {
                   ReduceOp::SUM, 0, std::move(scratch)});
   }
 
-  /// Zeros, [numel], for tensors that are communicated often: gradients, snapshots. With shm each
+  /// Zeros, [numel], for tensors that are communicated often: gradients, snapshots. With shm and shm+gloo each
   /// lies in separate memory (a file descriptor each), which other ranks can read and not write, if
   /// it has 256 KiB or more and this host has the memory. all_reduce, all_gather and reduce_scatter
   /// of such a tensor, or of a part of it, read its data there, if all ranks' tensors are such
@@ -323,9 +329,9 @@ class Communicator {
   virtual std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) = 0;
 
   /// Creates a group of some ranks of this one. `ranks` is ascending and includes this rank. Rank i
-  /// of the new group is ranks[i] of this one. Errors use the ranks of the world. Groups of
-  /// different ranks may have the same name. Collective over `ranks`: each of them passes the same
-  /// list. Throws InputError if the list is not ascending, out of range or without this rank.
+  /// of the new group is ranks[i] of this one. Errors use the ranks of the world. Collective over
+  /// `ranks`: each of them passes the same list. Throws InputError if the list is not ascending, out
+  /// of range or without this rank.
   virtual std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
                                                   const CommunicatorOptions& options) = 0;
 

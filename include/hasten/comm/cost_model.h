@@ -48,4 +48,10 @@ struct CostModel {
 /// Throws CommunicationError if a peer fails.
 CostModel measure_cost_model(Communicator& group);
 
+/// Where the ranks are and what is between them: "4 ranks on 2 hosts (a: 0-1, b: 2-3): memory inside a
+/// host, Gloo over eth0 between (940 Mbit/s, 0.20 ms)". Rate and latency are those of rank 0's host in
+/// an all_reduce of 256 KiB to 16 MiB, which takes about a tenth of a second. Empty for a group on one
+/// host, without communication. Collective, blocking. Throws CommunicationError if a peer fails.
+std::string describe_hosts(Communicator& group);
+
 } // namespace hasten

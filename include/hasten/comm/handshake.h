@@ -50,4 +50,8 @@ Hello own_hello(const World& world, const std::string& device_kind, const std::s
 /// hellos: [rank]
 std::string first_difference(const std::vector<std::optional<Hello>>& hellos);
 
+/// The ranks of a host, or of a container, by the hosts' names: [host][place], ascending; hosts in the
+/// order of their first rank. names: [rank]
+std::vector<std::vector<int>> ranks_by_host(const std::vector<std::string>& names);
+
 } // namespace hasten::detail

@@ -22,7 +22,7 @@
 // A forward that activation checkpointing recomputes sends nothing and updates no buffer.
 // A backward with create_graph through a layer throws InputError. A forward throws InputError on
 // every rank if a rank's input holds NaN or infinity, naming that rank.
-// Threading: one thread per model. Design: docs/guides/sync-batch-norm.md
+// Threading: one thread per model. Design: docs/guides/memory.md
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -6,6 +6,7 @@
 
 #include "hasten/base/text.h"
 #include "hasten/core/memory.h"
+#include "shm/transfer_queue.h"
 #include "tensor_checks.h"
 
 namespace hasten::detail {
@@ -24,12 +25,25 @@ std::string collective_text(const Collective& what) {
 OperationFailure current_failure() {
   try {
     throw;
+  } catch (const RanksDiffer& differ) {
+    return {differ.what(), ErrorKind::other, true};
   } catch (const std::exception& caught) {
     const std::string text = caught.what(); // Gloo has no class for a time-out
     const bool timed_out = text.find("Timed out") != std::string::npos;
     return {text, timed_out ? ErrorKind::timed_out : error_kind(caught)};
   } catch (...) {
     return {"unknown error"};
+  }
+}
+
+void complete(GroupCore::Started& state, const std::exception_ptr& error) {
+  try {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+    state.complete(std::nullopt);
+  } catch (...) {
+    state.complete(current_failure());
   }
 }
 

@@ -19,6 +19,8 @@ c10d::ReduceOp::RedOpType c10d_op(ReduceOp op);
 
 /// The failure in the current exception of a back end.
 OperationFailure current_failure();
+/// Without an error the operation has its result.
+void complete(GroupCore::Started& state, const std::exception_ptr& error);
 
 /// One collective: all kinds, but reduce_scatter only where the back end has its dtypes.
 struct BackendCall {

@@ -154,7 +154,7 @@ bool DeviceConnections::look() noexcept {
   }
   const c10::DeviceGuard guard(device_); // a question makes a context on the current device
   try {
-    core->link->liveness().poll_store();
+    core->link->liveness().poll_store(core->members);
     const CommClock::duration timeout = core->options.timeout;
     const auto flight = oldest(std::min<CommClock::duration>(milliseconds(1000), timeout));
     OperationFailure failure;

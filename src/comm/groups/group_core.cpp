@@ -44,24 +44,16 @@ static std::vector<int> members_or_all(std::vector<int> members, int world_size)
   return members;
 }
 
-/// Groups of different ranks may have the same name.
-static std::string group_key(const std::string& name, const std::vector<int>& members,
-                             int world_size) {
-  const auto list = mapped(members, [](int member) { return std::to_string(member); });
-  return std::ssize(members) < world_size ? name + " of " + joined(list, ",") : name;
-}
-
 GroupCore::GroupCore(std::shared_ptr<WorldLink> world_link, const CommunicatorOptions& group,
                      std::vector<int> of)
     : link(std::move(world_link)),
       options(with_environment(group)),
       members(members_or_all(std::move(of), link->world().world_size)),
-      key(group_key(group.name, members, link->world().world_size)),
+      key(link->add_group(group.name, members)),
       rank(static_cast<int>(std::ranges::find(members, link->world().rank) - members.begin())),
-      world_size(static_cast<int>(members.size())) {
-  link->add_group(key);
-  progress_ = link->liveness().add_group(key);
-}
+      world_size(static_cast<int>(members.size())),
+      all_(members_or_all({}, world_size)),
+      progress_(link->liveness().add_group(key)) {}
 
 uint64_t GroupCore::enter(const std::string& operation, const std::string& tensors) {
   check(operation);
@@ -90,48 +82,59 @@ uint64_t GroupCore::enter_equal(const std::string& operation, const std::string&
 
 void GroupCore::check_equal(const std::string& operation, uint64_t sequence,
                             const std::string& tensors) {
-  require_equal(operation, mapped(exchange(operation, sequence, tensors), [](const auto& text) {
-                  return text.template get<std::string>();
-                }));
+  require_equal(operation,
+                mapped(exchange(operation, sequence, tensors),
+                       [](const auto& text) { return text.template get<std::string>(); }),
+                all_);
 }
 
-void GroupCore::require_equal(const std::string& operation, const std::vector<std::string>& texts) {
+void GroupCore::require_equal(const std::string& operation, const std::vector<std::string>& texts,
+                              const std::vector<int>& among) {
   const auto other =
       std::ranges::find_if(texts, [&](const std::string& text) { return text != texts[0]; });
   if (other != texts.end()) {
     const auto has = [&](size_t i) {
-      return "rank " + std::to_string(link->launch_rank(members[i])) + " has " + texts[i];
+      return "rank " + std::to_string(link->launch_rank(members[static_cast<size_t>(among[i])])) +
+             " has " + texts[i];
     };
     fail(operation, has(static_cast<size_t>(other - texts.begin())) + ", " + has(0),
          kSameOperations);
   }
 }
 
-using StoreBytes = std::vector<uint8_t>;
-
-/// For StoreThread::post_until: writes this rank's value, waits for all values, reads them, and
-/// deletes them if this rank is the last to read. Returns an empty list if cancelled.
-static auto exchange_bytes(const std::string& prefix, int rank, int world_size, StoreBytes value) {
-  std::vector<std::string> keys; // [rank]
-  for (int i = 0; i < world_size; ++i) {
+ValueExchange exchange_values(const std::string& prefix, int rank, int world_size,
+                              StoreBytes value) {
+  std::vector<std::string> keys; // of the others than the first
+  for (int i = 1; i < world_size; ++i) {
     keys.push_back(prefix + "/" + std::to_string(i));
   }
-  return [prefix, keys, own = keys[static_cast<size_t>(rank)], value = std::move(value),
-          written = false](
+  return [prefix, keys, rank, value = std::move(value), written = false](
              c10d::Store& store,
              const std::atomic<bool>& cancelled) mutable -> std::optional<std::vector<StoreBytes>> {
-    if (!std::exchange(written, true)) {
-      store.set(own, value);
+    if (!std::exchange(written, true) && rank > 0) {
+      store.set(keys[static_cast<size_t>(rank - 1)], value);
     }
-    if (!store.check(keys)) {
+    if (keys.empty()) {
+      return std::vector<StoreBytes>{value};
+    }
+    if (!store.check(rank > 0 ? std::vector<std::string>{prefix} : keys)) {
       return cancelled ? std::optional(std::vector<StoreBytes>()) : std::nullopt;
     }
-    std::vector<StoreBytes> values = store.multiGet(keys);
-    if (store.add(prefix, 1) == std::ssize(keys) && !cancelled) {
-      for (const std::string& key : keys) {
-        store.deleteKey(key);
+    if (rank > 0) {
+      const nlohmann::json all = nlohmann::json::from_cbor(store.get(prefix));
+      if (store.add(prefix + "/read", 1) == std::ssize(keys)) {
+        store.deleteKey(prefix);
+        store.deleteKey(prefix + "/read");
       }
-      store.deleteKey(prefix);
+      return mapped(all, [](const auto& one) -> StoreBytes { return one.get_binary(); });
+    }
+    std::vector<StoreBytes> values = store.multiGet(keys);
+    values.insert(values.begin(), std::move(value));
+    store.set(prefix, nlohmann::json::to_cbor(mapped(values, [](const StoreBytes& one) {
+                return nlohmann::json::binary(one);
+              })));
+    for (const std::string& key : keys) {
+      store.deleteKey(key);
     }
     return values;
   };
@@ -140,15 +143,24 @@ static auto exchange_bytes(const std::string& prefix, int rank, int world_size, 
 std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, uint64_t sequence,
                                                 const nlohmann::json& value) {
   const WaitTime time;
-  uint64_t number = 0;
   {
     const std::lock_guard<std::mutex> lock(progress_->mutex);
-    number = ++progress_->exchanges;
+    ++progress_->exchanges;
   }
-  // CBOR, since JSON text has no NaN and no infinity.
-  std::future<std::vector<StoreBytes>> future = link->store().post_until<std::vector<StoreBytes>>(
-      exchange_bytes("values/" + key + "/" + std::to_string(number), rank, world_size,
-                     nlohmann::json::to_cbor({operation, sequence, value})));
+  return exchange_by_hosts ? exchange_by_hosts(operation, sequence, value)
+                           : exchange_in_store(operation, sequence, value, all_);
+}
+
+std::vector<nlohmann::json> GroupCore::exchange_in_store(const std::string& operation,
+                                                         uint64_t sequence,
+                                                         const nlohmann::json& value,
+                                                         const std::vector<int>& among) {
+  const auto own = static_cast<int>(std::ranges::find(among, rank) - among.begin());
+  // CBOR, since JSON text has no NaN and no infinity. This thread alone counts exchanges.
+  std::future<std::vector<StoreBytes>> future =
+      link->store().post_until<std::vector<StoreBytes>>(exchange_values(
+          "values/" + key + "/" + std::to_string(progress_->exchanges), own,
+          static_cast<int>(among.size()), nlohmann::json::to_cbor({operation, sequence, value})));
   bool arrived = false;
   try {
     arrived = await_future(future, CommClock::now() + options.timeout,
@@ -179,8 +191,8 @@ std::vector<nlohmann::json> GroupCore::exchange(const std::string& operation, ui
     numbered.push_back(operations.back() + " as its operation " + sent[1].dump());
     values.push_back(std::move(sent[2]));
   }
-  require_equal(operation, operations);
-  require_equal(operation, numbered);
+  require_equal(operation, operations, among);
+  require_equal(operation, numbered, among);
   return values;
 }
 
@@ -200,7 +212,7 @@ void GroupCore::check(const std::string& operation) {
 
 void GroupCore::poll(const std::string& operation) {
   throw_if_interrupted();
-  link->liveness().poll_store();
+  link->liveness().poll_store(members);
   if (link->liveness().failed()) {
     raise(operation);
   }

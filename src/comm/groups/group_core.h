@@ -56,6 +56,16 @@ struct OperationFailure {
   bool ranks_differ = false;
 };
 
+using StoreBytes = std::vector<uint8_t>;
+using ValueExchange = std::function<std::optional<std::vector<StoreBytes>>(
+    c10d::Store&, const std::atomic<bool>& cancelled)>;
+
+/// For StoreThread::post_until: gives the values of those who take part, of which this is the
+/// `rank`-th. Each writes its value. The first reads all of them and writes them as one, so each of the
+/// others reads one key. No key remains. The list is empty if it was cancelled.
+ValueExchange exchange_values(const std::string& prefix, int rank, int world_size,
+                              StoreBytes value);
+
 /// With check_shapes as HASTEN_COMM_CHECK says.
 CommunicatorOptions with_environment(CommunicatorOptions options);
 
@@ -88,7 +98,17 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   /// If they belong to different operations, all ranks throw.
   std::vector<nlohmann::json> exchange(const std::string& operation, uint64_t sequence,
                                        const nlohmann::json& value);
+  /// What exchange() does, through the store, among these ranks. [their order]
+  std::vector<nlohmann::json> exchange_in_store(const std::string& operation, uint64_t sequence,
+                                                const nlohmann::json& value,
+                                                const std::vector<int>& among);
+  /// What exchange() does if it is set. Set before the first operation.
+  std::function<std::vector<nlohmann::json>(const std::string& operation, uint64_t sequence,
+                                            const nlohmann::json& value)>
+      exchange_by_hosts{};
 
+  /// The operation that it has entered, for TransferArguments::text.
+  std::string entered() const { return progress_->operation + '\n' + progress_->tensors; }
   /// Throws if the group is closed or dead.
   void check(const std::string& operation);
   /// For waiting loops, about 20 times a second. Throws once a peer is known to be dead or a
@@ -118,11 +138,13 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void poll_together(const std::string& operation, uint64_t sequence);
   /// Throws the group's first error. If there is none, makes it from the world's cause.
   [[noreturn]] void raise(const std::string& operation);
-  /// Fails unless the texts of all ranks are equal.
-  void require_equal(const std::string& operation, const std::vector<std::string>& texts);
+  /// Fails unless the texts of `among` are equal.
+  void require_equal(const std::string& operation, const std::vector<std::string>& texts,
+                     const std::vector<int>& among);
   bool wait_idle();
 
-  std::shared_ptr<GroupProgress> progress_; // set at construction
+  const std::vector<int> all_; // ranks of the group
+  const std::shared_ptr<GroupProgress> progress_;
 
   // Guarded by mutex_.
   std::mutex mutex_;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -12,14 +13,19 @@
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
 #include "hasten/base/process.h"
+#include "hasten/base/recorded_error.h"
 #include "hasten/base/store_server.h"
 #include "hasten/base/text.h"
 #include "hasten/comm/few_sizes.h"
 #include "hasten/core/memory.h"
+#include "host_rails.h"
 #include "meet/thread_scopes.h"
 #include "shm/transfer_queue.h"
 
 namespace hasten::detail {
+
+/// The name of what HostRails does. Not to be asked for.
+constexpr const char* kHierarchical = "shm+gloo";
 
 std::string wanted_backend(const std::string& name) {
   if (name == "shm" || name == "gloo") {
@@ -47,7 +53,10 @@ HostGroup::HostGroup(std::shared_ptr<WorldLink> link, const CommunicatorOptions&
       wanted_(wanted_backend(options.backend)) {
   try {
     HostGroup::connect();
-  } catch (...) {
+  } catch (const std::exception& error) {
+    if (core_->link->open_groups() == 1) { // the others learn why from no other group
+      core_->abort(message_of(error), error_kind(error));
+    }
     core_->close(false);
     throw;
   }
@@ -82,31 +91,54 @@ HostGroup::Backend HostGroup::make_connections(const std::string& name, const st
 }
 
 void HostGroup::connect() {
-  const std::shared_ptr<TransferQueue> made = wanted_ == "gloo" ? nullptr : connect_shared();
+  const Hosts hosts = core_->link->by_host(core_->members);
+  const auto queues = wanted_ == "gloo" ? std::vector<Queue>() : connect_shared(hosts);
   const std::string& name = core_->options.backend;
-  if (name == "auto" || name == "gloo" || name == "shm") { // else that of a device
-    core_->options.backend = made ? "shm" : "gloo";
+  if (name == "auto" || name == "gloo" || name == "shm" || name == kHierarchical) { // or a device's
+    core_->options.backend = queues.empty() ? "gloo" : queues.size() == 1 ? "shm" : kHierarchical;
   }
-  shared_ = made;
-  if (made) { // with the group ends what runs there, though handles keep the memory
-    core_->keep({made.get(), [made](void*) { made->stop(); }});
-    return;
+  shared_.reset();
+  rails_.reset();
+  if (queues.size() > 1) {
+    connect_rails(hosts, queues);
+  } else if (!queues.empty()) {
+    // With the group ends what runs there, though handles keep the memory.
+    core_->keep({queues[0].get(), [made = queues[0]](void*) { made->stop(); }});
+    shared_ = queues[0];
+  } else {
+    const auto gloo = std::make_shared<Backend>(connect_gloo("group/", rank(), world_size()));
+    core_->keep(gloo);
+    gloo_ = gloo;
   }
-  const auto gloo = std::make_shared<Backend>(connect_gloo());
-  core_->keep(gloo);
-  gloo_ = gloo;
 }
 
-std::shared_ptr<TransferQueue> HostGroup::connect_shared() {
+std::vector<HostGroup::Queue> HostGroup::connect_shared(const Hosts& hosts) {
   const std::string operation = operation_label("create", core_->options.name);
+  const auto sizes = mapped(hosts, [](const auto& ranks) { return ranks.size(); });
+  const bool equal = std::ranges::count(sizes, sizes[0]) == std::ssize(sizes);
+  const bool alone = equal && sizes[0] == 1; // on each host
+  const auto name_of = [this](int rank) {
+    return core_->link->launch_rank(core_->members[static_cast<size_t>(rank)]);
+  };
   std::string why = core_->link->apart(core_->members);
-  if (why.empty()) {
-    const std::vector<int> names =
-        mapped(core_->members, [this](int member) { return core_->link->launch_rank(member); });
+  if (why.empty() || (wanted_ != "shm" && equal && !alone)) {
+    const auto [host, index] = place_in(hosts, rank());
+    const std::vector<int>& here = hosts[static_cast<size_t>(host)];
     try {
-      return share_memory(rank(), names, [&](const nlohmann::json& own) {
-        return core_->exchange(operation, core_->enter(operation), own);
-      });
+      return share_memory(
+          index, mapped(here, name_of),
+          [&](const nlohmann::json& own) {
+            const auto all = core_->exchange(operation, core_->enter(operation), own);
+            for (int rank = 0; rank < world_size(); ++rank) { // of any host
+              const nlohmann::json& reason = all[static_cast<size_t>(rank)];
+              if (reason.is_string()) {
+                throw Error("comm::share_memory", "rank " + std::to_string(name_of(rank)) + ": " +
+                                                      reason.get<std::string>());
+              }
+            }
+            return mapped(here, [&](int rank) { return all[static_cast<size_t>(rank)]; });
+          },
+          hosts.size() > 1 ? 2 : 1);
     } catch (const CommunicationError&) {
       throw;
     } catch (const Error& error) { // the same on all ranks
@@ -117,19 +149,50 @@ std::shared_ptr<TransferQueue> HostGroup::connect_shared() {
     throw InputError("comm::create", "backend=shm, but " + why,
                      "processes of one host that can share memory", "set backend=auto");
   }
-  if (!core_->link->on_hosts(core_->members) && rank() == 0 && core_->link->first_to_say_why()) {
-    log_info("tensors go through gloo, because the ranks cannot share memory: " + why);
+  const bool expected = alone && core_->link->on_hosts(core_->members);
+  if (!expected && rank() == 0 && core_->link->first_to_say_why()) {
+    log_info("tensors go through gloo, because " +
+             (equal ? "the ranks cannot share memory: " + why
+                    : "the hosts have different numbers of ranks: " +
+                          joined(mapped(sizes, [](size_t size) { return std::to_string(size); }))));
   }
-  return nullptr;
+  return {};
 }
 
-HostGroup::Backend HostGroup::connect_gloo() {
-  raise_descriptor_limit(4 * static_cast<size_t>(world_size()) + 256); // connections to each rank
+void HostGroup::connect_rails(const Hosts& hosts, const std::vector<Queue>& queues) {
+  const auto [host, index] = place_in(hosts, rank());
+  const auto rails = std::make_shared<HostRails>(
+      hosts, rank(), queues[0], queues[1],
+      connect_gloo("rail " + std::to_string(index) + "/", host, static_cast<int>(hosts.size())));
+  core_->keep({rails.get(), [rails](void*) { rails->stop(); }});
+  rails_ = rails;
+  // The first ranks of the hosts meet in the store.
+  core_->exchange_by_hosts = [this, hosts, queue = queues[0]](const std::string& operation,
+                                                              uint64_t sequence,
+                                                              const nlohmann::json& value) {
+    const std::vector<nlohmann::json> here = share_values(queue, operation, sequence, value);
+    const std::vector<int> first = mapped(hosts, [](const auto& ranks) { return ranks[0]; });
+    nlohmann::json all; // [host][index]
+    if (std::ranges::count(first, rank()) > 0) {
+      all = core_->exchange_in_store(operation, sequence, here, first);
+    }
+    all = share_values(queue, operation, sequence, all)[0];
+    std::vector<nlohmann::json> by_rank(core_->members.size());
+    for (size_t i = 0; i < hosts.size(); ++i) {
+      for (size_t j = 0; j < hosts[i].size(); ++j) {
+        by_rank[static_cast<size_t>(hosts[i][j])] = std::move(all[i][j]);
+      }
+    }
+    return by_rank;
+  };
+}
+
+HostGroup::Backend HostGroup::connect_gloo(const std::string& prefix, int rank, int size) {
+  raise_descriptor_limit(4 * static_cast<size_t>(size) + 256); // connections to each rank
   const auto gloo_options = c10d::ProcessGroupGloo::Options::create(core_->options.timeout);
   gloo_options->devices.push_back(core_->link->device(core_->options.interface_address));
   Backend made = make_connections(
-      core_->options.name, "group/",
-      [gloo_options, rank = rank(), size = world_size()](const StorePtr& store) -> Backend {
+      core_->options.name, prefix, [gloo_options, rank, size](const StorePtr& store) -> Backend {
         const BatchThreads batch;
         return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, gloo_options);
       });
@@ -145,6 +208,9 @@ HostGroup::Backend HostGroup::connect_gloo() {
 void HostGroup::close() noexcept {
   if (const auto queue = shared_.lock()) {
     queue->progress_in_thread(); // operations for which nobody waits
+  }
+  if (const auto rails = rails_.lock()) {
+    rails->progress_in_thread();
   }
   core_->close(true);
 }
@@ -173,19 +239,6 @@ std::shared_ptr<Communicator> HostGroup::like_this(const CommunicatorOptions& op
   return std::make_shared<HostGroup>(core_->link, same, std::move(members));
 }
 
-static void complete(GroupCore::Started& state, const std::exception_ptr& error) {
-  try {
-    if (error) {
-      std::rethrow_exception(error);
-    }
-    state.complete(std::nullopt);
-  } catch (const RanksDiffer& differ) {
-    state.complete(OperationFailure{differ.what(), ErrorKind::other, true});
-  } catch (...) {
-    state.complete(current_failure());
-  }
-}
-
 /// Starts a transfer that completes `state`, and that the threads that wait for it move on.
 static void start_transfer(const std::shared_ptr<GroupCore::Started>& state,
                            const std::shared_ptr<TransferQueue>& queue,
@@ -205,6 +258,13 @@ Work HostGroup::submit(std::string operation, const std::string& tensors, Collec
     std::string text = operation + '\n' + tensors;
     auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence);
     start_transfer(state, queue, {std::move(what), std::move(text)});
+    return Work(std::move(state));
+  }
+  if (const auto rails = rails_.lock()) {
+    const uint64_t sequence = core_->enter_equal(operation, tensors);
+    const std::string text = operation + '\n' + tensors;
+    auto state = std::make_shared<GroupCore::Started>(core_, std::move(operation), sequence);
+    rails->start(what, text, state);
     return Work(std::move(state));
   }
   BackendCall call(what, rank(), world_size());
@@ -242,7 +302,7 @@ Work HostGroup::start_staged(const Collective& what) {
 Work HostGroup::start(const Collective& what) {
   using Kind = Collective::Kind;
   check_collective(what, rank(), world_size());
-  if (what.kind == Kind::reduce_scatter && shared_.expired()) {
+  if (what.kind == Kind::reduce_scatter && has_gloo_alone()) {
     return reduce_scatter_by_all_to_all(what);
   }
   if (!what.shared().is_cpu()) {
@@ -251,7 +311,7 @@ Work HostGroup::start(const Collective& what) {
   Collective own = what;
   if (what.kind == Kind::reduce_scatter) {
     own.op = ReduceOp::SUM; // a Communicator has no other
-  } else if (what.kind == Kind::reduce && what.root != rank() && !shared_.expired()) {
+  } else if (what.kind == Kind::reduce && what.root != rank() && !has_gloo_alone()) {
     own.output = what.output.detach().clone(); // peers read it later
   }
   return submit(operation_label(what.kind_name(), what.name), collective_text(what),
@@ -259,7 +319,7 @@ Work HostGroup::start(const Collective& what) {
 }
 
 at::Tensor HostGroup::allocate_tensor(int64_t numel, const at::TensorOptions& options) {
-  return !shared_.expired() ? shared_zeros(numel, options) : at::zeros({numel}, options);
+  return !has_gloo_alone() ? shared_zeros(numel, options) : at::zeros({numel}, options);
 }
 
 void HostGroup::barrier(std::string_view name) {
@@ -271,16 +331,21 @@ std::vector<nlohmann::json> HostGroup::exchange(std::string_view operation, std:
                                                 const nlohmann::json& value) {
   const std::string label = operation_label(operation, name);
   const uint64_t sequence = core_->enter(label);
-  const std::shared_ptr<TransferQueue> queue = shared_.lock();
-  if (!queue) {
-    return core_->exchange(label, sequence, value);
-  }
+  const Queue queue = shared_.lock();
+  return queue ? share_values(queue, label, sequence, value)
+               : core_->exchange(label, sequence, value);
+}
+
+std::vector<nlohmann::json> HostGroup::share_values(const Queue& queue,
+                                                    const std::string& operation, uint64_t sequence,
+                                                    const nlohmann::json& value) {
   const WaitTime time;
   // CBOR, since JSON text has no NaN and no infinity.
-  const auto texts = std::make_shared<std::vector<std::string>>(static_cast<size_t>(world_size()));
-  nlohmann::json::to_cbor(value, (*texts)[static_cast<size_t>(rank())]);
-  auto state = std::make_shared<GroupCore::Started>(core_, label, sequence);
-  start_transfer(state, queue, {.text = label, .values = texts});
+  const auto texts =
+      std::make_shared<std::vector<std::string>>(static_cast<size_t>(queue->world_size()));
+  nlohmann::json::to_cbor(value, (*texts)[static_cast<size_t>(queue->rank())]);
+  auto state = std::make_shared<GroupCore::Started>(core_, operation, sequence);
+  start_transfer(state, queue, {.text = core_->entered(), .values = texts});
   state->wait();
   return mapped(*texts, [](const std::string& text) { return nlohmann::json::from_cbor(text); });
 }

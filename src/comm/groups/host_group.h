@@ -1,6 +1,7 @@
 // A group whose tensors of the host go through the memory that the ranks share (transfer_queue.h) if
-// all are on one host, else through Gloo. Each operation is checked on this rank, compared between
-// ranks, in shared memory or if it is new to the group, and started.
+// all are on one host, through both memory and Gloo if they are several on each host (host_rails.h),
+// else through Gloo. Each operation is checked on this rank, compared between ranks, in shared memory
+// or if it is new to the group, and started.
 #pragma once
 
 #include <functional>
@@ -13,6 +14,7 @@
 
 namespace hasten::detail {
 
+class HostRails;
 class TransferQueue;
 
 class HostGroup : public Communicator {
@@ -46,6 +48,7 @@ class HostGroup : public Communicator {
  protected:
   std::vector<int> host_members() const override { return core_->link->beside(core_->members); }
   using Backend = c10::intrusive_ptr<c10d::Backend>;
+  using Queue = std::shared_ptr<TransferQueue>;
 
   const std::shared_ptr<GroupCore>& core() const { return core_; }
   /// Makes the connections of core(). Collective.
@@ -61,14 +64,22 @@ class HostGroup : public Communicator {
   /// Enters an operation on `tensors` and starts it.
   Work submit(std::string operation, const std::string& tensors, Collective what);
   Work start_staged(const Collective& what);
-  /// Null if a rank cannot share its memory.
-  std::shared_ptr<TransferQueue> connect_shared();
-  Backend connect_gloo();
+  /// A queue if the group has one host, two if it has several. None if its tensors have to go through
+  /// Gloo alone.
+  std::vector<Queue> connect_shared(const Hosts& hosts);
+  void connect_rails(const Hosts& hosts, const std::vector<Queue>& queues);
+  /// As the `rank`-th of `size`.
+  Backend connect_gloo(const std::string& prefix, int rank, int size);
+  bool has_gloo_alone() const { return shared_.expired() && rails_.expired(); }
+  /// Gathers values of those that have the queue. [rank in it]
+  std::vector<nlohmann::json> share_values(const Queue& queue, const std::string& operation,
+                                           uint64_t sequence, const nlohmann::json& value);
 
   std::shared_ptr<GroupCore> core_;
   const std::string wanted_; // options.backend
   // Has one of them, which the core keeps.
   std::weak_ptr<TransferQueue> shared_;
+  std::weak_ptr<HostRails> rails_;
   std::weak_ptr<Backend> gloo_;
 };
 

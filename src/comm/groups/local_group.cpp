@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <nlohmann/json.hpp>
-#include <set>
 #include <utility>
 
 #include "back_ends.h"
@@ -14,14 +13,7 @@ namespace hasten::detail {
 
 class LocalGroup final : public Communicator {
  public:
-  LocalGroup(CommunicatorOptions options, std::shared_ptr<std::set<std::string>> names)
-      : options_(std::move(options)), names_(std::move(names)) {
-    if (!names_->insert(options_.name).second) {
-      throw InputError("comm::create",
-                       "a group of this world already has this name: name=" + options_.name,
-                       "a different name for each group");
-    }
-  }
+  explicit LocalGroup(CommunicatorOptions options) : options_(std::move(options)) {}
 
   int rank() const override { return 0; }
   int world_size() const override { return 1; }
@@ -63,7 +55,7 @@ class LocalGroup final : public Communicator {
 
   std::shared_ptr<Communicator> duplicate(const CommunicatorOptions& options) override {
     check("duplicate", options.name);
-    return std::make_shared<LocalGroup>(options, names_);
+    return std::make_shared<LocalGroup>(options);
   }
   std::shared_ptr<Communicator> new_group(const std::vector<int>& ranks,
                                           const CommunicatorOptions& options) override {
@@ -82,14 +74,13 @@ class LocalGroup final : public Communicator {
   }
 
   const CommunicatorOptions options_;
-  const std::shared_ptr<std::set<std::string>> names_;
   std::string error_;
   ErrorKind kind_ = ErrorKind::other; // of error_
   bool closed_ = false;
 };
 
 std::shared_ptr<Communicator> make_local_group(const CommunicatorOptions& options) {
-  return std::make_shared<LocalGroup>(options, std::make_shared<std::set<std::string>>());
+  return std::make_shared<LocalGroup>(options);
 }
 
 } // namespace hasten::detail

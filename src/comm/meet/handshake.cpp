@@ -23,6 +23,7 @@ Hello own_hello(const World& world, const std::string& device_kind, const std::s
   std::ifstream boot_file("/proc/sys/kernel/random/boot_id");
   std::string boot;
   boot_file >> boot;
+  boot = environment_value("HASTEN_TEST_HOST").value_or(boot); // processes of one host as several
   Hello hello;
   hello.rank = hello.launch_rank = world.rank;
   hello.world_size = world.world_size;
@@ -67,6 +68,19 @@ std::string first_difference(const std::vector<std::optional<Hello>>& hellos) {
     }
   }
   return "";
+}
+
+std::vector<std::vector<int>> ranks_by_host(const std::vector<std::string>& names) {
+  std::map<std::string, size_t> found;
+  std::vector<std::vector<int>> hosts;
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    const auto [at, is_new] = found.emplace(names[rank], hosts.size());
+    if (is_new) {
+      hosts.emplace_back();
+    }
+    hosts[at->second].push_back(static_cast<int>(rank));
+  }
+  return hosts;
 }
 
 } // namespace hasten::detail

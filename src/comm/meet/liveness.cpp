@@ -35,10 +35,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FailureCause, found_by, operation, text, fix,
 std::string Liveness::beat_key(int rank) { return "beat/" + std::to_string(rank); }
 
 Liveness::Liveness(LivenessConfig config)
-    : config_(std::move(config)),
-      rank_(config_.world.rank),
-      watch_(rank_, config_.world.world_size, config_.heartbeat_timeout, CommClock::now()),
-      peers_(config_.peers.size()) {
+    : config_(std::move(config)), rank_(config_.world.rank), peers_(config_.peers.size()) {
   const Hello& own = config_.peers[static_cast<size_t>(rank_)];
   for (const Hello& peer : config_.peers) {
     // A process that /proc hides from this user is monitored by its heartbeats.
@@ -48,10 +45,25 @@ Liveness::Liveness(LivenessConfig config)
                        own.start_time != 0 && visible);
     beside_.push_back(watched_.back() && peer.network_host == own.network_host);
   }
+  watch_.emplace(rank_, config_.world.world_size, neighbours(), config_.heartbeat_timeout,
+                 CommClock::now());
   // A server on this host that does not answer is frozen. Its end would break the connection.
   const bool local_store =
       launcher_serves(config_.world) ? !config_.world.agent_store : rank_ == 0 || beside_[0];
   store()->setTimeout(local_store ? std::chrono::hours(24) : config_.heartbeat_timeout);
+}
+
+/// The ranks whose heartbeats it always reads.
+std::vector<int> Liveness::neighbours() const {
+  const auto names = mapped(config_.peers, &Hello::process_host);
+  std::vector<int> ranks = in_place_on_next_hosts(rank_, ranks_by_host(names));
+  for (int rank = 0; std::cmp_less(rank, names.size()); ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    if (rank != rank_ && names[at] == names[static_cast<size_t>(rank_)] && !beside_[at]) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
 }
 
 std::shared_ptr<Liveness> Liveness::start(LivenessConfig config) {
@@ -120,7 +132,7 @@ void Liveness::loop() {
       return;
     }
     if (!stopping_ && (!failed_ || reported)) {
-      changed_.wait_for(lock, watch_.interval(), wanted);
+      changed_.wait_for(lock, watch_->interval(), wanted);
     }
     // The peers wait for the report of a rank that leaves after a failure.
     if (stopping_ && !report_) {
@@ -160,7 +172,10 @@ void Liveness::exchange(const std::string& beat) {
     const std::lock_guard<std::mutex> lock(mutex_);
     find_stopped();
     post = std::exchange(report_, std::nullopt);
-    ranks = watch_.due(failed_ || looks_wanted_ > looks_done_, CommClock::now());
+    for (const int peer : ended_now) { // it may have left before
+      watch_->wants(peer);
+    }
+    ranks = watch_->due(failed_ || looks_wanted_ > looks_done_, CommClock::now());
   }
   std::vector<std::string> keys = mapped(ranks, beat_key);
   keys.push_back(kFailureKey);
@@ -194,12 +209,12 @@ void Liveness::merge(const std::vector<int>& ranks,
   for (size_t i = 0; i < ranks.size(); ++i) {
     beats.emplace_back(values[i].begin(), values[i].end());
   }
-  watch_.merge(ranks, std::move(beats), CommClock::now());
+  watch_->merge(ranks, std::move(beats), CommClock::now());
   for (const int i : ranks) {
     Peer& peer = peers_[static_cast<size_t>(i)];
-    peer.left = watch_.beat(i)[0] == 'l';
-    peer.knows_failure = watch_.beat(i)[0] == 's';
-    peer.silent = !beside_[static_cast<size_t>(i)] && watch_.silence(i) > watch_.limit();
+    peer.left = watch_->beat(i)[0] == 'l';
+    peer.knows_failure = watch_->beat(i)[0] == 's';
+    peer.silent = !beside_[static_cast<size_t>(i)] && watch_->silence(i) > watch_->limit();
   }
   const std::string failure(values.back().begin(), values.back().end());
   if (failure != kNoFailure) {
@@ -208,9 +223,9 @@ void Liveness::merge(const std::vector<int>& ranks,
   for (const int i : ranks) {
     const auto at = static_cast<size_t>(i);
     if (!failed_ && !leaving_ && !beside_[at] && !peers_[at].left &&
-        watch_.silence(i) > watch_.limit() * 4 / 5) {
+        watch_->silence(i) > watch_->limit() * 4 / 5) {
       report_and_adopt(
-          loss(i, "died or cannot be reached: no heartbeat for " + seconds_text(watch_.silence(i)),
+          loss(i, "died or cannot be reached: no heartbeat for " + seconds_text(watch_->silence(i)),
                kCheckHost));
     }
   }
@@ -218,11 +233,11 @@ void Liveness::merge(const std::vector<int>& ranks,
 
 void Liveness::find_stopped() {
   const CommClock::time_point now = CommClock::now();
-  if (now - last_look_ < watch_.interval() / 2) {
+  if (now - last_look_ < watch_->interval() / 2) {
     return;
   }
   // If this process was paused, the states of the others say nothing.
-  const bool slept = now - last_look_ > 2 * watch_.interval() + milliseconds(500);
+  const bool slept = now - last_look_ > 2 * watch_->interval() + milliseconds(500);
   last_look_ = now;
   for (int i = 0; i < config_.world.world_size; ++i) {
     auto& since = peers_[static_cast<size_t>(i)].stopped;
@@ -318,8 +333,9 @@ void Liveness::fail(FailureCause cause, milliseconds limit) {
   adopt(std::move(cause));
 }
 
-void Liveness::poll_store() {
+void Liveness::poll_store(const std::vector<int>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  watch_->waits_for(group);
   find_stopped();
   if (rank_ == 0 || beside_[0]) {
     return;
@@ -372,7 +388,7 @@ std::string Liveness::describe_other(const GroupProgress& own,
     return of.empty() ? name : name + " with " + of;
   };
   for (const int member : members) {
-    const Entered last = entered(watch_.beat(member), own.group);
+    const Entered last = entered(watch_->beat(member), own.group);
     const bool other = last.sequence == own.sequence &&
                        (last.operation != own.operation || last.tensors != own.tensors);
     // A peer with as many exchanges has read this rank's value, or will.
@@ -397,8 +413,8 @@ std::string Liveness::describe_missing(const std::string& group, const std::vect
     }
     const Peer& peer = peers_[i];
     std::vector<std::string> about;
-    const Entered last = entered(watch_.beat(member), group);
-    const CommClock::duration silence = watch_.silence(member);
+    const Entered last = entered(watch_->beat(member), group);
+    const CommClock::duration silence = watch_->silence(member);
     if (peer.left) {
       about.push_back("has left the world");
     } else if (last.sequence < sequence) {
@@ -409,7 +425,7 @@ std::string Liveness::describe_missing(const std::string& group, const std::vect
     }
     if (process_is(ProcessState::stopped, member)) {
       about.push_back("is stopped (process " + std::to_string(pid(member)) + ")");
-    } else if (silence > std::max(milliseconds(1000), 4 * watch_.interval())) {
+    } else if (silence > std::max(milliseconds(1000), 4 * watch_->interval())) {
       about.push_back("has sent no heartbeat for " + seconds_text(silence));
     }
     if (!about.empty()) {
@@ -446,8 +462,9 @@ void Liveness::wait_until_known() {
   const auto known = [this] {
     const std::lock_guard<std::mutex> lock(mutex_);
     return std::all_of(peers_.begin(), peers_.end(), [this](const Peer& peer) {
-      return &peer == &peers_[static_cast<size_t>(rank_)] || peer.left || peer.knows_failure ||
-             peer.ended;
+      const auto rank = static_cast<int>(&peer - peers_.data());
+      return rank == rank_ || peer.left || peer.knows_failure || peer.ended ||
+             std::ranges::count(cause_.lost, rank) > 0;
     });
   };
   const CommClock::time_point until = CommClock::now() + milliseconds(1000);

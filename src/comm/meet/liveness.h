@@ -85,7 +85,8 @@ class Liveness {
   /// Call it in waiting threads, at least every 100 ms. Fails the world if the store of another
   /// host has not answered for the heartbeat limit, or if rank 0 of this host has been stopped for
   /// that time. The monitoring thread cannot report this while it is stuck in a call to the store.
-  void poll_store();
+  /// `group`: the ranks for which this one waits.
+  void poll_store(const std::vector<int>& group = {});
   FailureCause cause() const;
   /// Reports a failure to the world. The first report of any rank becomes the cause on all ranks.
   /// Waits at most `limit` for the store's answer. Without an answer `cause` becomes the cause
@@ -105,7 +106,7 @@ class Liveness {
   std::string describe_other(const GroupProgress& own, const std::vector<int>& members) const;
   /// The first rank that has left the world by close().
   std::optional<int> left_rank() const;
-  /// Waits, at most a second, until each peer has left, has ended, or has read the failure.
+  /// Waits, at most a second, until each peer has left, has ended, is lost, or has read the failure.
   void wait_until_known();
   /// Ranks that have ended, left, sent no heartbeat for the heartbeat limit, or are named in the
   /// cause. Still updated after the failure. [rank]
@@ -135,6 +136,7 @@ class Liveness {
 
   void run();
   void loop();
+  std::vector<int> neighbours() const;
   std::string beat_text();
   void exchange(const std::string& beat);
   void merge(const std::vector<int>& ranks, const std::vector<std::vector<uint8_t>>& values);
@@ -169,7 +171,7 @@ class Liveness {
   // Guarded by mutex_, except the atomics.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  BeatWatch watch_;
+  std::optional<BeatWatch> watch_; // set at construction
   CommClock::time_point last_look_ = CommClock::now(); // last check of processes
   std::vector<Peer> peers_; // [rank]
   std::vector<std::shared_ptr<GroupProgress>> groups_;

@@ -4,8 +4,6 @@
 
 #include <utility>
 
-#include "hasten/base/error.h"
-
 namespace hasten::detail {
 
 using std::chrono::milliseconds;
@@ -23,11 +21,11 @@ std::vector<std::string_view> views_of(const std::vector<std::string>& texts) {
 
 SocketStore::SocketStore(StoreAddress address, StoreClock::time_point deadline,
                          const std::atomic<bool>& cancelled)
-    : address_(std::move(address)), channel_(connect_store(address_, deadline, cancelled)) {}
+    : connection_(std::move(address), deadline, cancelled) {}
 
 c10::intrusive_ptr<c10d::Store> SocketStore::clone() {
   static const std::atomic<bool> never{false};
-  auto copy = c10::make_intrusive<SocketStore>(address_,
+  auto copy = c10::make_intrusive<SocketStore>(connection_.address(),
                                                StoreClock::now() + std::chrono::seconds(30), never);
   copy->setTimeout(timeout_);
   return copy;
@@ -37,47 +35,20 @@ std::string SocketStore::request(StoreOp op, const std::vector<std::string_view>
                                  std::optional<int64_t> number, std::optional<milliseconds> limit) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const milliseconds timeout = limit.value_or(timeout_);
-  StoreWriter frame;
-  frame.number(++requests_);
-  frame.number(static_cast<int64_t>(op));
-  for (const std::string_view text : texts) {
-    frame.text(text);
-  }
-  if (number) {
-    frame.number(*number);
-  }
-  if (frame.bytes.size() > StoreChannel::kMaxFrame) {
-    throw InputError("comm::store", "a message of " + std::to_string(frame.bytes.size()) + " bytes",
-                     "at most " + std::to_string(StoreChannel::kMaxFrame),
-                     "send data by a collective");
-  }
   const auto deadline =
       timeout == kNoTimeout ? StoreClock::time_point::max() : StoreClock::now() + timeout;
-  if (channel_ && !channel_->send(frame.bytes)) {
-    channel_.reset();
-  }
-  std::string_view answer;
-  while (channel_) {
-    const StoreChannel::Next next = channel_->wait(answer, deadline);
-    if (next == StoreChannel::Next::none) {
-      C10_THROW_ERROR(DistStoreError, "the store at " + address_.text() +
+  StoreReader answer;
+  switch (connection_.request(op, texts, number, deadline, answer)) {
+    case StoreConnection::Outcome::answered:
+      return std::string(answer.rest);
+    case StoreConnection::Outcome::late:
+      C10_THROW_ERROR(DistStoreError, "the store at " + connection_.address().text() +
                                           " has not answered within " +
                                           std::to_string(timeout.count()) + " ms");
-    }
-    if (next == StoreChannel::Next::broken) {
-      channel_.reset();
+    case StoreConnection::Outcome::gone:
       break;
-    }
-    StoreReader reader{answer};
-    if (reader.number() != requests_) {
-      continue; // the answer to a call that timed out
-    }
-    if (reader.number() != 0) {
-      throw Error("comm::store", reader.text());
-    }
-    return std::string(reader.rest);
   }
-  C10_THROW_ERROR(DistNetworkError, "the store at " + address_.text() + " is gone");
+  C10_THROW_ERROR(DistNetworkError, "the store at " + connection_.address().text() + " is gone");
 }
 
 int64_t SocketStore::ask(StoreOp op, const std::vector<std::string_view>& texts,

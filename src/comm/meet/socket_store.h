@@ -5,11 +5,10 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <memory>
 #include <mutex>
 #include <optional>
 
-#include "hasten/base/store_channel.h"
+#include "hasten/base/store_connection.h"
 
 namespace hasten::detail {
 
@@ -53,10 +52,8 @@ class SocketStore final : public c10d::Store {
   int64_t ask(StoreOp op, const std::vector<std::string_view>& texts,
               std::optional<int64_t> number = {});
 
-  const StoreAddress address_;
-  std::mutex mutex_; // guards the members below
-  std::unique_ptr<StoreChannel> channel_; // null once the connection broke
-  int64_t requests_ = 0;
+  std::mutex mutex_; // guards the connection
+  StoreConnection connection_;
 };
 
 } // namespace hasten::detail

@@ -64,21 +64,23 @@ void silence_torch() {
 bool world_on_one_host(const World& world) { return world.local_world_size == world.world_size; }
 
 bool launcher_serves(const World& world) {
-  return world.agent_store || !launcher_socket(world).empty();
+  return world.agent_store || launcher_store(world).has_value();
 }
 
 bool serves_store(const World& world) { return world.rank == 0 && !launcher_serves(world); }
 
 StoreAddress store_address(const World& world) {
-  StoreAddress address{.socket = launcher_socket(world)};
+  if (auto served = launcher_store(world)) {
+    return *std::move(served);
+  }
+  StoreAddress address;
   const std::string& host = world.master_addr;
   // A name is not loopback: on its own host it may be 127.0.1.1 (Debian), elsewhere not.
   const bool loopback = host == "localhost" || is_loopback_address(host);
-  if (address.socket.empty() &&
-      (world_on_one_host(world) || (loopback && world.store_file.empty()))) {
+  if (world_on_one_host(world) || (loopback && world.store_file.empty())) {
     address.socket =
         "hasten1-" + std::to_string(geteuid()) + "-" + std::to_string(world.master_port);
-  } else if (address.socket.empty()) {
+  } else {
     address.host = host;
     address.port = world.master_port;
     address.key = store_key_from_environment().value_or(StoreKey{});

@@ -14,6 +14,7 @@
 #include "hasten/base/process.h"
 #include "hasten/base/recorded_error.h"
 #include "hasten/base/text.h"
+#include "hellos.h"
 #include "network_interface.h"
 #include "store_file.h"
 #include "thread_scopes.h"
@@ -21,65 +22,6 @@
 namespace hasten::detail {
 
 using std::chrono::milliseconds;
-
-/// What a handshake has seen. It outlives the handshake, for the error after a timeout.
-struct HandshakeProgress {
-  std::mutex mutex;
-  std::vector<std::optional<Hello>> hellos; // [rank]
-};
-
-/// Runs in the store's thread. Returns the hellos of all ranks. Throws InputError at the first
-/// difference.
-std::vector<Hello> exchange_hellos(c10d::Store& store, const std::atomic<bool>& cancelled,
-                                   Hello own, const World& world, HandshakeProgress& progress) {
-  const auto hello_key = [](size_t rank) { return "hello/" + std::to_string(rank); };
-  if (store.add("taken/" + std::to_string(own.rank), 1) > 1) {
-    throw InputError("comm::create", "two processes have RANK=" + std::to_string(own.rank),
-                     "a different RANK for each process",
-                     "give every process its own RANK, or start with hasten launch");
-  }
-  if (!world_on_one_host(world)) {
-    own.store_address =
-        peer_address(try_connect({.host = world.master_addr, .port = world.master_port}));
-  }
-  if (own.rank == 0) {
-    store.set(Liveness::kFailureKey, std::string(Liveness::kNoFailure));
-  }
-  store.set(Liveness::beat_key(own.rank), std::string(Liveness::kFirstBeat));
-  store.set(hello_key(static_cast<size_t>(own.rank)), nlohmann::json(own).dump());
-  StorePause pause;
-  while (!cancelled) {
-    size_t arrived = 0;
-    for (size_t i = 0; i < progress.hellos.size(); ++i) {
-      if (!progress.hellos[i] && store.check({hello_key(i)})) {
-        const std::string key = hello_key(i);
-        const Hello hello = parse_json("comm::create", key, store.get_to_str(key)).get<Hello>();
-        const std::lock_guard<std::mutex> lock(progress.mutex);
-        progress.hellos[i] = hello;
-      }
-      arrived += progress.hellos[i].has_value();
-    }
-    const std::string difference = first_difference(progress.hellos);
-    if (!difference.empty()) {
-      store.add("greeted", 1);
-      // The store must last until all ranks have seen the difference, including those that start
-      // a little later.
-      const CommClock::time_point until = CommClock::now() + milliseconds(5000);
-      while (serves_store(world) && !cancelled && CommClock::now() < until &&
-             store.add("greeted", 0) < own.world_size) {
-        std::this_thread::sleep_for(milliseconds(10));
-      }
-      throw InputError("comm::create", difference, "the same on all ranks",
-                       "start every rank with the same build and the same command line");
-    }
-    if (arrived == progress.hellos.size()) {
-      store.add("greeted", 1);
-      break;
-    }
-    pause();
-  }
-  return mapped(progress.hellos, [](const auto& hello) { return hello.value_or(Hello{}); });
-}
 
 StoreConnections::StoreConnections(const WorldRanks& ranks, CommClock::time_point deadline)
     : thread(
@@ -107,11 +49,11 @@ WorldLink::WorldLink(WorldRanks ranks, const StoreConnections& store)
 /// The ranks' hellos.
 static std::vector<Hello> shake_hands(const World& world, const Hello& own, milliseconds timeout,
                                       StoreThread& thread, CommClock::time_point deadline) {
-  auto progress = std::make_shared<HandshakeProgress>();
+  auto progress = std::make_shared<ArrivedHellos>();
   progress->hellos.resize(static_cast<size_t>(world.world_size));
   std::future<std::vector<Hello>> future = thread.post<std::vector<Hello>>(
-      [own, progress, world](c10d::Store& store, const std::atomic<bool>& cancelled) {
-        return exchange_hellos(store, cancelled, own, world, *progress);
+      [own, progress, world, deadline](c10d::Store& store, const std::atomic<bool>& cancelled) {
+        return exchange_hellos(store, cancelled, own, world, *progress, deadline);
       });
   // One second more, so that an error of the store comes first.
   const bool met = await_future(future, deadline + milliseconds(1000), [&thread] {
@@ -126,7 +68,14 @@ static std::vector<Hello> shake_hands(const World& world, const Hello& own, mill
     }
   } catch (const Error&) {
     throw;
-  } catch (const std::exception&) { // rank 0 gave up and its store is closed
+  } catch (const std::exception&) { // the store is gone
+    if (CommClock::now() < deadline) {
+      const std::string server = launcher_serves(world) ? "the launcher" : "rank 0";
+      throw CommunicationError("comm::create",
+                               "the store of " + server + " is gone, but not all of " +
+                                   std::to_string(world.world_size) + " ranks have met",
+                               {}, "read the messages of " + server);
+    }
   }
   thread.cancel();
   std::vector<std::string> absent;
@@ -144,7 +93,8 @@ static std::vector<Hello> shake_hands(const World& world, const Hello& own, mill
   throw CommunicationError(
       "comm::create",
       "not all of " + std::to_string(world.world_size) + " ranks have arrived within " +
-          std::to_string(timeout.count()) + " ms: missing " + joined(absent),
+          std::to_string(timeout.count()) + " ms: missing " +
+          (absent.empty() ? "rank 0's answer" : joined(absent)),
       "every rank to start within the timeout", "read the messages of the missing ranks");
 }
 
@@ -209,6 +159,12 @@ std::vector<int> WorldLink::beside(const std::vector<int>& members) const {
   return here;
 }
 
+Hosts WorldLink::by_host(const std::vector<int>& members) const {
+  return ranks_by_host(mapped(members, [this](int member) {
+    return ranks_.hellos[static_cast<size_t>(member)].process_host;
+  }));
+}
+
 std::string WorldLink::apart(const std::vector<int>& members) const {
   const auto host = [&](int member) {
     return ranks_.hellos[static_cast<size_t>(member)].process_host;
@@ -249,13 +205,18 @@ std::optional<unsigned> WorldLink::stranger() {
   return stranger_at(gloo_ports_);
 }
 
-void WorldLink::add_group(const std::string& name) {
+std::string WorldLink::add_group(const std::string& name, const std::vector<int>& members) {
+  const auto list = mapped(members, [](int member) { return std::to_string(member); });
+  const std::string full =
+      std::ssize(members) < world().world_size ? name + " of " + joined(list, ",") : name;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!names_.insert(name).second) {
-    throw InputError("comm::create", "a group of this world already has this name: name=" + name,
-                     "a different name for each group");
-  }
   ++open_groups_;
+  return std::to_string(++names_[full]) + " " + full;
+}
+
+int WorldLink::open_groups() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return open_groups_;
 }
 
 uint64_t WorldLink::count_operation(const std::vector<int>& members) {
@@ -350,15 +311,12 @@ void WorldLink::remove_group(ClosedGroup closed, bool orderly) {
 /// The ranks meet before they disconnect. Otherwise data that peers have not read would be lost,
 /// and with rank 0 the store.
 bool WorldLink::meet() {
-  const std::vector<std::string> keys = mapped(
-      ranks_.hellos, [](const Hello& hello) { return "close/" + std::to_string(hello.rank); });
   auto enough = std::make_shared<std::atomic<bool>>(false);
-  std::future<bool> future =
-      store_->post<bool>([keys, enough, own = keys[static_cast<size_t>(world().rank)]](
-                             c10d::Store& store, const std::atomic<bool>& cancelled) {
-        store.set(own, std::string("1"));
+  std::future<bool> future = store_->post<bool>(
+      [enough, ranks = world().world_size](c10d::Store& store, const std::atomic<bool>& cancelled) {
+        store.add("closing", 1);
         StorePause pause;
-        while (!cancelled && !*enough && !store.check(keys)) {
+        while (!cancelled && !*enough && store.add("closing", 0) < ranks) {
           pause();
         }
         return true;

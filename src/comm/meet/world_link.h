@@ -63,6 +63,9 @@ struct StoreConnections {
   std::shared_ptr<StoreThread> thread;
 };
 
+/// The ranks of a group by their hosts. [host][index on it]
+using Hosts = std::vector<std::vector<int>>;
+
 /// A group that this rank has closed, and what owns its connections.
 struct ClosedGroup {
   std::shared_ptr<GroupProgress> progress{};
@@ -94,6 +97,9 @@ class WorldLink {
   bool on_hosts(const std::vector<int>& members) const;
   /// The indices of those of these ranks that are on this rank's host.
   std::vector<int> beside(const std::vector<int>& members) const;
+  /// The indices of these ranks, those that see each other's processes together: the ranks of a host,
+  /// or of a container. Ascending; hosts in the order of their first rank.
+  Hosts by_host(const std::vector<int>& members) const;
   /// Which of these ranks see different processes, because they are on different hosts or in
   /// different containers. Empty if all see the same.
   std::string apart(const std::vector<int>& members) const;
@@ -108,8 +114,9 @@ class WorldLink {
   /// user nor root. Empty if there is none.
   std::optional<unsigned> stranger();
 
-  /// Counts a new group. Throws InputError if the name was used before.
-  void add_group(const std::string& name);
+  /// Counts a new group. Returns what only this group is called in the store, on all its ranks.
+  std::string add_group(const std::string& name, const std::vector<int>& members);
+  int open_groups();
   /// Counts a closed group. Keeps its connections until all its ranks have closed it, because they
   /// may close groups in different orders. After the last group, if `orderly`, all ranks meet and
   /// then leave, rank 0 last. Rank 0 waits for live peers up to the timeout, the others up to the
@@ -136,7 +143,7 @@ class WorldLink {
   std::atomic<bool> shrunk_{false};
   std::atomic<bool> said_why_{false};
   std::mutex mutex_; // guards the members below
-  std::set<std::string> names_;
+  std::map<std::string, int> names_; // how many groups have had it
   int open_groups_ = 0;
   std::string device_address_;
   std::shared_ptr<gloo::transport::Device> device_;

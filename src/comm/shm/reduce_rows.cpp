@@ -73,6 +73,14 @@ HASTEN_VECTOR_CLONES void round_into(T* __restrict output, const Sum* __restrict
   }
 }
 
+template <typename Sum, typename T>
+HASTEN_VECTOR_CLONES void divide_as(const Sum* row, Sum divisor, T* output, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) {
+    output[i] = rounded<Sum, T>(static_cast<Sum>(row[i] / divisor));
+  }
+}
+
 /// Half the sum, without a block in between. `output` may be one of the rows.
 template <typename T>
 HASTEN_VECTOR_CLONES void mean_of_two(const T* a, const T* b, T* output, size_t count) {
@@ -127,6 +135,23 @@ void reduce_floats(ReduceOp op, const std::vector<const char*>& rows, c10::Scala
       return reduce_as<T, Sum, c10::Half>(op, rows, output, count);
     default:
       return reduce_as<T, Sum, Bf16>(op, rows, output, count);
+  }
+}
+
+void divide_row(const char* row, int divisor, c10::ScalarType to, char* output, size_t count) {
+  const auto divide = [&]<typename Sum, typename T>(Sum by, T* into) {
+    divide_as(reinterpret_cast<const Sum*>(row), by, into, count);
+  };
+  const auto by = static_cast<float>(divisor);
+  switch (to) {
+    case c10::kDouble:
+      return divide(double{by}, reinterpret_cast<double*>(output));
+    case c10::kHalf:
+      return divide(by, reinterpret_cast<c10::Half*>(output));
+    case c10::kBFloat16:
+      return divide(by, reinterpret_cast<Bf16*>(output));
+    default:
+      return divide(by, reinterpret_cast<float*>(output));
   }
 }
 

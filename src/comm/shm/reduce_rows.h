@@ -20,4 +20,8 @@ bool is_reducible(c10::ScalarType type);
 void reduce_rows(ReduceOp op, c10::ScalarType from, const std::vector<const char*>& rows,
                  c10::ScalarType to, char* output, size_t count);
 
+/// output[i] = row[i] / divisor, rounded once. The row is double if `to` is, else float, and `output`
+/// may be the row.
+void divide_row(const char* row, int divisor, c10::ScalarType to, char* output, size_t count);
+
 } // namespace hasten::detail

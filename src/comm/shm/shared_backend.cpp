@@ -275,7 +275,7 @@ c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
   std::vector<int> names(static_cast<size_t>(size));
   std::iota(names.begin(), names.end(), 0);
   int exchange = 0;
-  auto queue = detail::share_memory(rank, names, [&](const nlohmann::json& own) {
+  auto queues = detail::share_memory(rank, names, [&](const nlohmann::json& own) {
     const auto key = [&](int of) {
       return "shm/" + std::to_string(exchange) + "/" + std::to_string(of);
     };
@@ -290,7 +290,7 @@ c10::intrusive_ptr<c10d::Backend> make_shared_memory_backend(
     ++exchange;
     return all;
   });
-  return c10::make_intrusive<detail::SharedBackend>(rank, size, std::move(queue));
+  return c10::make_intrusive<detail::SharedBackend>(rank, size, std::move(queues[0]));
 }
 
 } // namespace hasten

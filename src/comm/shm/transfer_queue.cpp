@@ -363,11 +363,12 @@ nlohmann::json or_reason(const Make& make) {
   }
 }
 
-std::shared_ptr<TransferQueue> share_memory(int rank, const std::vector<int>& names,
-                                            const ExchangeJson& exchange) {
+std::vector<std::shared_ptr<TransferQueue>> share_memory(int rank, const std::vector<int>& names,
+                                                         const ExchangeJson& exchange,
+                                                         size_t queues) {
   std::unique_ptr<SharedMemory> own;
   const std::vector<nlohmann::json> addresses = exchange(or_reason([&]() -> nlohmann::json {
-    own = std::make_unique<SharedMemory>(Stages::kBytes);
+    own = std::make_unique<SharedMemory>(Stages::kBytes * queues);
     return own->address();
   }));
   throw_reason(addresses, names);
@@ -384,8 +385,13 @@ std::shared_ptr<TransferQueue> share_memory(int rank, const std::vector<int>& na
       })),
       names);
   all[static_cast<size_t>(rank)]->hide();
-  return std::make_shared<TransferQueue>(
-      rank, mapped(all, [](const auto& one) { return one->data(); }), names, kept);
+  std::vector<std::shared_ptr<TransferQueue>> made;
+  for (size_t i = 0; i < queues; ++i) {
+    made.push_back(std::make_shared<TransferQueue>(
+        rank, mapped(all, [i](const auto& one) { return one->data() + i * Stages::kBytes; }), names,
+        kept));
+  }
+  return made;
 }
 
 } // namespace hasten::detail

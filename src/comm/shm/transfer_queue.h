@@ -70,6 +70,9 @@ class TransferQueue {
   TransferQueue(const TransferQueue&) = delete;
   TransferQueue& operator=(const TransferQueue&) = delete;
 
+  int rank() const { return rank_; }
+  int world_size() const { return static_cast<int>(names_.size()); }
+
   std::shared_ptr<Item> start(TransferArguments arguments);
   /// Moves transfers on in this thread until `item` has ended or `limit` has passed.
   void drive(const Item& item, std::chrono::milliseconds limit);
@@ -127,9 +130,10 @@ class TransferQueue {
 /// Returns what all ranks gave. [rank]
 using ExchangeJson = std::function<std::vector<nlohmann::json>(const nlohmann::json&)>;
 
-/// The queue of a group whose ranks share memory. Collective, by two exchanges. `names`: the ranks in
+/// Queues of a group whose ranks share memory. Collective, by two exchanges. `names`: the ranks in
 /// messages. Throws Error with the reason, on all ranks, if one cannot share its memory.
-std::shared_ptr<TransferQueue> share_memory(int rank, const std::vector<int>& names,
-                                            const ExchangeJson& exchange);
+std::vector<std::shared_ptr<TransferQueue>> share_memory(int rank, const std::vector<int>& names,
+                                                         const ExchangeJson& exchange,
+                                                         size_t queues = 1);
 
 } // namespace hasten::detail
