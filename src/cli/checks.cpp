@@ -133,7 +133,10 @@ void check_output_dir(const TrainCommand& command) {
     }
   }
   require_unlocked_output_dir(folder);
-  find_resume_point(command.arguments, /*verify_checksums=*/false);
+  const World world = outer_world(command.rendezvous);
+  if (world.local_world_size >= world.world_size && !command.rendezvous.several()) {
+    find_resume_point(command.arguments, /*verify_checksums=*/false);
+  } // else hosts may have folders of their own, and the Trainer looks at all of them
   const files::path existing = nearest_existing(folder);
   if (!files::is_directory(existing, error)) {
     throw InputError(kWhere, said + " is inside a file: " + existing.string(), "a folder");
@@ -166,7 +169,8 @@ void check_inputs(const TrainCommand& command, bool fetched) {
                      "another folder, because a run that fails could damage the model");
   }
   require_utf8(kWhere, described_inputs(command));
-  const int processes = std::max(command.nproc, world_from_environment().world_size);
+  const int processes =
+      std::max(command.all_processes(), outer_world(command.rendezvous).world_size);
   for (const auto& [flag, file] : {std::pair("--train-file", &command.train_file),
                                    std::pair("--eval-file", &command.eval_file)}) {
     if (!file->empty()) {
@@ -178,7 +182,7 @@ void check_inputs(const TrainCommand& command, bool fetched) {
   }
   detail::check_output_dir(command);
   if (command.task != "text-generation") { // where a line may give several samples
-    check_lines(command.train_file, command.nproc);
+    check_lines(command.train_file, command.all_processes());
   }
 }
 
@@ -281,11 +285,12 @@ void check_inputs(const CompareCommand& command, bool fetched) {
 
 void check_inputs(const StateCommand& command) {
   std::error_code error;
-  const auto path = detail::files::path(command.folder) / "state.json";
-  if (!detail::files::is_regular_file(path, error)) {
-    throw InputError("cli::state", command.folder + " has no state.json",
-                     "a checkpoint-N folder of a run, or a folder of save_state()",
-                     "pass the checkpoint-N folder inside the output folder");
+  for (const std::string& folder : command.folders) {
+    if (!detail::files::is_regular_file(detail::files::path(folder) / "state.json", error)) {
+      throw InputError("cli::state", folder + " has no state.json",
+                       "a checkpoint-N folder of a run, or a folder of save_state()",
+                       "pass the checkpoint-N folder inside the output folder");
+    }
   }
 }
 

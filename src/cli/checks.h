@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
@@ -43,6 +44,10 @@ nlohmann::json described_inputs(const TrainCommand& command);
 bool is_finished_already(const TrainCommand& command, int world_size);
 /// The message for this case.
 std::string finished_line(const TrainCommand& command);
+
+/// What must be the same on all hosts of a run: its flags, but those that belong to a host. Ranks
+/// compare the contents of files.
+std::map<std::string, std::string> facts_of_run(const TrainCommand& command);
 
 /// Throws InputError naming --nproc and WORLD_SIZE inside the world of another launcher, and for
 /// more than 16 processes per core without `oversubscribe`. `command` is "train", "compare" or

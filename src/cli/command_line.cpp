@@ -111,6 +111,8 @@ Command parse_eval(const CommandEntry& entry, std::vector<std::string> arguments
 }
 
 void declare_launch(FlagTable& flags, ProcessFlags& processes) {
+  declare_nodes(flags, processes);
+  flags.group("Signals and restarts");
   flags.value("--signals-to-handle", processes.signals_to_handle, "NAME,...",
               "signals to pass on to the processes; they then end the run");
   flags.value("--max-restarts", processes.max_restarts, "N",
@@ -131,7 +133,8 @@ void declare_launch(FlagTable& flags, ProcessFlags& processes) {
               "them to --log-dir, if given");
 }
 
-void check_launch(const FlagTable& flags, const ProcessFlags& processes) {
+void check_launch(const FlagTable& flags, ProcessFlags& processes) {
+  settle_nodes(flags, processes);
   flags.require(
       processes.max_restarts == 0, "--max-restarts=" + std::to_string(processes.max_restarts),
       "0, because hasten does not restart ranks",
@@ -157,7 +160,10 @@ Command parse_launch(const CommandEntry& entry, std::vector<std::string> argumen
   FlagTable flags(
       entry,
       {.usage = "--nproc N PROGRAM [ARGUMENT...]",
-       .examples = {"hasten launch --nproc 2 ./my_training --epochs 3"},
+       .examples = {"hasten launch --nproc 2 ./my_training --epochs 3",
+                    "hasten launch --nproc 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\\n"
+                    "    --secret-file run.secret ./my_training",
+                    "hasten launch --nproc 2 --nnodes 2 --rdzv-endpoint host0:29500 ./my_training"},
        .notes = "Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, "
                 "MASTER_ADDR and MASTER_PORT in its environment, as under torchrun, "
                 "and OMP_NUM_THREADS, its share of the allowed cores, unless that "
@@ -197,24 +203,26 @@ void read_batch(const FlagTable& flags, const std::string& text, int64_t& rows, 
 
 Command parse_state(const CommandEntry& entry, std::vector<std::string> arguments) {
   StateCommand command;
-  FlagTable flags(entry, {.usage = "inspect|consolidate FOLDER [flags]",
+  FlagTable flags(entry, {.usage = "inspect FOLDER | consolidate FOLDER... [flags]",
                           .examples = {"hasten state inspect out/checkpoint-100",
                                        "hasten state consolidate out/checkpoint-100 \\\n"
                                        "    --output model.safetensors"},
                           .notes = "FOLDER is a checkpoint of hasten train or of "
                                    "Accelerator::save_state, of any strategy. consolidate "
-                                   "writes the unsharded model as one safetensors file."});
+                                   "writes the unsharded model as one safetensors file. If hosts "
+                                   "saved on their own disks, pass one FOLDER of each host."});
   flags.group("Output");
   flags.value("--output", command.output, "FILE", "consolidate: the .safetensors file to write");
   flags.value("--model-index", command.model, "N", "consolidate: which of several models",
               NumberRange{0, 1'000'000});
   flags.flag("--json", command.json, "inspect: print one JSON object");
   auto words = flags.parse_words(std::move(arguments));
-  flags.require(words.size() == 2 && (words[0] == "inspect" || words[0] == "consolidate"),
+  flags.require((words.size() == 2 && words[0] == "inspect") ||
+                    (words.size() >= 2 && words[0] == "consolidate"),
                 words.empty() ? "no action and no folder" : joined(words, " "),
-                "inspect FOLDER or consolidate FOLDER");
+                "inspect FOLDER or consolidate FOLDER...");
   command.action = words[0];
-  command.folder = words[1];
+  command.folders.assign(words.begin() + 1, words.end());
   flags.require((command.action == "consolidate") != command.output.empty(),
                 "--output=" + command.output + " with " + command.action,
                 "a file with consolidate, none with inspect");

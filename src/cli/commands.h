@@ -44,10 +44,26 @@ struct TableFlags {
 /// The kind of problem that a model's head solves.
 using Head = ProblemType;
 
+/// As given; settle_nodes() makes LaunchOptions::rendezvous of them.
+struct NodeFlags {
+  std::string nnodes = "1";
+  std::optional<int> node_rank{};
+  std::string master_addr{};
+  int master_port = 29500;
+  std::string rdzv_conf{};
+};
+
 /// The processes that hasten starts on this machine.
 struct ProcessFlags : LaunchOptions {
   /// Allows more than 16 processes per core.
   bool oversubscribe = false;
+  NodeFlags nodes{};
+  /// File with the secret by which ranks on several hosts recognise each other; empty: from
+  /// HASTEN_SECRET or HASTEN_SECRET_FILE.
+  std::string secret_file{};
+
+  /// Of all hosts, if each has as many as this one.
+  int all_processes() const { return nproc * rendezvous.min_nodes; }
 };
 
 /// LoRA (hasten/models/lora.h); off with r = 0.
@@ -115,9 +131,6 @@ struct TrainCommand : ProcessFlags {
 
   /// True if --nproc was given on the command line.
   bool nproc_given = false;
-  /// File with the secret by which ranks on several hosts recognise each other; empty: from
-  /// HASTEN_SECRET or HASTEN_SECRET_FILE.
-  std::string secret_file{};
 
   /// JSON file with values of flags that the command line does not set; empty: none.
   std::string config{};
@@ -251,8 +264,8 @@ struct CompareCommand {
 struct StateCommand {
   /// inspect or consolidate.
   std::string action{};
-  /// A checkpoint, or another folder of Accelerator::save_state.
-  std::string folder{};
+  /// A checkpoint, or another folder of Accelerator::save_state: of each host that has its own.
+  std::vector<std::string> folders{};
   /// consolidate: the safetensors file to write.
   std::string output{};
   /// consolidate: which of the state's models.

@@ -406,7 +406,11 @@ inline constexpr const char* kEnvironmentNote =
 
 /// Flags of signals, restarts and output, for the commands that launch ranks.
 void declare_launch(FlagTable& flags, ProcessFlags& processes);
-void check_launch(const FlagTable& flags, const ProcessFlags& processes);
+/// Also settles what the flags of several hosts mean.
+void check_launch(const FlagTable& flags, ProcessFlags& processes);
+/// The flags by which the launchers of several hosts meet.
+void declare_nodes(FlagTable& flags, ProcessFlags& processes);
+void settle_nodes(const FlagTable& flags, ProcessFlags& processes);
 
 /// Flags of a CSV or TSV file, for the commands that read one.
 void declare_table(FlagTable& flags, TableFlags& table, bool labels);

@@ -132,7 +132,7 @@ class Hasten {
     return kExitOk;
   }
   int operator()(const TrainCommand& command) {
-    const World world = world_from_environment();
+    const World world = outer_world(command.rendezvous);
     use_secret_file(command.secret_file);
     if (command.nproc_given || world.world_size == 1) {
       check_nproc("train", command.nproc, command.oversubscribe || command.dry_run, world);
@@ -146,15 +146,18 @@ class Hasten {
     if (command.dry_run) {
       become_worker(arguments_); // one process is enough
     }
-    if (is_finished_already(command, command.nproc)) {
+    const bool several_hosts = command.rendezvous.several();
+    // Of several hosts, one may lack what the others have.
+    if (!several_hosts && is_finished_already(command, command.nproc)) {
       remove_folders_of_killed_launchers();
       log_info(finished_line(command));
       return kExitOk;
     }
-    if (command.nproc == 1 && !command.logs.any()) {
+    if (command.nproc == 1 && !command.logs.any() && !several_hosts) {
       become_worker(arguments_);
     }
     LaunchOptions options = with_prefix(command);
+    options.rendezvous.same = facts_of_run(command);
     options.heartbeat_timeout = from_seconds(command.arguments.heartbeat_timeout);
     return report(launch_workers(std::move(options)), true);
   }
@@ -210,8 +213,12 @@ class Hasten {
     return kExitOk;
   }
   int operator()(const LaunchCommand& command) {
-    check_nproc("launch", command.nproc, command.oversubscribe, world_from_environment());
-    return report(launch(with_prefix(command)), false);
+    use_secret_file(command.secret_file);
+    check_nproc("launch", command.nproc, command.oversubscribe, outer_world(command.rendezvous));
+    LaunchOptions options = with_prefix(command);
+    options.rendezvous.same = {
+        {"program", std::filesystem::path(command.argv[0]).filename().string()}};
+    return report(launch(options), false);
   }
   /// Commands that the worker runs in one process.
   template <typename C>

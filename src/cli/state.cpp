@@ -43,13 +43,14 @@ void print_state(const nlohmann::json& state) {
 
 int run_command(const StateCommand& command) {
   if (command.action == "consolidate") {
-    consolidate_state(command.folder, command.output, command.model);
+    consolidate_state({command.folders.begin(), command.folders.end()}, command.output,
+                      command.model);
     log_info("wrote " + command.output);
     return kExitOk;
   }
-  const nlohmann::json state = describe_state(command.folder);
+  const nlohmann::json state = describe_state(command.folders[0]);
   if (command.json) {
-    std::cout << state.dump(2) << std::endl;
+    std::cout << state.dump(2) << '\n' << std::flush;
   } else {
     detail::print_state(state);
   }

@@ -386,8 +386,8 @@ void warn_of(const TextClassificationReport& report) {
 }
 
 int dry_run(const TrainCommand& command) {
-  const World world = world_from_environment();
-  const int ranks = world.world_size > 1 ? world.world_size : command.nproc;
+  const World world = outer_world(command.rendezvous);
+  const int ranks = world.world_size > 1 ? world.world_size : command.all_processes();
   if (world.rank > 0) {
     return kExitOk; // only rank 0 prints it
   }
@@ -459,6 +459,13 @@ void require_equal_data(Communicator& communicator, const std::string& model,
   auto list = nlohmann::json::array();
   list.push_back({"model_commit", hub_commit(model)});
   list.push_back({"labels", joined(data.label_names)});
+  std::error_code error;
+  for (const char* name : {"config.json", "tokenizer.json", "vocab.txt"}) {
+    if (const auto file = std::filesystem::path(model) / name;
+        std::filesystem::exists(file, error)) {
+      list.push_back({"model's " + std::string(name), "checksum " + hash_hex(read_file(file))});
+    }
+  }
   const auto add = [&](const char* name, const TokenTable& table, const std::string& checksum) {
     list.push_back({name, format_count(std::ssize(table.rows)) + " (checksum " + checksum + ")"});
   };

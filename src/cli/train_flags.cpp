@@ -146,8 +146,6 @@ void declare_run(FlagTable& flags, TrainCommand& command, bool& print_config) {
   TrainingArguments& a = command.arguments;
   flags.group("Processes and output");
   declare_processes(flags, command.nproc, command.oversubscribe);
-  flags.value("--secret-file", command.secret_file, "FILE",
-              "secret with which processes on several hosts join this run; mode 0600");
   flags.value("--config", command.config, "FILE",
               "JSON object of flags by name (learning_rate); flags on the command line "
               "override it; a run's training_args.json is such a file");
@@ -308,6 +306,10 @@ void declare_reports(FlagTable& flags, TrainingArguments& a) {
               "number of checkpoint-N folders to keep; the best is always kept; 0 keeps all");
   flags.flag("--save-only-model", a.save_only_model,
              "save only the model in checkpoint-N folders; no run can resume from them");
+  flags.value("--save-replicas", a.save_replicas, "N",
+              "hosts with own disks: how many hosts keep each host's part of a checkpoint");
+  flags.flag("--save-on-each-node", a.save_on_each_node,
+             "hosts with own disks: write the final model on each host, not only on rank 0's");
   flags.flag("--load-best-model-at-end", a.load_best_model_at_end,
              "the final model is that of the best evaluation");
   flags.value("--metric-for-best-model", a.metric_for_best_model, "NAME",

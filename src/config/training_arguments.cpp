@@ -40,6 +40,7 @@ constexpr struct {
                        {"eval_steps", 0, kMaxSteps},
                        {"save_steps", 0, kMaxSteps},
                        {"save_total_limit", 0, kMaxSteps},
+                       {"save_replicas", 1, kMaxSteps},
                        {"early_stopping_patience", 0, kMaxSteps},
                        {"dataloader_num_workers", 0, 1024},
                        {"dataloader_prefetch_factor", 1, 1024},
@@ -78,11 +79,11 @@ void visit_arguments(Arguments& a, Visit&& visit) {
       a.grad_norm_type, a.max_grad_value, a.lr_scheduler_type, a.lr_scheduler_kwargs,
       a.warmup_steps, a.warmup_ratio, a.logging_steps, a.log_gradient_norms, a.eval_strategy,
       a.eval_steps, a.eval_delay, a.eval_on_start, a.save_strategy, a.save_steps,
-      a.save_total_limit, a.save_only_model, a.load_best_model_at_end, a.metric_for_best_model,
-      a.greater_is_better, a.early_stopping_patience, a.early_stopping_threshold, a.report_to,
-      a.logging_dir, a.disable_tqdm, a.seed, a.data_seed, a.train_sampling_strategy,
-      a.dataloader_drop_last, a.dataloader_num_workers, a.dataloader_prefetch_factor, a.max_length,
-      a.full_determinism);
+      a.save_total_limit, a.save_only_model, a.save_replicas, a.save_on_each_node,
+      a.load_best_model_at_end, a.metric_for_best_model, a.greater_is_better,
+      a.early_stopping_patience, a.early_stopping_threshold, a.report_to, a.logging_dir,
+      a.disable_tqdm, a.seed, a.data_seed, a.train_sampling_strategy, a.dataloader_drop_last,
+      a.dataloader_num_workers, a.dataloader_prefetch_factor, a.max_length, a.full_determinism);
 }
 
 template <typename T>

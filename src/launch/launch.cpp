@@ -3,14 +3,19 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <memory>
+#include <span>
 #include <tuple>
+#include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/host_memory.h"
 #include "hasten/base/log.h"
 #include "hasten/base/recorded_error.h"
+#include "hasten/base/store_server.h"
 #include "hasten/base/text.h"
 #include "hasten/base/world.h"
+#include "node_link.h"
 #include "rank_group.h"
 
 namespace hasten {
@@ -43,6 +48,18 @@ std::vector<int> parse_signals(const std::string& text) {
   return signals;
 }
 
+World outer_world(const RendezvousOptions& rendezvous) {
+  if (!rendezvous.several()) {
+    return world_from_environment();
+  }
+  try {
+    const World world = world_from_environment();
+    return world.source == "Slurm" ? World() : world;
+  } catch (const InputError&) { // incomplete, like MASTER_ADDR alone: the ranks get all variables
+    return {};
+  }
+}
+
 namespace detail {
 
 using LaunchClock = std::chrono::steady_clock;
@@ -50,6 +67,29 @@ constexpr LaunchClock::time_point kLaunchNever = LaunchClock::time_point::max();
 // Time from SIGKILL until a process that has not ended is given up.
 constexpr auto kLaunchKillWait = std::chrono::seconds(5);
 constexpr auto kLaunchSecondSignal = std::chrono::seconds(1);
+
+void check_rendezvous(const RendezvousOptions& r) {
+  const auto refuse = [](const std::string& what, const std::string& expected) {
+    throw InputError("launch::launch", what, expected);
+  };
+  if (r.min_nodes < 1 || r.max_nodes < r.min_nodes || r.max_nodes > kMaxWorldSize) {
+    refuse("nnodes=" + std::to_string(r.min_nodes) + ":" + std::to_string(r.max_nodes),
+           "1 <= min_nodes <= max_nodes <= " + std::to_string(kMaxWorldSize));
+  }
+  if (r.node_rank >= r.max_nodes || (r.node_rank >= 0 && r.min_nodes != r.max_nodes)) {
+    refuse("node_rank=" + std::to_string(r.node_rank) +
+               " with nnodes=" + std::to_string(r.min_nodes) + ":" + std::to_string(r.max_nodes),
+           "a node rank below a fixed number of nodes");
+  }
+  if (r.several()) {
+    parse_endpoint(r.endpoint);
+  }
+  if (r.join_timeout.count() < 1 || r.last_call_timeout.count() < 0) {
+    refuse("join_timeout=" + std::to_string(r.join_timeout.count()) +
+               ", last_call_timeout=" + std::to_string(r.last_call_timeout.count()),
+           "join_timeout >= 1 and last_call_timeout >= 0 seconds");
+  }
+}
 
 void check_launch_options(const LaunchOptions& options) {
   constexpr const char* kWhere = "launch::launch";
@@ -65,7 +105,8 @@ void check_launch_options(const LaunchOptions& options) {
                      "0, because hasten does not restart ranks",
                      "start the program again, and let it resume from its last checkpoint");
   }
-  const World outer = world_from_environment();
+  check_rendezvous(options.rendezvous);
+  const World outer = outer_world(options.rendezvous);
   if (outer.world_size > 1) {
     throw InputError(kWhere,
                      "nproc=" + std::to_string(options.nproc) +
@@ -79,9 +120,9 @@ void check_launch_options(const LaunchOptions& options) {
   }
 }
 
-/// The failure of a rank.
+/// The failure of a rank of this host.
 struct RankFailure {
-  int rank = -1;
+  int rank = -1; // in the world
   std::chrono::system_clock::time_point time{}; // of its recorded error, or of its end
   bool follows = false; // from a peer's failure, or from the launcher's SIGTERM
   std::string message{}; // that the rank recorded
@@ -99,11 +140,13 @@ struct RankFailure {
 /// Decides when the ranks get SIGTERM and when SIGKILL.
 class LaunchJudge {
  public:
-  LaunchJudge(const LaunchOptions& options, RankGroup& group, RankOutput& output)
-      : options_(options), group_(group), output_(output) {}
+  /// `link`: to the launchers of other hosts; null if there are none.
+  LaunchJudge(const LaunchOptions& options, const LaunchWorld& world, NodeLink* link,
+              RankGroup& group, RankOutput& output)
+      : options_(options), world_(world), link_(link), group_(group), output_(output) {}
 
   LaunchResult run() {
-    while (!group_.all_ended() && !given_up_) {
+    while ((!group_.all_ended() && !given_up_) || !others_ended()) {
       for (const RankEvent& event : group_.wait(std::min(time_left(), look_interval_))) {
         if (event.rank >= 0) {
           on_end(event.rank);
@@ -112,6 +155,7 @@ class LaunchJudge {
         }
       }
       find_frozen();
+      listen();
       act_on_deadlines();
     }
     finish_output();
@@ -119,6 +163,34 @@ class LaunchJudge {
   }
 
  private:
+  int in_world(int local_rank) const { return world_.first_rank + local_rank; }
+  std::string name(int local_rank) const { return "rank " + std::to_string(in_world(local_rank)); }
+
+  /// Whether nothing more comes from other hosts, which learn that the ranks here have ended.
+  bool others_ended() {
+    if (link_ != nullptr && !std::exchange(reported_end_, true)) {
+      link_->report_end();
+    }
+    return link_ == nullptr || link_->hear().ended;
+  }
+
+  /// Acts on what the launchers of other hosts say.
+  void listen() {
+    if (link_ == nullptr) {
+      return;
+    }
+    const NodeNews news = link_->hear();
+    if (news.signal != 0 && signal_ == 0 && failures_.empty()) {
+      on_signal(news.signal);
+    }
+    if (news.failure && news.failure->node != world_.node && !stopped_by_others_) {
+      stopped_by_others_ = true;
+      if (!group_.all_ended()) {
+        terminate_at_ = std::min(terminate_at_, LaunchClock::now() + options_.settle);
+      }
+    }
+  }
+
   std::chrono::milliseconds time_left() const {
     const auto next = std::min(terminate_at_, kill_at_);
     if (next == kLaunchNever) {
@@ -132,7 +204,7 @@ class LaunchJudge {
     if (failed(rank)) {
       return;
     }
-    RankFailure failure{rank, std::chrono::system_clock::now(), terminating_, {}};
+    RankFailure failure{in_world(rank), std::chrono::system_clock::now(), terminating_, {}};
     if (const auto error = read_recorded_error(output_.error_file(rank))) {
       failure.time = std::min(failure.time, error->time);
       failure.follows = error->of_a_peer;
@@ -145,15 +217,15 @@ class LaunchJudge {
           "lower the batch size or the length of the samples, or raise the limit";
     }
     const bool unsaid = !failure.shown && !failure.message.empty();
-    const std::string ended = "rank " + std::to_string(rank) + " " + describe(end) +
-                              (unsaid ? ": " + failure.message : "");
+    const std::string ended =
+        name(rank) + " " + describe(end) + (unsaid ? ": " + failure.message : "");
     if (end.code == 0 || signal_ != 0) {
       if (unsaid) {
         log_warning(ended);
       }
       return;
     }
-    if (options_.keep_going && rank != 0) {
+    if (options_.keep_going && failure.rank != 0) {
       log_warning(ended + (group_.all_ended() ? "" : "; the other ranks may continue without it"));
       return;
     }
@@ -169,10 +241,38 @@ class LaunchJudge {
       }
       terminate_at_ = LaunchClock::now() + options_.settle;
     }
+    if (link_ != nullptr) {
+      const RankFailure first = in_order()[0];
+      const auto age = std::chrono::system_clock::now() - first.time;
+      link_->report({.rank = first.rank,
+                     .follows = first.follows,
+                     .code = code_of(first),
+                     .age = std::chrono::duration_cast<std::chrono::milliseconds>(age).count(),
+                     .reason = reason_of(first),
+                     .message = first.message});
+    }
+  }
+
+  /// The failures of this host's ranks, the cause first.
+  std::vector<RankFailure> in_order() const {
+    auto failures = failures_;
+    std::ranges::stable_sort(failures, [](const auto& a, const auto& b) {
+      return std::tie(a.follows, a.time) < std::tie(b.follows, b.time);
+    });
+    return failures;
+  }
+  const ProcessEnd& end_of(const RankFailure& failure) const {
+    return group_.end(failure.rank - world_.first_rank);
+  }
+  int code_of(const RankFailure& failure) const { return failure.froze ? 1 : end_of(failure).code; }
+  std::string reason_of(const RankFailure& failure) const {
+    return "rank " + std::to_string(failure.rank) +
+           (link_ == nullptr ? "" : " on " + world_.hosts[static_cast<size_t>(world_.node)]) + " " +
+           (failure.froze ? "froze" : describe(end_of(failure)));
   }
 
   bool failed(int rank) const {
-    return std::ranges::any_of(failures_, [&](const auto& f) { return f.rank == rank; });
+    return std::ranges::any_of(failures_, [&](const auto& f) { return f.rank == in_world(rank); });
   }
 
   /// A rank that a signal has stopped does nothing, and SIGTERM does not end it.
@@ -200,11 +300,11 @@ class LaunchJudge {
         "process " + std::to_string(group_.pid(rank)) +
         " has been stopped by a signal (SIGSTOP) for " + std::to_string(stopped_for.count()) +
         " ms. Fix: find out what stopped it, or raise HASTEN_HEARTBEAT_TIMEOUT";
-    if (options_.keep_going && rank != 0) {
-      log_warning("rank " + std::to_string(rank) + " froze: " + what);
+    if (options_.keep_going && in_world(rank) != 0) {
+      log_warning(name(rank) + " froze: " + what);
     } else {
       const auto at = std::chrono::system_clock::now() - stopped_for;
-      add_failure({rank, at, false, what, false, true}, "froze");
+      add_failure({in_world(rank), at, false, what, false, true}, "froze");
     }
     group_.kill_rank(rank);
   }
@@ -241,6 +341,9 @@ class LaunchJudge {
     const auto now = LaunchClock::now();
     if (signal_ == 0 && failures_.empty()) {
       signal_ = signal;
+      if (link_ != nullptr) {
+        link_->report_signal(signal);
+      }
       kill_at_ = now + options_.interrupt_grace;
     } else {
       // This is the second signal, or ranks are already being stopped after a failure. The user
@@ -263,7 +366,7 @@ class LaunchJudge {
       bool ending = false; // many processes that end at once take longer than one
       for (int rank = 0; rank < group_.size(); ++rank) {
         if (!group_.ended(rank)) {
-          living.push_back(std::to_string(rank));
+          living.push_back(std::to_string(in_world(rank)));
           ending = ending || process_stat(group_.pid(rank)).state != 'D';
         }
       }
@@ -285,38 +388,29 @@ class LaunchJudge {
       result.ends.push_back(group_.ended(rank) ? group_.end(rank)
                                                : ProcessEnd{128 + SIGKILL, SIGKILL});
     }
-    if (!failures_.empty()) {
-      auto failures = failures_;
-      std::ranges::stable_sort(failures, [](const auto& a, const auto& b) {
-        return std::tie(a.follows, a.time) < std::tie(b.follows, b.time);
-      });
-      const int first = failures[0].rank;
-      const ProcessEnd& end = group_.end(first);
-      result.first_failed_rank = first;
-      const bool froze = failures[0].froze;
-      result.exit_code = froze ? 1 : end.code;
-      result.reason = "rank " + std::to_string(first) + " " + (froze ? "froze" : describe(end));
+    const std::vector<RankFailure> failures = in_order();
+    const auto elsewhere = link_ == nullptr ? std::nullopt : link_->hear().failure;
+    if (elsewhere && elsewhere->node != world_.node) {
+      result.exit_code = elsewhere->code;
+      result.first_failed_rank = elsewhere->rank;
+      result.reason = elsewhere->reason + (elsewhere->rank < 0 ? "" : " first");
+      result.message = elsewhere->message;
+      add_consequences(failures, {}, result);
+    } else if (!failures.empty()) {
+      const RankFailure& first = failures[0];
+      result.first_failed_rank = first.rank;
+      result.exit_code = code_of(first);
+      result.reason = reason_of(first) + (world_.world_size > 1 ? " first" : "");
       std::set<std::string_view> said;
       for (const RankFailure& failure : failures) {
         if (failure.shown) {
           said.insert(failure.common());
         }
       }
-      result.shown = !said.insert(failures[0].common()).second;
-      if (group_.size() > 1) {
-        result.reason += " first";
-      }
-      result.message =
-          failures[0].message.empty() ? output_.stderr_tail(first) : failures[0].message;
-      for (size_t i = 1; i < failures.size(); ++i) {
-        const RankFailure& other = failures[i];
-        const bool unsaid =
-            !other.follows && !other.message.empty() && said.insert(other.common()).second;
-        result.shown = result.shown && !unsaid;
-        result.consequences.push_back("rank " + std::to_string(other.rank) + " " +
-                                      describe(group_.end(other.rank)) +
-                                      (unsaid ? ": " + other.message : ""));
-      }
+      result.shown = !said.insert(first.common()).second;
+      result.message = first.message.empty() ? output_.stderr_tail(first.rank - world_.first_rank)
+                                             : first.message;
+      add_consequences(std::span(failures).subspan(1), std::move(said), result);
     } else if (signal_ != 0) {
       const char* name = ::sigdescr_np(signal_);
       result.exit_code = 128 + signal_;
@@ -326,11 +420,27 @@ class LaunchJudge {
     return result;
   }
 
+  /// `said`: what has been printed.
+  void add_consequences(std::span<const RankFailure> failures, std::set<std::string_view> said,
+                        LaunchResult& result) const {
+    for (const RankFailure& other : failures) {
+      const bool unsaid =
+          !other.follows && !other.message.empty() && said.insert(other.common()).second;
+      result.shown = result.shown && !unsaid;
+      result.consequences.push_back("rank " + std::to_string(other.rank) + " " +
+                                    describe(end_of(other)) + (unsaid ? ": " + other.message : ""));
+    }
+  }
+
   const LaunchOptions& options_;
+  const LaunchWorld& world_;
+  NodeLink* const link_;
   RankGroup& group_;
   RankOutput& output_;
   std::vector<RankFailure> failures_; // in the order in which ranks ended
   const int64_t memory_kills_ = memory_kills();
+  bool reported_end_ = false; // the other launchers know that the ranks here have ended
+  bool stopped_by_others_ = false; // a failure on another host is known
   bool terminating_ = false; // this launcher has sent SIGTERM to the ranks
   int signal_ = 0; // the first signal that was forwarded
   bool killed_ = false;
@@ -345,13 +455,34 @@ class LaunchJudge {
       static_cast<size_t>(group_.size()), kLaunchNever); // [rank]
 };
 
+LaunchWorld one_host_world(int nproc, std::unique_ptr<StoreServer>& store) {
+  // A free port, for programs that serve their own c10d store.
+  const auto [free_fd, port] = listen_on_loopback();
+  FileDescriptor(free_fd).close();
+  LaunchWorld world{.world_size = nproc, .master_port = port};
+  if (nproc > 1) {
+    world.store.socket = unique_socket_name(launcher_socket_start(port));
+    store = std::make_unique<StoreServer>(world.store);
+  }
+  return world;
+}
+
 } // namespace detail
 
 LaunchResult launch(const LaunchOptions& options) {
   detail::check_launch_options(options);
-  detail::RankOutput output(options);
-  detail::RankGroup group(options, output);
-  return detail::LaunchJudge(options, group, output).run();
+  std::unique_ptr<detail::NodeLink> link;
+  std::unique_ptr<detail::StoreServer> store; // where the ranks of one host meet
+  detail::LaunchWorld world;
+  if (options.rendezvous.several()) {
+    link = std::make_unique<detail::NodeLink>(options);
+    world = link->world();
+  } else {
+    world = detail::one_host_world(options.nproc, store);
+  }
+  detail::RankOutput output(options, world.first_rank);
+  detail::RankGroup group(options, world, output);
+  return detail::LaunchJudge(options, world, link.get(), group, output).run();
 }
 
 } // namespace hasten

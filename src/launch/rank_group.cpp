@@ -47,33 +47,38 @@ sigset_t launch_signals(const std::vector<int>& handled) {
 
 /// The variables of one rank, with torchrun's names.
 std::vector<std::pair<std::string, std::string>> rank_environment(const LaunchOptions& options,
-                                                                  int rank, int port,
-                                                                  const std::string& store_socket,
+                                                                  const LaunchWorld& world,
+                                                                  int local_rank,
                                                                   const std::string& error_file) {
-  const std::string r = std::to_string(rank);
-  const std::string n = std::to_string(options.nproc);
+  const std::string rank = std::to_string(world.first_rank + local_rank);
+  const std::string size = std::to_string(world.world_size);
   std::vector<std::pair<std::string, std::string>> environment = {
-      {"RANK", r},
-      {"WORLD_SIZE", n},
-      {"LOCAL_RANK", r},
-      {"LOCAL_WORLD_SIZE", n},
-      {"GROUP_RANK", "0"},
-      {"GROUP_WORLD_SIZE", "1"},
-      {"ROLE_RANK", r},
-      {"ROLE_WORLD_SIZE", n},
-      {"MASTER_ADDR", "127.0.0.1"},
-      {"MASTER_PORT", std::to_string(port)},
+      {"RANK", rank},
+      {"WORLD_SIZE", size},
+      {"LOCAL_RANK", std::to_string(local_rank)},
+      {"LOCAL_WORLD_SIZE", std::to_string(options.nproc)},
+      {"GROUP_RANK", std::to_string(world.node)},
+      {"GROUP_WORLD_SIZE", std::to_string(world.nodes)},
+      {"ROLE_NAME", "default"},
+      {"ROLE_RANK", rank},
+      {"ROLE_WORLD_SIZE", size},
+      {"MASTER_ADDR", world.master_addr},
+      {"MASTER_PORT", std::to_string(world.master_port)},
+      {"TORCHELASTIC_RUN_ID", world.rdzv_id},
+      {"TORCHELASTIC_RESTART_COUNT", "0"},
+      {"TORCHELASTIC_MAX_RESTARTS", "0"},
       // Values of an outer world of one would be wrong here. An empty variable counts as not set.
       {"TORCHELASTIC_USE_AGENT_STORE", ""},
       {"TORCHELASTIC_ERROR_FILE", error_file},
       {"HASTEN_LAUNCHER", "1"}, // the launcher prints the errors that ranks record
-      {"HASTEN_STORE_SOCKET", store_socket},
+      {"HASTEN_STORE_SOCKET",
+       world.world_size > 1 ? launcher_socket_text(world.master_port, world.store) : ""},
       {"OMP_NUM_THREADS", std::to_string(threads_per_rank(options.nproc))}};
   environment.insert(environment.end(), options.environment.begin(), options.environment.end());
   return environment;
 }
 
-RankGroup::RankGroup(const LaunchOptions& options, RankOutput& output) {
+RankGroup::RankGroup(const LaunchOptions& options, const LaunchWorld& world, RankOutput& output) {
   const sigset_t signals = launch_signals(options.signals_to_handle);
   ::pthread_sigmask(SIG_BLOCK, &signals, &old_mask_);
   // If it is ignored, the kernel does not keep how children ended.
@@ -87,7 +92,7 @@ RankGroup::RankGroup(const LaunchOptions& options, RankOutput& output) {
       throw_launch_error("no descriptor to wait on");
     }
     watch(signal_fd_.get(), kLaunchSignalTag);
-    start(options, output);
+    start(options, world, output);
     output.start();
   } catch (...) {
     close_all();
@@ -109,23 +114,14 @@ void RankGroup::close_all() noexcept {
   ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
 }
 
-void RankGroup::start(const LaunchOptions& options, RankOutput& output) {
-  // A free port, for programs that serve their own c10d store.
-  const auto [free_fd, port] = listen_on_loopback();
-  FileDescriptor(free_fd).close();
-  StoreAddress address; // empty if there is only one rank
-  if (options.nproc > 1) {
-    address.socket = unique_socket_name(launcher_socket_start(port));
-    store_ = std::make_unique<StoreServer>(address);
-  }
+void RankGroup::start(const LaunchOptions& options, const LaunchWorld& world, RankOutput& output) {
   const FileDescriptor nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   // A rank that reads the terminal from its own process group would be stopped.
   const bool has_input = ::isatty(STDIN_FILENO) == 0;
   for (int rank = 0; rank < options.nproc; ++rank) {
     SpawnOptions spawn;
-    spawn.environment =
-        rank_environment(options, rank, port, address.socket, output.error_file(rank).string());
-    spawn.stdin_fd = rank == 0 && has_input ? -1 : nothing.get();
+    spawn.environment = rank_environment(options, world, rank, output.error_file(rank).string());
+    spawn.stdin_fd = world.first_rank + rank == 0 && has_input ? -1 : nothing.get();
     spawn.stdout_fd = output.descriptor(rank, 1);
     spawn.stderr_fd = output.descriptor(rank, 2);
     Member& member = ranks_.emplace_back(spawn_process(options.argv, spawn));

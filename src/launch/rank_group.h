@@ -5,11 +5,10 @@
 
 #include <chrono>
 #include <csignal>
-#include <memory>
 #include <vector>
 
-#include "hasten/base/store_server.h"
 #include "hasten/launch/launch.h"
+#include "node_plan.h"
 #include "rank_output.h"
 
 namespace hasten::detail {
@@ -20,11 +19,11 @@ struct RankEvent {
   int signal = 0;
 };
 
-/// The constructor starts all ranks. The destructor kills those that are left. While it lives, the
-/// signals to forward are blocked in this thread.
+/// The ranks of this host, numbered from 0. The constructor starts all. The destructor kills those that
+/// are left. While it lives, the signals to forward are blocked in this thread.
 class RankGroup {
  public:
-  RankGroup(const LaunchOptions& options, RankOutput& output);
+  RankGroup(const LaunchOptions& options, const LaunchWorld& world, RankOutput& output);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
@@ -50,13 +49,12 @@ class RankGroup {
     ProcessEnd end{};
   };
 
-  void start(const LaunchOptions& options, RankOutput& output);
+  void start(const LaunchOptions& options, const LaunchWorld& world, RankOutput& output);
   void watch(int fd, unsigned long tag);
   /// Reaps the rank if it has ended, and kills the rest of its process group.
   bool reap(Member& member);
   void close_all() noexcept;
 
-  std::unique_ptr<StoreServer> store_; // where the ranks meet
   std::vector<Member> ranks_;
   int living_ = 0;
   FileDescriptor epoll_fd_{};

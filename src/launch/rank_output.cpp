@@ -66,13 +66,13 @@ RankStreams parse_rank_streams(const std::string& text) {
 namespace detail {
 
 // Longer lines are split, so that memory is bounded.
-constexpr size_t kLongestLine = 64 * 1024;
+constexpr size_t kLongestLine = size_t{64} * 1024;
 // How much of a file a report shows.
 constexpr size_t kTailBytes = 4096;
 constexpr int kTailLines = 10;
 constexpr const char* kLaunchFolder = "hasten-launch-";
 
-std::string log_line_prefix(const std::string& text, int rank) {
+std::string log_line_prefix(const std::string& text, int rank, int local_rank) {
   static const std::regex known(
       R"(\$(\$|\{(rank|local_rank|role_name)\}|(rank|local_rank|role_name)\b))");
   std::string prefix;
@@ -81,7 +81,9 @@ std::string log_line_prefix(const std::string& text, int rank) {
   for (; std::regex_search(at, text.cend(), found, known); at = found[0].second) {
     const std::string name = found[2].str() + found[3].str();
     prefix += found.prefix();
-    prefix += name.empty() ? "$" : name == "role_name" ? "default" : std::to_string(rank);
+    prefix += name.empty()          ? "$"
+              : name == "role_name" ? "default"
+                                    : std::to_string(name == "rank" ? rank : local_rank);
   }
   return prefix.append(at, text.cend());
 }
@@ -252,8 +254,8 @@ LaunchFolder::~LaunchFolder() {
   }
 }
 
-RankOutput::RankOutput(const LaunchOptions& options)
-    : logs_(options.logs), shared_(std::make_shared<Shared>()) {
+RankOutput::RankOutput(const LaunchOptions& options, int first_rank)
+    : logs_(options.logs), first_rank_(first_rank), shared_(std::make_shared<Shared>()) {
   check_logs(logs_, options.nproc);
   if (!logs_.log_dir.empty() && !logs_.redirects.any() && !logs_.tee.any()) {
     logs_.tee.others = Std::all;
@@ -295,17 +297,18 @@ void RankOutput::open_rank(int rank) {
     }
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) {
-      throw Error("launch::launch", "no pipe for rank " + std::to_string(rank) + ": " +
-                                        std::generic_category().message(errno));
+      throw Error("launch::launch", "no pipe for rank " + std::to_string(first_rank_ + rank) +
+                                        ": " + std::generic_category().message(errno));
     }
     descriptor = FileDescriptor(ends[1]);
     ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
-    shared_->streams.push_back({FileDescriptor(ends[0]),
-                                std::move(file),
-                                stream,
-                                path.string(),
-                                log_line_prefix(logs_.log_line_prefix_template, rank),
-                                {}});
+    shared_->streams.push_back(
+        {FileDescriptor(ends[0]),
+         std::move(file),
+         stream,
+         path.string(),
+         log_line_prefix(logs_.log_line_prefix_template, first_rank_ + rank, rank),
+         {}});
   }
 }
 
@@ -315,7 +318,7 @@ int RankOutput::descriptor(int rank, int stream) const {
 
 std::filesystem::path RankOutput::folder(int rank) const {
   return (logs_.log_dir.empty() ? temporary_.path : std::filesystem::absolute(logs_.log_dir)) /
-         std::to_string(rank);
+         std::to_string(first_rank_ + rank);
 }
 
 std::filesystem::path RankOutput::log_file(int rank, int stream) const {

@@ -28,8 +28,10 @@ struct LaunchFolder {
 /// Threading: its own thread copies teed streams. One thread calls the functions.
 class RankOutput {
  public:
-  /// Creates folders, files and pipes. Throws InputError that names the path.
-  explicit RankOutput(const LaunchOptions& options);
+  /// Creates folders, files and pipes for the ranks of this host. Functions number them from 0; files
+  /// and prefixes have the ranks of the world, which begin with `first_rank`. Throws InputError that
+  /// names the path.
+  RankOutput(const LaunchOptions& options, int first_rank);
 
   /// Descriptor for the rank's stdout (1) or stderr (2). -1: it inherits this process's.
   int descriptor(int rank, int stream) const;
@@ -52,6 +54,7 @@ class RankOutput {
   std::filesystem::path log_file(int rank, int stream) const;
 
   LogsSpecs logs_;
+  const int first_rank_;
   // Of error files if there is no log_dir. Without it only the order in which ranks end shows the
   // first failure.
   LaunchFolder temporary_{};
@@ -61,6 +64,6 @@ class RankOutput {
 
 /// Replaces ${rank}, ${local_rank} and ${role_name} in `text`, also without the braces. "$$" is a
 /// dollar sign.
-std::string log_line_prefix(const std::string& text, int rank);
+std::string log_line_prefix(const std::string& text, int rank, int local_rank);
 
 } // namespace hasten::detail

@@ -88,10 +88,10 @@ TEST(Launch, RanksMeetAtASocketOfTheLaunchersAndThePortIsFree) {
   name >> socket >> world.master_port;
   // The socket is valid only for the world with that port, and only while the launcher runs.
   const ScopedEnvironment environment(EnvironmentValues{{"HASTEN_STORE_SOCKET", socket}});
-  EXPECT_EQ(detail::launcher_socket(world), socket);
+  EXPECT_EQ(detail::launcher_store(world).value().socket, socket);
   EXPECT_FALSE(detail::try_connect({.socket = socket}));
   world.master_port += 1;
-  EXPECT_EQ(detail::launcher_socket(world), "");
+  EXPECT_FALSE(detail::launcher_store(world));
 }
 
 TEST(Launch, FirstFailingRankIsNamedAndTheOthersEnd) {

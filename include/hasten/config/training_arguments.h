@@ -183,8 +183,8 @@ struct TrainingArguments {
   std::string device = "auto";
   bool use_cpu = false;
 
-  /// Moves tensors between processes: "auto" (nccl on GPUs; on the CPU shm on one host, else gloo),
-  /// "shm", "gloo", "nccl", or a back end that the program has registered (hasten/comm/backend.h). An
+  /// Moves tensors between processes: "auto" (nccl on GPUs; on the CPU shm on one host, shm and gloo
+  /// together on several), "shm", "gloo", "nccl", or a back end that the program has registered (hasten/comm/backend.h). An
   /// accelerator that is passed in uses its own.
   std::string ddp_backend = "auto";
 
@@ -264,6 +264,11 @@ struct TrainingArguments {
   /// Saves only the model in checkpoint-N folders: a third of the disk space, but no run can resume
   /// from them.
   bool save_only_model = false;
+  /// For hosts with output folders on their own disks: how many hosts keep each host's part of a checkpoint.
+  /// With 2 the loss of one host's disk loses nothing; each save sends every host's part to another. ≥ 1.
+  int64_t save_replicas = 1;
+  /// For such hosts: each writes the final model. Otherwise rank 0's host writes it.
+  bool save_on_each_node = false;
   /// Loads the weights of the best evaluation after the last step. Needs equal strategies, and
   /// save_steps must be a multiple of eval_steps; or save_strategy=best.
   bool load_best_model_at_end = false;

@@ -1,4 +1,4 @@
-// Starts the ranks of a world on this host and returns when all have ended.
+// Starts the ranks of a world on this host, or its part of them, and returns when all have ended.
 // Ranks inherit stdout and stderr unless LogsSpecs says otherwise. Output of one write(2) is not
 // mixed with other output (hasten writes each log line with one). If a program prints results
 // through a buffered stream, print them only on rank 0 or launch it with `tee`. Rank 0 inherits
@@ -11,6 +11,7 @@
 #include <csignal>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -18,6 +19,7 @@
 
 #include "hasten/base/process.h"
 #include "hasten/base/timeouts.h"
+#include "hasten/base/world.h"
 
 namespace hasten {
 
@@ -71,8 +73,36 @@ struct LogsSpecs {
   bool on_console(int rank, Std stream) const;
 };
 
+/// How the launchers of several hosts ("nodes") meet: one on each, started with the same options. The
+/// names are torchrun's. Node 0's launcher serves the store in which they and all ranks meet, at the
+/// endpoint's port on every interface, to all that know the secret (HASTEN_SECRET_FILE). Its ranks
+/// come first in the world, then those of node 1, and so on.
+struct RendezvousOptions {
+  /// Number of hosts. 1 (default): only this one, and nothing listens on the network. If max_nodes is
+  /// greater, the launchers that have come within last_call_timeout after the first min_nodes begin.
+  int min_nodes = 1;
+  int max_nodes = 1;
+  /// This host's number, 0 … max_nodes - 1. -1 (default): the host that has the endpoint's address
+  /// is node 0, and the others are numbered by host name after the last has come.
+  int node_rank = -1;
+  /// "HOST:PORT", the same on every host: where node 0 is reached.
+  std::string endpoint{};
+  /// Name of the run. Launchers with another one are refused.
+  std::string rdzv_id = "none";
+  /// Whether this host is node 0, where the endpoint's address does not show it (NAT).
+  std::optional<bool> is_host{};
+  /// Maximum wait for the launchers of all hosts. Seconds.
+  std::chrono::seconds join_timeout{600};
+  /// See min_nodes. Seconds.
+  std::chrono::seconds last_call_timeout{30};
+  /// What else must be the same on all hosts, by name. Costs one message.
+  std::map<std::string, std::string> same{};
+
+  bool several() const { return max_nodes > 1; }
+};
+
 struct LaunchOptions {
-  /// Number of ranks to start, ≥ 1.
+  /// Number of ranks to start on this host, ≥ 1. It may differ between hosts.
   int nproc = 1;
   /// The program and its arguments. Searches PATH if the program has no slash.
   std::vector<std::string> argv{};
@@ -82,6 +112,7 @@ struct LaunchOptions {
   /// (LocalSGDOptions::on_peer_failure). Only rank 0's failure ends the others and decides how the
   /// launch ended. The failures of other ranks are logged.
   bool keep_going = false;
+  RendezvousOptions rendezvous{};
   LogsSpecs logs{};
   /// A rank that a signal (SIGSTOP) has stopped for most of this time counts as failed and is
   /// killed. A rank held by a debugger does not count, and neither does the time for which the
@@ -109,7 +140,8 @@ struct LaunchResult {
   /// 0 if all ranks ended with 0; 128 + n if signal n stopped the launcher. Otherwise the exit
   /// code of the rank that failed first: 128 + n if signal n killed it, 1 if it froze.
   int exit_code = 0;
-  /// The rank that failed first. -1 if no rank failed before the launcher was stopped.
+  /// The rank that failed first, on any host. -1 if no rank failed before the launcher was stopped, or
+  /// a host was lost.
   /// If ranks recorded errors (recorded_error.h), it is the rank with the earliest error that did
   /// not follow from a peer's failure, even if it ended after its peers. Otherwise it is the rank
   /// that ended first.
@@ -132,7 +164,7 @@ struct LaunchResult {
 
 /// Starts `nproc` processes with torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK,
 /// LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR,
-/// MASTER_PORT, TORCHELASTIC_ERROR_FILE) and with OMP_NUM_THREADS from threads_per_rank(). Warns
+/// MASTER_PORT, TORCHELASTIC_ERROR_FILE, …) and with OMP_NUM_THREADS from threads_per_rank(). Warns
 /// if these are more threads than cores (affinity and cgroup quota). A thread of this process,
 /// which handles no signals, serves the store in which the ranks meet, at a Unix socket
 /// (HASTEN_STORE_SOCKET) for this user and root. MASTER_PORT is a port that was free. Each rank
@@ -140,11 +172,22 @@ struct LaunchResult {
 /// process ends, even by SIGKILL.
 /// Forwards `signals_to_handle`. SIGTSTP (Ctrl-Z) stops the ranks and the launcher; they continue
 /// together. Blocks until every rank has ended.
+/// With several hosts: blocks until their launchers have met and the ranks of all hosts have ended,
+/// and returns the same first failure on every host. The launchers exchange heartbeats, first
+/// failures and signals four times a second. A launcher from which nothing has come for
+/// heartbeat_timeout counts as failed, on all hosts. A signal that one of them gets goes to all ranks.
 /// Throws InputError for nproc < 1, an empty argv, a program that cannot be started, logs that
 /// cannot be written or that name a rank that does not exist, a signal that parse_signals()
-/// refuses, max_restarts other than 0, and inside a world of several ranks. After an exception no
-/// rank is left.
+/// refuses, max_restarts other than 0, and inside a world of several ranks; on all hosts, if two have
+/// one node_rank, or if they differ in program, version, rdzv_id or RendezvousOptions::same. Throws
+/// CommunicationError that names the missing hosts after join_timeout. After an exception no rank is
+/// left.
 LaunchResult launch(const LaunchOptions& options);
+
+/// The world of another launcher in which this process is a rank; else alone. If `rendezvous` has
+/// several hosts, a step of Slurm with one launcher on each host does not count, and neither do
+/// incomplete variables. Otherwise throws like world_from_environment().
+World outer_world(const RendezvousOptions& rendezvous);
 
 /// Removes temporary folders of this user's launchers that were killed. launch() calls it when it
 /// creates such a folder.
