@@ -5,12 +5,15 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
-#include <ATen/ATen.h>
-#include <torch/nn/module.h>
+#include <optional>
+
 #include "accelerator_core.h"
 #include "hasten/base/error.h"
+#include "hasten/base/files.h"
+#include "hasten/base/text.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
+#include "state/host_folders.h"
 
 namespace hasten::detail {
 
@@ -73,8 +76,6 @@ StateToSave Checkpointer::collect() const {
   shared["hasten_version"] = HASTEN_VERSION;
   shared["world_size"] = run_.world().world_size;
   shared["seed"] = run_.options().seed ? nlohmann::json(*run_.options().seed) : nullptr;
-  const int ranks = models_.ranks_per_replica();
-  split_shards(parts, models_.shards(), models_.held_rows(), ranks, run_.world().rank < ranks);
   return parts;
 }
 
@@ -132,20 +133,12 @@ void Checkpointer::write_shared(FolderCommit& commit, StateToSave& parts,
   commit.write(kStateFile, parts.shared_values.dump(2) + "\n");
 }
 
-void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
-  if (loaders_.in_pass() && !run_.alone()) {
-    batch_.agree({.buffers = true}); // finds ranks that are elsewhere
-  }
-  sync_buffers(models_);
-  StateToSave parts;
-  const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
-    models_.reshard(kSaveWhere);
-    parts = collect();
-    return nlohmann::json{{"place", {folder.string(), parts.shared_values.at("open_window")}},
-                          {"also", options.also_write != nullptr}};
-  });
+// Hosts may call the folder's parent differently.
+void require_one_place(const std::vector<nlohmann::json>& answers) {
   for (size_t rank = 0; rank < answers.size(); ++rank) {
-    if (answers[rank].at("place") != answers[0].at("place")) {
+    const auto& on_host = answers[answers[rank].at("host").get<size_t>()];
+    if (answers[rank].at("place") != answers[0].at("place") ||
+        answers[rank].at("folder") != on_host.at("folder")) {
       throw InputError(
           kSaveWhere,
           "rank " + std::to_string(rank) +
@@ -153,10 +146,47 @@ void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOpti
           "the same call at the same place of the loop on every rank");
     }
   }
-  const bool leads = run_.world().rank == 0;
+}
+
+void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOptions& options) {
+  if (loaders_.in_pass() && !run_.alone()) {
+    batch_.agree({.buffers = true}); // finds ranks that are elsewhere
+  }
+  sync_buffers(models_);
+  StateToSave parts;
+  const auto path = folder.has_filename() ? folder : folder.parent_path();
+  std::error_code error;
+  const auto place = folder_of(std::filesystem::is_symlink(path, error)
+                                   ? std::filesystem::weakly_canonical(path, error)
+                                   : path);
+  const int first = ranks_of_host(*run_.communicator()).front();
+  const bool hosts = on_several_hosts(*run_.communicator());
+  std::optional<HostMark> mark;
+  const auto answers = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
+    models_.reshard(kSaveWhere);
+    parts = collect();
+    if (hosts) {
+      mark.emplace(*run_.communicator(), place);
+    }
+    return nlohmann::json{
+        {"mark", mark ? mark->said() : nlohmann::json()},
+        {"place", {path.filename().string(), parts.shared_values.at("open_window")}},
+        {"folder", path.string()},
+        {"host", first},
+        {"also", options.also_write != nullptr}};
+  });
+  require_one_place(answers);
+  const HostFolders folders =
+      hosts ? find_host_folders(
+                  *run_.communicator(), kSaveWhere, place,
+                  mapped(answers, [](const auto& answer) { return answer.at("mark"); }), 1)
+            : one_folder(run_.world().world_size);
+  require_replicas(folders, options.replicas, kSaveWhere);
+  const int rank = run_.world().rank;
+  const auto writer = static_cast<size_t>(folders.writer[static_cast<size_t>(rank)]);
   std::unique_ptr<FolderCommit> commit;
-  const auto folders = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
-    if (!leads) {
+  const auto made = on_every_rank(*run_.communicator(), kSaveWhere, [&] {
+    if (rank != folders.writer[static_cast<size_t>(rank)]) {
       return nlohmann::json();
     }
     commit = begin_state_folder(folder, options);
@@ -166,17 +196,30 @@ void Checkpointer::save(const std::filesystem::path& folder, const SaveStateOpti
     models_.summon_full_params(models_.in(~uint64_t{0}),
                                [&] { options.also_write(commit->folder()); });
   }
+  if (folders.several()) {
+    parts.shared_values["placement"] = folders.placement();
+  }
   on_every_rank(*run_.communicator(), kSaveWhere, [&] {
-    const std::filesystem::path place = folders[0].get<std::string>();
-    write_safetensors(place / rank_file_name(run_.world().rank), parts.own,
+    std::filesystem::path own = made[writer].get<std::string>();
+    if (answers[writer].at("host") != first) { // another host may call it otherwise
+      own = place / own.filename();
+    }
+    require_apart(folders, rank, place);
+    split_shards(parts, models_.shards(), models_.held_rows(), models_.ranks_per_replica(), rank,
+                 folders.writer);
+    write_safetensors(own / rank_file_name(rank), parts.own,
                       {{"format", "pt"}, {"values", parts.own_values.dump()}});
-    if (leads) {
+    if (commit) {
       write_shared(*commit, parts, options);
     }
     return nlohmann::json();
   });
+  mark.reset();
+  if (folders.several()) {
+    share_files(*run_.communicator(), folders, options.replicas, commit.get());
+  }
   on_every_rank(*run_.communicator(), kSaveWhere, [&] {
-    if (leads) {
+    if (commit) {
       commit->commit();
     }
     return nlohmann::json();

@@ -15,6 +15,7 @@
 #include "hasten/core/random.h"
 #include "hasten/io/commit.h"
 #include "hasten/io/safetensors.h"
+#include "state/host_folders.h"
 #include "state/state_contents.h"
 
 namespace hasten::detail {
@@ -192,13 +193,24 @@ LoadedState Checkpointer::load(const std::filesystem::path& folder,
                                const LoadStateOptions& options) {
   StateToLoad load;
   load.folder = folder;
+  bool verify = options.verify_checksums;
+  if (on_several_hosts(*run_.communicator())) {
+    SavedFolders folders = look_at_folders(*run_.communicator(), kLoadWhere, folder, [&] {
+      if (verify) {
+        verify_manifest(folder);
+      }
+    });
+    verify = verify && folders.files.size() == 1;
+    const HeldRowsByName held = models_.held_rows();
+    complete_folders(*run_.communicator(), kLoadWhere, folders, &held);
+  }
   on_every_rank(*run_.communicator(), kLoadWhere, [&] {
     models_.reshard(kLoadWhere);
     if (batch_.is_open()) {
       throw InputError(kLoadWhere, "a batch is open", "a call outside accumulate()");
     }
     try {
-      read_state_files(load, run_.world().rank, run_.world().world_size, options.verify_checksums);
+      read_state_files(load, run_.world().rank, run_.world().world_size, verify);
       check_other_world(load, run_.world().world_size);
       if (join_shards(load, models_.held_rows()) && run_.world().rank == 0) {
         log_info("the shards are not those of the state: moments of 8 bits are rounded again");

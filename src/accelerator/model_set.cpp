@@ -4,18 +4,10 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <atomic>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <unordered_set>
 
-#include <ATen/ATen.h>
-#include <torch/nn/module.h>
-#include <algorithm>
-#include <atomic>
-#include <map>
-#include <nlohmann/json.hpp>
-#include <unordered_set>
 #include "hasten/base/error.h"
 #include "hasten/base/text.h"
 #include "hasten/core/deferred_init.h"
@@ -302,9 +294,8 @@ void ModelSet::convert_batch_norms(const std::shared_ptr<torch::nn::Module>& mod
     return;
   }
   if (!sync_norms_) {
-    static std::atomic<int> groups{0}; // names must differ; equal on all ranks
     CommunicatorOptions own = run_.communicator()->options();
-    own.name += " sync batch norm " + std::to_string(++groups);
+    own.name += " sync batch norm";
     sync_norms_ = run_.communicator()->duplicate(own);
   }
   state.sync_norms =

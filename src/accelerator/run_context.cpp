@@ -11,6 +11,7 @@
 #include "hasten/base/process.h"
 #include "hasten/base/store_channel.h"
 #include "hasten/comm/backend.h"
+#include "hasten/comm/cost_model.h"
 #include "hasten/core/device.h"
 #include "hasten/tracking/tracker.h"
 
@@ -46,7 +47,7 @@ const AcceleratorOptions& checked_options(const AcceleratorOptions& options) {
 
 /// Ranks of other launchers log their launcher; hasten launch has warned already.
 void announce_world(const World& world) {
-  const bool launched_by_us = !launcher_socket(world).empty();
+  const bool launched_by_us = launcher_store(world).has_value();
   if (world.local_rank == 0 && !launched_by_us && world.source != "alone") {
     log_info(describe(world)); // only rank 0 logs
     const std::string warning = oversubscription(world.local_world_size, threads_per_rank(world));
@@ -97,7 +98,17 @@ static std::shared_ptr<Communicator> context_group(const AcceleratorOptions& opt
   comm.backend = options.backend;
   comm.check_shapes = debugs(options) ? ShapeCheck::always : ShapeCheck::first;
   comm.device = device;
-  return Communicator::create(world, comm);
+  auto group = Communicator::create(world, comm);
+  const std::string hosts = describe_hosts(*group);
+  if (!hosts.empty() && world.rank == 0) {
+    log_info("world of " + hosts);
+    if (options.strategy == Strategy::fsdp && ranks_of_host(*group).size() > 1) {
+      log_info(
+          "strategy=fsdp sends parameters between hosts; strategy=hsdp keeps them inside each host, "
+          "and sends gradients only");
+    }
+  }
+  return group;
 }
 
 RunContext::RunContext(AcceleratorOptions options, std::shared_ptr<Communicator> communicator)

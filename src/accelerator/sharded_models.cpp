@@ -4,7 +4,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <atomic>
 
 #include "hasten/base/error.h"
 #include "hasten/base/log.h"
@@ -144,14 +143,12 @@ void ModelSet::open_shard_groups() {
       same_rows.push_back(rank);
     }
   }
-  static std::atomic<int> made{0}; // names must differ; equal on all ranks
   CommunicatorOptions like = run_.communicator()->options();
   const std::string name = like.name + " ";
-  const std::string number = " " + std::to_string(++made);
-  like.name = name + "copy" + number;
+  like.name = name + "copy";
   shard_group_ = run_.communicator()->new_group(copy, like);
   if (same_rows.size() > 1) {
-    like.name = name + "replicas" + number;
+    like.name = name + "replicas";
     replicas_ = run_.communicator()->new_group(same_rows, like);
   }
 }

@@ -26,6 +26,8 @@ namespace detail {
 constexpr const char* kCommitWhere = "io::FolderCommit";
 constexpr const char* kManifestWhere = "io::verify_manifest";
 
+} // namespace detail
+
 ManifestEntry describe_file(const std::filesystem::path& path) {
   const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
                                                                        &XXH3_freeState);
@@ -40,11 +42,13 @@ ManifestEntry describe_file(const std::filesystem::path& path) {
     entry.size += got;
   }
   if (!file.eof()) {
-    throw InputError(kManifestWhere, path.string() + ": cannot be read");
+    throw InputError(detail::kManifestWhere, path.string() + ": cannot be read");
   }
   entry.xxh3 = format_hex(XXH3_64bits_digest(state.get()));
   return entry;
 }
+
+namespace detail {
 
 // Relative paths of all regular files below `folder`, sorted.
 std::vector<std::string> files_below(const std::filesystem::path& folder) {
@@ -104,7 +108,7 @@ std::filesystem::path without_final_slash(const std::filesystem::path& path) {
 
 } // namespace detail
 
-FolderCommit::FolderCommit(std::filesystem::path target, CommitMode mode)
+FolderCommit::FolderCommit(const std::filesystem::path& target, CommitMode mode)
     : target_(detail::without_final_slash(target)), mode_(mode) {
   std::error_code error;
   // The target of a symbolic link is the folder to replace.
@@ -146,18 +150,24 @@ void FolderCommit::write(const std::string& name, std::string_view bytes) {
   file.finish();
 }
 
-void FolderCommit::commit() {
-  if (committed_) {
-    throw Error(detail::kCommitWhere, target_.string() + ": commit() was called twice");
-  }
-  std::map<std::string, ManifestEntry> files;
+const std::map<std::string, ManifestEntry>& FolderCommit::describe() {
   try {
     for (const auto& name : detail::files_below(folder_)) {
-      sync_path(folder_ / name);
-      if (name != kManifestFile) {
-        files.emplace(name, detail::describe_file(folder_ / name));
+      if (name != kManifestFile && !files_.contains(name)) {
+        sync_path(folder_ / name);
+        files_.emplace(name, describe_file(folder_ / name));
       }
     }
+  } catch (const std::filesystem::filesystem_error& error) {
+    detail::throw_file_error(detail::kCommitWhere, target_, error.code().value());
+  }
+  return files_;
+}
+
+void FolderCommit::prepare() {
+  describe();
+  try {
+    auto files = files_;
     std::error_code ignored;
     if (mode_ == CommitMode::merge && std::filesystem::exists(target_ / kManifestFile, ignored)) {
       for (auto& [name, entry] : read_manifest(target_)) {
@@ -173,6 +183,16 @@ void FolderCommit::commit() {
     sync_path(folder_);
   } catch (const std::filesystem::filesystem_error& error) {
     detail::throw_file_error(detail::kCommitWhere, target_, error.code().value());
+  }
+  prepared_ = true;
+}
+
+void FolderCommit::commit() {
+  if (committed_) {
+    throw Error(detail::kCommitWhere, target_.string() + ": commit() was called twice");
+  }
+  if (!prepared_) {
+    prepare();
   }
   if (mode_ == CommitMode::merge) {
     commit_files();
@@ -244,7 +264,7 @@ void verify_manifest(const std::filesystem::path& folder) {
       throw InputError(detail::kManifestWhere, path.string() + ": size=" + std::to_string(size),
                        std::to_string(entry.size) + " bytes, as saved");
     }
-    if (const auto found = detail::describe_file(path); found.xxh3 != entry.xxh3) {
+    if (const auto found = describe_file(path); found.xxh3 != entry.xxh3) {
       throw InputError(detail::kManifestWhere, path.string() + ": xxh3=" + found.xxh3,
                        entry.xxh3 + ", as saved");
     }

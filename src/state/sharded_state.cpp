@@ -57,28 +57,37 @@ std::vector<int64_t> held_sizes(const HeldRows& held) {
   return sizes;
 }
 
-nlohmann::json rows_by_rank(const HeldRows& held, int ranks) {
+// [rank, first, count] of each rank that writes a shard; see split_shards().
+nlohmann::json rows_by_rank(const HeldRows& held, int ranks, const std::vector<int>& writers) {
   const int64_t rows = held.sizes.empty() ? 1 : held.sizes[0];
   const int64_t most = (rows + ranks - 1) / ranks;
   auto list = nlohmann::json::array();
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const int64_t first = std::min(rank * most, rows);
+  for (const int rank : writers) {
+    const int64_t first = std::min(rank % ranks * most, rows);
     list.push_back({rank, first, std::min(first + most, rows) - first});
   }
   return list;
 }
 
 void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRowsByName& held,
-                  int ranks, bool writes) {
+                  int ranks, int rank, const std::vector<int>& folder) {
   if (held.empty()) {
     return;
   }
+  std::vector<int> writers;
+  std::set<std::pair<int, int>> written; // folder, shard
+  for (int r = 0; r < std::ssize(folder); ++r) {
+    if (written.emplace(folder[static_cast<size_t>(r)], r % ranks).second) {
+      writers.push_back(r);
+    }
+  }
+  const bool writes = std::ranges::find(writers, rank) != writers.end();
   auto& noted = parts.shared_values["sharded"];
   noted = nlohmann::json::object();
   const auto note = [&](const std::string& name, const HeldRows& rows, const at::Tensor& tensor) {
     noted[name] = {{"shape", rows.sizes},
                    {"dtype", std::string(safetensors_dtype_name(tensor.scalar_type()))},
-                   {"rows", rows_by_rank(rows, ranks)}};
+                   {"rows", rows_by_rank(rows, ranks, writers)}};
     if (writes) {
       parts.own.emplace(kShardPrefix + name, tensor);
     }
@@ -105,14 +114,29 @@ void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRows
 // The files of the ranks that saved, opened at their first use.
 class RankFiles {
  public:
-  explicit RankFiles(const std::filesystem::path& folder) : folder_(folder) {}
+  explicit RankFiles(std::vector<std::filesystem::path> folders) : folders_(std::move(folders)) {}
+
+  // In the first folder that has it.
+  std::filesystem::path path(int rank) const {
+    std::error_code error;
+    for (const auto& folder : folders_) {
+      if (std::filesystem::exists(folder / rank_file_name(rank), error)) {
+        return folder / rank_file_name(rank);
+      }
+    }
+    return folders_[0] / rank_file_name(rank);
+  }
+  int far(int rank) const {
+    std::error_code error;
+    return std::filesystem::exists(path(rank), error) ? 0 : 1;
+  }
 
   // Rows [from, from + count) of what `rank` saved of a tensor. If `absmax` is null, codes become
   // numbers.
   at::Tensor rows(int rank, const std::string& name, at::IntArrayRef sizes, int64_t from,
                   int64_t count, at::Tensor* absmax) {
     auto& reader = readers_[rank];
-    const auto path = folder_ / rank_file_name(rank);
+    const auto path = this->path(rank);
     if (!reader) {
       reader = std::make_unique<SafetensorsReader>(path);
     }
@@ -138,31 +162,41 @@ class RankFiles {
   bool dequantized_any = false;
 
  private:
-  std::filesystem::path folder_;
+  std::vector<std::filesystem::path> folders_;
   std::map<int, std::unique_ptr<SafetensorsReader>> readers_{};
 };
 
-// The rows of the whole tensor that `held` describes, from the files. Codes stay codes, with their
-// `absmax`, if one rank saved exactly these rows.
-at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::json& saved,
-                    const HeldRows& held, at::Tensor* absmax) {
-  std::vector<int64_t> sizes = held_sizes(held);
-  std::vector<at::Tensor> pieces;
+// Consecutive rows of a tensor, as one rank saved them.
+struct SavedRows {
+  int rank = 0;
+  int64_t first = 0;
+  int64_t count = 0;
+  int64_t from = 0; // what is read, counted from `first`
+  int64_t rows = 0;
+};
+
+// What to read for the rows that `held` describes, in their order; see rank_files_read().
+std::vector<SavedRows> rows_to_read(const std::string& name, const nlohmann::json& saved,
+                                    const HeldRows& held, const std::function<int(int)>& far) {
+  std::vector<SavedRows> all;
+  for (const auto& entry : saved.at("rows")) {
+    all.push_back({entry.at(0).get<int>(), entry.at(1).get<int64_t>(), entry.at(2).get<int64_t>()});
+  }
+  std::ranges::stable_sort(all, {}, [&](const SavedRows& rows) {
+    return std::pair(held.count == 0 ? 0 : rows.first, far(rows.rank));
+  });
+  std::vector<SavedRows> read;
   int64_t next = held.first;
   const int64_t end = held.first + held.count;
-  for (const auto& entry : saved.at("rows")) {
-    const auto first = entry.at(1).get<int64_t>();
-    const auto count = entry.at(2).get<int64_t>();
-    const int64_t from = std::max(next, first);
-    const int64_t until = std::min(end, first + count);
-    if (from >= until && !(held.count == 0 && pieces.empty())) {
+  for (SavedRows& rows : all) {
+    const int64_t from = std::max(next, rows.first);
+    const int64_t until = std::min(end, rows.first + rows.count);
+    if (from >= until && !(held.count == 0 && read.empty())) {
       continue;
     }
-    sizes[0] = count;
-    pieces.push_back(files.rows(entry.at(0).get<int>(), name, sizes,
-                                held.count == 0 ? 0 : from - first,
-                                held.count == 0 ? 0 : until - from,
-                                first == held.first && count == held.count ? absmax : nullptr));
+    rows.from = held.count == 0 ? 0 : from - rows.first;
+    rows.rows = held.count == 0 ? 0 : until - from;
+    read.push_back(rows);
     next = std::max(next, until);
   }
   if (next < end) {
@@ -170,7 +204,30 @@ at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::j
                      "no rank saved row " + std::to_string(next) + " of \"" + name + "\"",
                      "all rows up to " + std::to_string(end));
   }
+  return read;
+}
+
+// The rows of the whole tensor that `held` describes, from the files. Codes stay codes, with their
+// `absmax`, if one rank saved exactly these rows.
+at::Tensor assemble(RankFiles& files, const std::string& name, const nlohmann::json& saved,
+                    const HeldRows& held, at::Tensor* absmax) {
+  std::vector<int64_t> sizes = held_sizes(held);
+  std::vector<at::Tensor> pieces;
+  for (const SavedRows& rows :
+       rows_to_read(name, saved, held, [&](int rank) { return files.far(rank); })) {
+    sizes[0] = rows.count;
+    pieces.push_back(
+        files.rows(rows.rank, name, sizes, rows.from, rows.rows,
+                   rows.first == held.first && rows.count == held.count ? absmax : nullptr));
+  }
   return pieces.size() == 1 ? pieces[0] : at::cat(pieces);
+}
+
+HeldRows whole_rows(const nlohmann::json& saved) {
+  HeldRows all;
+  all.sizes = saved.at("shape").get<std::vector<int64_t>>();
+  all.count = all.sizes.empty() ? 1 : all.sizes[0];
+  return all;
 }
 
 // The entries of state.json, by name.
@@ -179,9 +236,29 @@ nlohmann::json sharded_tensors(const nlohmann::json& state) {
   return found == state.end() ? nlohmann::json::object() : *found;
 }
 
+std::set<int> rank_files_read(const nlohmann::json& state, int rank, int world_size,
+                              const HeldRowsByName& held, const std::function<int(int)>& far) {
+  std::set<int> ranks;
+  const int saved_by = state.at("world_size").get<int>();
+  int own = saved_by == world_size ? rank : 0;
+  for (int other = 1; saved_by != world_size && other < saved_by; ++other) {
+    own = far(other) < far(own) ? other : own; // see read_state_files()
+  }
+  ranks.insert(own);
+  const nlohmann::json sharded = sharded_tensors(state);
+  for (const auto& [name, entry] : sharded.items()) {
+    const auto of = parameter_of(name, held);
+    const HeldRows rows = of == held.end() ? whole_rows(entry) : of->second;
+    for (const SavedRows& read : rows_to_read(name, entry, rows, far)) {
+      ranks.insert(read.rank);
+    }
+  }
+  return ranks;
+}
+
 bool join_shards(StateToLoad& load, const HeldRowsByName& held) {
   const nlohmann::json saved = sharded_tensors(load.shared);
-  RankFiles files(load.folder);
+  RankFiles files({load.folder});
   for (auto& [name, tensor] : load.shared_tensors) { // saved whole
     const auto of = parameter_of(name, held);
     if (of != held.end() && tensor.sizes() == of->second.sizes) {
@@ -197,11 +274,8 @@ bool join_shards(StateToLoad& load, const HeldRowsByName& held) {
   for (const auto& [name, entry] : saved.items()) {
     const auto sizes = entry.at("shape").get<std::vector<int64_t>>();
     const auto of = parameter_of(name, held);
-    HeldRows rows = of != held.end() ? of->second : HeldRows{};
-    if (of == held.end()) {
-      rows.sizes = sizes;
-      rows.count = sizes.empty() ? 1 : sizes[0];
-    } else if (sizes != rows.sizes) {
+    const HeldRows rows = of != held.end() ? of->second : whole_rows(entry);
+    if (sizes != rows.sizes) {
       refuse_state(load.state_file(),
                    "\"" + name + "\" has shape " + c10::str(at::IntArrayRef(sizes)),
                    "the model's " + c10::str(at::IntArrayRef(rows.sizes)));
@@ -271,32 +345,40 @@ nlohmann::json describe_state(const std::filesystem::path& folder) {
           {"tensors", std::move(tensors)}};
 }
 
-void consolidate_state(const std::filesystem::path& folder, const std::filesystem::path& file,
-                       int64_t model) {
-  verify_manifest(folder);
-  const nlohmann::json state = detail::read_state_json(folder);
+void consolidate_state(const std::vector<std::filesystem::path>& folders,
+                       const std::filesystem::path& file, int64_t model) {
+  constexpr const char* kWhere = "accelerator::consolidate_state";
+  if (folders.empty()) {
+    throw InputError(kWhere, "no folder", "a saved state");
+  }
+  const nlohmann::json state = detail::read_state_json(folders[0]);
+  for (const auto& folder : folders) {
+    verify_manifest(folder);
+    if (detail::read_state_json(folder) != state) {
+      throw InputError(kWhere,
+                       folder.string() + " and " + folders[0].string() + " are of different saves",
+                       "the folders of one save");
+    }
+  }
   if (model < 0 || model >= std::ssize(state.at("models"))) {
     throw InputError(
-        "accelerator::consolidate_state", "model=" + std::to_string(model),
+        kWhere, "model=" + std::to_string(model),
         "a number below the state's " + std::to_string(state.at("models").size()) + " models");
   }
-  const SafetensorsReader own(folder / detail::model_file_name(static_cast<size_t>(model)));
+  const SafetensorsReader own(folders[0] / detail::model_file_name(static_cast<size_t>(model)));
   const std::string prefix = "model." + std::to_string(model) + ".";
   NamedTensors tensors;
   for (const std::string& name : own.names()) {
     tensors.emplace(name, own.tensor(name));
   }
-  detail::RankFiles files(folder);
+  detail::RankFiles files(folders);
   const nlohmann::json sharded = detail::sharded_tensors(state);
   for (const auto& [name, entry] : sharded.items()) {
-    if (!name.starts_with(prefix)) {
-      continue;
+    if (name.starts_with(prefix)) {
+      const detail::HeldRows all = detail::whole_rows(entry);
+      tensors[name.substr(prefix.size())] =
+          detail::assemble(files, name, entry, all, nullptr).reshape(all.sizes);
     }
-    detail::HeldRows all;
-    all.sizes = entry.at("shape").get<std::vector<int64_t>>();
-    all.count = all.sizes.empty() ? 1 : all.sizes[0];
-    tensors[name.substr(prefix.size())] =
-        detail::assemble(files, name, entry, all, nullptr).reshape(all.sizes);
   }
   write_safetensors(file, tensors);
 }

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -108,9 +109,17 @@ at::Tensor rows_of_whole(const at::Tensor& whole, const HeldRows& held);
 // Moves this rank's shards of parameters, and of tensors with their shape (moments), from
 // parts.shared to parts.own, and records in parts.shared_values which rank has which rows.
 // `models`: the shards of the models' parameters, by name. `ranks`: how many hold a replica
-// together, the first ones; `writes`: this is one of them. Local.
+// together. `folder`: [rank] the folder that it writes to, which gets each shard once. Local.
 void split_shards(StateToSave& parts, const NamedTensors& models, const HeldRowsByName& held,
-                  int ranks, bool writes);
+                  int ranks, int rank, const std::vector<int>& folder);
+
+// The ranks whose files `rank` reads to load a state. `far`: how hard a rank's file is to reach; it
+// chooses between files with the same rows. If `held` is empty: for every row of the state. Local.
+std::set<int> rank_files_read(const nlohmann::json& state, int rank, int world_size,
+                              const HeldRowsByName& held, const std::function<int(int)>& far);
+
+// Reads a folder's state.json. Throws InputError unless it is one of a state.
+nlohmann::json read_state_json(const std::filesystem::path& folder);
 
 // Puts into load.shared_tensors the rows that this rank holds now of every tensor that belongs to a
 // parameter, from the file of any rank that has them, or from a whole tensor. Local. Throws

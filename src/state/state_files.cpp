@@ -52,6 +52,11 @@ void read_state_files(StateToLoad& load, int rank, int world_size, bool verify) 
   load.same_world = load.shared.at("world_size") == world_size;
   load.shared_tensors = map_tensors(SafetensorsReader(load.folder / kStateTensorsFile));
   load.rank_file = load.folder / rank_file_name(load.same_world ? rank : 0);
+  for (int other = 1; !load.same_world && !std::filesystem::exists(load.rank_file, error) &&
+                      other < load.shared.at("world_size").get<int>();
+       ++other) { // any will do; a host may have only its own
+    load.rank_file = load.folder / rank_file_name(other);
+  }
   const SafetensorsReader reader(load.rank_file);
   load.own_tensors = map_tensors(reader);
   const auto values = reader.metadata().find("values");

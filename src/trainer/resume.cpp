@@ -33,7 +33,6 @@ void check_file_sizes(const std::filesystem::path& folder) {
   }
 }
 
-/// Empty if a run can resume from the folder.
 std::string why_not_resumable(const std::filesystem::path& folder, bool verify_checksums) {
   try {
     verify_checksums ? verify_manifest(folder) : check_file_sizes(folder);
@@ -64,7 +63,8 @@ bool is_finished_run(const std::filesystem::path& output_dir) {
 
 } // namespace detail
 
-ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums) {
+ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums,
+                              const std::vector<JudgedCheckpoint>* judged) {
   const std::string& asked = arguments.resume_from_checkpoint;
   const std::filesystem::path output_dir = arguments.output_dir;
   const std::string said = "resume_from_checkpoint=" + asked;
@@ -73,7 +73,8 @@ ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_ch
     return point;
   }
   if (asked != "auto" && asked != "latest") {
-    const std::string reason = detail::why_not_resumable(asked, verify_checksums);
+    const std::string reason =
+        judged ? judged->at(0).fault : detail::why_not_resumable(asked, verify_checksums);
     if (!reason.empty()) {
       throw InputError(detail::kResumeWhere, said + " cannot be resumed from: " + reason,
                        "a complete checkpoint-N folder, auto or latest");
@@ -82,15 +83,22 @@ ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_ch
     return point;
   }
   point.finished = detail::is_finished_run(output_dir);
-  auto checkpoints = checkpoint_folders(output_dir);
-  std::reverse(checkpoints.begin(), checkpoints.end());
-  for (const CheckpointFolder& checkpoint : checkpoints) {
-    const std::string reason = detail::why_not_resumable(checkpoint.path, verify_checksums);
+  std::vector<JudgedCheckpoint> candidates;
+  if (judged != nullptr) {
+    candidates = *judged;
+  } else {
+    for (const CheckpointFolder& checkpoint : checkpoint_folders(output_dir)) {
+      candidates.insert(candidates.begin(), {checkpoint.path, {}});
+    }
+  }
+  for (const JudgedCheckpoint& candidate : candidates) {
+    const std::string reason =
+        judged ? candidate.fault : detail::why_not_resumable(candidate.folder, verify_checksums);
     if (reason.empty()) {
-      point.folder = checkpoint.path;
+      point.folder = candidate.folder;
       break;
     }
-    point.skipped.push_back(checkpoint.path.filename().string() + ": " + reason);
+    point.skipped.push_back(candidate.folder.filename().string() + ": " + reason);
   }
   if (point.finished || !point.folder.empty()) {
     return point;
@@ -192,6 +200,8 @@ std::vector<ArgumentChange> changed_arguments(const SavedRun& saved, const Train
       "save_steps",
       "save_total_limit",
       "save_only_model",
+      "save_replicas",
+      "save_on_each_node",
       "load_best_model_at_end"};
   // bf16 and fp16 are compared as precision.
   static const std::set<std::string> left_out = {"output_dir",

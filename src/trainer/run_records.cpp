@@ -213,7 +213,7 @@ void TrainingRun::load_best() {
     parts_.accelerator->load_full_params(
         [this] { parts_.files.load(state_.best_model_checkpoint); }, parts_.model);
   }
-  if (parts_.is_main() && parts_.arguments.save_total_limit == 1) {
+  if (parts_.leads_folder() && parts_.arguments.save_total_limit == 1) {
     keep_only_checkpoint(output_dir_, *state_.best_global_step);
   }
 }
@@ -317,6 +317,9 @@ void TrainingRun::open_output_dir() {
   } else {
     clear_output_dir(output_dir_);
   }
+  if (!parts_.is_main()) {
+    return; // rank 0 writes the records
+  }
   metrics_ = make_tracker("json", output_dir_, std::nullopt, "trainer::train");
   if (!start_.own_folder) {
     append_record("start", {{"command", command_line()},
@@ -390,9 +393,10 @@ void TrainingRun::save_checkpoint() {
                                                 [this](const std::filesystem::path& place) {
                                                   write_model_folder(place, false);
                                                 },
-                                            .replace_any = true});
+                                            .replace_any = true,
+                                            .replicas = parts_.arguments.save_replicas});
   }
-  if (parts_.is_main()) { // after the new one is complete
+  if (parts_.leads_folder()) { // after the new one is complete
     if (state_.best_global_step == state_.global_step) {
       link_best_checkpoint(output_dir_, state_.global_step);
     }
@@ -405,13 +409,40 @@ void TrainingRun::save_checkpoint() {
 void TrainingRun::save_final() {
   collect_tokens();
   parts_.require_output_dir();
+  std::unique_ptr<FolderCommit> commit;
+  const bool on_each = parts_.arguments.save_on_each_node && parts_.folders.several();
+  const auto begin = [&] {
+    commit = std::make_unique<FolderCommit>(output_dir_, CommitMode::merge);
+  };
   parts_.accelerator->summon_full_params(
-      [this] {
-        FolderCommit commit(output_dir_, CommitMode::merge);
-        write_model_folder(commit.folder(), true);
-        commit.commit();
+      [&] {
+        begin();
+        write_model_folder(commit->folder(), true);
+        if (!on_each) {
+          commit->commit();
+        }
       },
       parts_.model);
+  if (!on_each) {
+    return;
+  }
+  const auto agreed = [&](const auto& step) {
+    on_every_rank(parts_.communicator(), "trainer::train", [&] {
+      step();
+      return nlohmann::json();
+    });
+  };
+  agreed([&] {
+    if (!commit && parts_.leads_folder()) {
+      begin();
+    }
+  });
+  share_files(parts_.communicator(), parts_.folders, 1, commit.get()); // all equal to rank 0's
+  agreed([&] {
+    if (commit) {
+      commit->commit();
+    }
+  });
 }
 
 } // namespace hasten::detail

@@ -1,19 +1,18 @@
 #include "starting_point.h"
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
-#include <random>
+#include <optional>
+#include <set>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "hasten/base/error.h"
 #include "hasten/base/files.h"
-#include "hasten/base/process.h"
 #include "hasten/comm/agree.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/resume.h"
+#include "hasten/trainer/trainer_state.h"
 
 namespace hasten::detail {
 
@@ -51,14 +50,15 @@ std::string data_checksum(const Dataset& dataset) {
 }
 
 /// Called on rank 0.
-StartingPoint find_starting_point(const TrainerParts& parts) {
+StartingPoint find_starting_point(const TrainerParts& parts,
+                                  const std::vector<JudgedCheckpoint>* judged) {
   const TrainingArguments& a = parts.arguments;
   StartingPoint start;
   if (a.resume_from_checkpoint.empty()) {
     require_free_output_dir(a);
     return start;
   }
-  const ResumePoint point = find_resume_point(a, /*verify_checksums=*/true);
+  const ResumePoint point = find_resume_point(a, /*verify_checksums=*/true, judged);
   if (point.finished) {
     const SavedRun saved = read_saved_run(a.output_dir);
     const auto changes = changes_since(saved, parts);
@@ -66,6 +66,10 @@ StartingPoint find_starting_point(const TrainerParts& parts) {
     if (describe_changes(changes, true).empty()) {
       start.finished = true;
       start.run = saved.run;
+      const auto file =
+          std::filesystem::path(a.output_dir) / "trainer_state.json"; // rank 0's alone
+      start.run["trainer_state"] =
+          nlohmann::json::parse(trainer_state_json(read_trainer_state(file)));
       return start;
     }
     if (point.folder.empty()) {
@@ -143,49 +147,105 @@ void lock_output_dir(TrainerParts& parts) {
   if (folder.empty()) {
     return;
   }
-  // Ranks of several hosts write or read checkpoints.
-  const bool shared =
-      (a.save_strategy != SaveStrategy::no || !a.resume_from_checkpoint.empty()) &&
-      std::ssize(ranks_of_host(parts.communicator())) < parts.accelerator->num_processes();
-  const std::string name = agreed_with_main(parts, "lock of the output folder", [&] {
-                             parts.output_lock = std::make_unique<OutputDirLock>(folder);
-                             std::string file = ".hasten-" + std::to_string(std::random_device{}());
-                             if (shared) { // all look for it
-                               write_file_atomically(folder / file, "");
-                             }
-                             return nlohmann::json{{"file", file}};
-                           }).at("file");
-  std::error_code error;
-  const std::shared_ptr<void> removed(nullptr, [&](void*) {
-    if (shared && parts.is_main()) {
-      std::filesystem::remove(folder / name, error);
-    }
-  });
-  if (shared) {
-    on_every_rank(parts.communicator(), "trainer::train", [&] {
-      for (int i = 0; !std::filesystem::exists(folder / name, error); ++i) {
-        if (i == 50) { // a network's file system may be late
-          throw InputError("trainer::train",
-                           "output_dir=" + folder.string() + " on " + host_name() +
-                               " is not the folder that rank 0 writes to",
-                           "a folder that all hosts share",
-                           "choose one on a shared file system, or save_strategy=no");
-        }
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      }
-      return nlohmann::json();
+  parts.folders = one_folder(parts.accelerator->num_processes());
+  if (on_several_hosts(parts.communicator()) &&
+      (a.save_strategy != SaveStrategy::no || !a.resume_from_checkpoint.empty() ||
+       a.save_on_each_node)) { // hosts write or read there
+    std::optional<HostMark> mark;
+    const auto marks = on_every_rank(parts.communicator(), "trainer::train", [&] {
+      return mark.emplace(parts.communicator(), folder).said();
     });
+    parts.folders = find_host_folders(parts.communicator(), "trainer::train", folder, marks, 50);
+  }
+  on_every_rank(parts.communicator(), "trainer::train", [&] {
+    if (parts.leads_folder()) {
+      parts.output_lock = std::make_unique<OutputDirLock>(folder);
+    }
+    return nlohmann::json();
+  });
+  if (a.save_strategy != SaveStrategy::no && !a.save_only_model) {
+    require_replicas(parts.folders, a.save_replicas, "trainer::train");
   }
 }
 
-StartingPoint decide_starting_point(TrainerParts& parts) {
-  const nlohmann::json start = agreed_with_main(parts, "start of the run", [&] {
-    if (!parts.altering_facts.contains("train_data")) {
-      parts.altering_facts["train_data"] = data_checksum(*parts.train);
+/// The checkpoint of this rank's host that rank 0 calls `folder`.
+std::filesystem::path own_checkpoint(const TrainingArguments& a, const std::string& folder) {
+  const std::string& asked = a.resume_from_checkpoint;
+  return asked == "auto" || asked == "latest"
+             ? std::filesystem::path(a.output_dir) / std::filesystem::path(folder).filename()
+             : std::filesystem::path(asked);
+}
+
+/// The checkpoints of hosts with folders of their own, newest first, up to the first from which all can
+/// resume. Its shared files are then in every folder. Collective.
+std::vector<JudgedCheckpoint> judge_checkpoints(TrainerParts& parts) {
+  constexpr const char* kWhere = "trainer::train";
+  const TrainingArguments& a = parts.arguments;
+  std::set<std::pair<int64_t, std::string>> names; // by step
+  const auto found = on_every_rank(parts.communicator(), kWhere, [&] {
+    auto list = nlohmann::json::array();
+    if (parts.leads_folder()) {
+      for (const CheckpointFolder& checkpoint : checkpoint_folders(a.output_dir)) {
+        list.push_back({checkpoint.global_step, checkpoint.path.filename().string()});
+      }
     }
-    return nlohmann::json(find_starting_point(parts));
+    return list;
   });
-  return start.get<StartingPoint>();
+  for (const auto& list : found) {
+    for (const auto& item : list) {
+      names.emplace(item.at(0).get<int64_t>(), item.at(1).get<std::string>());
+    }
+  }
+  if (own_checkpoint(a, "") == a.resume_from_checkpoint) {
+    names = {{0, a.resume_from_checkpoint}};
+  }
+  std::vector<JudgedCheckpoint> judged;
+  for (auto name = names.rbegin(); name != names.rend(); ++name) {
+    const auto folder = own_checkpoint(a, name->second);
+    SavedFolders folders = look_at_folders(parts.communicator(), kWhere, folder, [&] {
+      if (const auto reason = why_not_resumable(folder, true); !reason.empty()) {
+        throw InputError(kWhere, reason);
+      }
+    });
+    if (folders.files.size() == 1 && folders.fault.empty()) { // one folder, which nobody has read
+      folders.fault = agreed_with_main(parts, "checkpoint", [&] {
+                        return nlohmann::json{{"fault", why_not_resumable(folder, true)}};
+                      }).at("fault");
+    }
+    judged.push_back({folder, folders.fault});
+    if (folders.fault.empty()) {
+      complete_folders(parts.communicator(), kWhere, folders, nullptr);
+      break;
+    }
+  }
+  return judged;
+}
+
+StartingPoint decide_starting_point(TrainerParts& parts) {
+  const TrainingArguments& a = parts.arguments;
+  std::optional<std::vector<JudgedCheckpoint>> judged;
+  if (parts.folders.several()) {
+    on_every_rank(parts.communicator(), "trainer::train", [&] {
+      if (parts.leads_folder() && a.resume_from_checkpoint.empty()) {
+        require_free_output_dir(a);
+      }
+      return nlohmann::json();
+    });
+    if (!a.resume_from_checkpoint.empty()) {
+      judged = judge_checkpoints(parts);
+    }
+  }
+  StartingPoint start =
+      agreed_with_main(parts, "start of the run", [&] {
+        if (!parts.altering_facts.contains("train_data")) {
+          parts.altering_facts["train_data"] = data_checksum(*parts.train);
+        }
+        return nlohmann::json(find_starting_point(parts, judged ? &*judged : nullptr));
+      }).get<StartingPoint>();
+  if (judged && !start.folder.empty()) {
+    start.folder = own_checkpoint(a, start.folder.string());
+  }
+  return start;
 }
 
 int64_t first_batch_size(const TrainerParts& parts, const StartingPoint& start) {

@@ -12,7 +12,7 @@
 
 namespace hasten::detail {
 
-/// The same on every rank.
+/// The same on every rank, but for the name of a host's own folder.
 struct StartingPoint {
   /// The checkpoint; empty: from the beginning.
   std::filesystem::path folder{};
@@ -32,8 +32,8 @@ struct StartingPoint {
 /// Samples of one step over all ranks.
 int64_t total_batch(const TrainerParts& parts);
 
-/// Locks the output folder on rank 0. Throws InputError on all ranks if another run holds it.
-/// Collective.
+/// Locks the output folder on rank 0, and on each host that has its own; sets parts.folders. Throws
+/// InputError on all ranks if another run holds it. Collective.
 void lock_output_dir(TrainerParts& parts);
 
 /// Rank 0 decides; all ranks get its decision or an InputError. Collective.

@@ -58,11 +58,10 @@ void move_model(torch::nn::Module& model, const at::Device& device) {
 }
 
 /// The output of a finished run, from the last of its records.
-TrainOutput output_of_finished_run(TrainerParts& parts) {
+TrainOutput output_of_finished_run(TrainerParts& parts, const nlohmann::json& run) {
   TrainOutput output;
   output.already_finished = true;
-  parts.state =
-      read_trainer_state(std::filesystem::path(parts.arguments.output_dir) / "trainer_state.json");
+  parts.state = trainer_state_of(run.at("trainer_state"));
   output.global_step = parts.state.global_step;
   if (!parts.state.log_history.empty()) {
     output.metrics = parts.state.log_history.back();
@@ -282,7 +281,8 @@ Trainer::~Trainer() = default;
 
 void Trainer::set_model_files(ModelFiles files) { impl_->parts.files = std::move(files); }
 
-void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback, std::string state_name) {
+void Trainer::add_callback(std::shared_ptr<TrainerCallback> callback,
+                           const std::string& state_name) {
   if (!state_name.empty()) {
     auto stateful = std::dynamic_pointer_cast<Stateful>(callback);
     if (!stateful) {
@@ -336,7 +336,7 @@ TrainOutput Trainer::train() {
   detail::lock_output_dir(parts);
   detail::StartingPoint start = detail::decide_starting_point(parts);
   if (start.finished) {
-    return detail::output_of_finished_run(parts);
+    return detail::output_of_finished_run(parts, start.run);
   }
   detail::settle_precision(parts, start.precision);
   parts.notify([&](TrainerCallback& c) { c.on_precision(parts.arguments.precision); });

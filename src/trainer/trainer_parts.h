@@ -13,6 +13,7 @@
 #include "hasten/trainer/losses.h"
 #include "hasten/trainer/output_folder.h"
 #include "hasten/trainer/trainer.h"
+#include "state/host_folders.h"
 
 namespace hasten::detail {
 
@@ -35,7 +36,8 @@ struct TrainerParts {
   bool precision_settled = false;
   // The choice of enable_checkpointing(); empty: none, or the model had its own.
   std::optional<GradientCheckpointingOptions> checkpointing{};
-  std::unique_ptr<OutputDirLock> output_lock{}; // rank 0's, while train() runs
+  std::unique_ptr<OutputDirLock> output_lock{}; // of a rank with leads_folder(), while train() runs
+  HostFolders folders{}; // output_dir on the hosts, once train() has begun
 
   template <typename Call>
   void notify(Call&& call) {
@@ -51,6 +53,12 @@ struct TrainerParts {
     }
   }
   bool is_main() const { return accelerator->is_main_process(); }
+  /// Whether this rank makes and removes checkpoints in output_dir: rank 0, and one rank of each host with
+  /// an output_dir of its own.
+  bool leads_folder() const {
+    const int rank = accelerator->process_index();
+    return folders.writer.empty() ? is_main() : folders.writer[static_cast<size_t>(rank)] == rank;
+  }
 };
 
 /// Throws InputError because the evaluation record lacks a required metric.

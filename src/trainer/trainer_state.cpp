@@ -53,24 +53,27 @@ std::string trainer_state_json(const TrainerState& state) {
   return finite_json(json).dump(2) + "\n";
 }
 
+TrainerState detail::trainer_state_of(const nlohmann::json& json) {
+  nlohmann::json values = {{"global_step", json.at("global_step")},
+                           {"log_history", json.at("log_history")}};
+  for (const auto& [name, value] : json.items()) { // a number that is null was not finite
+    if (!value.is_null()) {
+      values[name] = value;
+    }
+  }
+  auto state = values.get<TrainerState>();
+  if (const auto best = json.find("best_metric"); best != json.end() && best->is_number()) {
+    state.best_metric = best->get<double>();
+  }
+  if (const auto best = json.find("best_global_step"); best != json.end() && best->is_number()) {
+    state.best_global_step = best->get<int64_t>();
+  }
+  return state;
+}
+
 TrainerState read_trainer_state(const std::filesystem::path& file) {
   try {
-    const nlohmann::json json = read_json_file("trainer::read_trainer_state", file);
-    nlohmann::json values = {{"global_step", json.at("global_step")},
-                             {"log_history", json.at("log_history")}};
-    for (const auto& [name, value] : json.items()) { // a number that is null was not finite
-      if (!value.is_null()) {
-        values[name] = value;
-      }
-    }
-    auto state = values.get<TrainerState>();
-    if (const auto best = json.find("best_metric"); best != json.end() && best->is_number()) {
-      state.best_metric = best->get<double>();
-    }
-    if (const auto best = json.find("best_global_step"); best != json.end() && best->is_number()) {
-      state.best_global_step = best->get<int64_t>();
-    }
-    return state;
+    return detail::trainer_state_of(read_json_file("trainer::read_trainer_state", file));
   } catch (const nlohmann::json::exception& error) {
     throw InputError("trainer::read_trainer_state", "file=" + file.string() + ": " + error.what(),
                      "a trainer_state.json");

@@ -197,7 +197,7 @@ void TrainingRun::begin() {
   state_.eval_steps = plan_.eval_steps;
   state_.save_steps = plan_.save_steps;
   state_.train_batch_size = parts_.arguments.per_device_train_batch_size;
-  if (parts_.is_main() && !output_dir_.empty()) {
+  if (parts_.leads_folder() && !output_dir_.empty()) {
     open_output_dir();
   }
   reset_peak_memory(parts_.accelerator->device());

@@ -196,4 +196,33 @@ inline void expect_close(const Result& a, const Result& b, double tolerance) {
   }
 }
 
+// A model with AdamW's moments under a strategy, on ranks of one kind or another.
+struct Learning {
+  Learning(Strategy strategy, std::shared_ptr<Communicator> communicator)
+      : run{.strategy = strategy,
+            .adamw = true,
+            .change =
+                [](AcceleratorOptions& o) {
+                  o.shard_size = testing_support::test_world().world_size % 2 == 0 ? 2 : 0;
+                }},
+        accelerator(options_of(run), std::move(communicator)),
+        stack(make_stack(run, accelerator.process_index())),
+        own(optimizer_of(run, stack)),
+        optimizer(std::get<1>(accelerator.prepare(stack, *own))) {}
+  // All ranks have the same rows, so the mean over ranks equals one rank's gradient.
+  void step(int64_t number) {
+    auto window = accelerator.accumulate(stack);
+    accelerator.backward(loss_of(stack, batches(number + 1)[static_cast<size_t>(number)]), 1);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  std::vector<Tensor> whole() { return whole_parameters(accelerator, stack); }
+
+  Training run;
+  Accelerator accelerator;
+  Stack stack;
+  std::unique_ptr<torch::optim::Optimizer> own;
+  PreparedOptimizer<torch::optim::Optimizer> optimizer;
+};
+
 } // namespace hasten::sharded_test

@@ -36,44 +36,15 @@ TEST(ShardedState, SaveModelWritesTheUnshardedModelUnderEveryStrategy) {
   }
 }
 
-// A model with AdamW's moments under a strategy, on ranks of one kind or another.
-struct Learner {
-  Learner(Strategy strategy, std::shared_ptr<Communicator> communicator)
-      : run{.strategy = strategy,
-            .adamw = true,
-            .change =
-                [](AcceleratorOptions& o) {
-                  o.shard_size = testing_support::test_world().world_size % 2 == 0 ? 2 : 0;
-                }},
-        accelerator(options_of(run), std::move(communicator)),
-        stack(make_stack(run, accelerator.process_index())),
-        own(optimizer_of(run, stack)),
-        optimizer(std::get<1>(accelerator.prepare(stack, *own))) {}
-  // All ranks have the same rows, so the mean over ranks equals one rank's gradient.
-  void step(int64_t number) {
-    auto window = accelerator.accumulate(stack);
-    accelerator.backward(loss_of(stack, batches(number + 1)[static_cast<size_t>(number)]), 1);
-    optimizer.step();
-    optimizer.zero_grad();
-  }
-  std::vector<Tensor> whole() { return whole_parameters(accelerator, stack); }
-
-  Training run;
-  Accelerator accelerator;
-  Stack stack;
-  std::unique_ptr<torch::optim::Optimizer> own;
-  PreparedOptimizer<torch::optim::Optimizer> optimizer;
-};
-
 TEST(ShardedState, AnyStrategyGoesOnFromAny) {
-  state_test::expect_any_strategy_goes_on<Learner>(1e-10, 1e-10);
+  state_test::expect_any_strategy_goes_on<Learning>(1e-10, 1e-10);
 }
 
 // From all ranks to fewer ranks, then back to all ranks.
 TEST(ShardedState, AnyNumberOfRanksGoesOnFromAny) {
   const auto folder = state_test::common_folder();
   const auto everyone = testing_support::fresh_communicator();
-  Learner saving(Strategy::fsdp, everyone);
+  Learning saving(Strategy::fsdp, everyone);
   saving.step(0);
   saving.accelerator.save_state(folder / "all");
   saving.step(1);
@@ -87,7 +58,7 @@ TEST(ShardedState, AnyNumberOfRanksGoesOnFromAny) {
       CommunicatorOptions options = everyone->options();
       options.name += " of " + std::to_string(count);
       const auto group = everyone->new_group(ranks, options);
-      Learner fewer(Strategy::fsdp, group);
+      Learning fewer(Strategy::fsdp, group);
       fewer.accelerator.load_state(folder / "all");
       fewer.step(1);
       state_test::expect_within(fewer.whole(), later, 1e-10);
@@ -95,7 +66,7 @@ TEST(ShardedState, AnyNumberOfRanksGoesOnFromAny) {
       group->close();
     }
     everyone->barrier("saved by fewer");
-    Learner all(Strategy::fsdp, everyone);
+    Learning all(Strategy::fsdp, everyone);
     all.accelerator.load_state(place);
     state_test::expect_within(all.whole(), later, 1e-10);
   }
@@ -105,7 +76,7 @@ TEST(ShardedState, EachRankWritesItsRows) {
   const auto folder = state_test::common_folder();
   const auto everyone = testing_support::fresh_communicator();
   const int world = everyone->world_size();
-  Learner saving(Strategy::fsdp, everyone);
+  Learning saving(Strategy::fsdp, everyone);
   saving.step(0);
   saving.accelerator.save_state(folder / "state");
   if (world == 1) {
@@ -131,7 +102,7 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
   if (everyone->world_size() == 1) {
     return;
   }
-  Learner saving(Strategy::fsdp, everyone);
+  Learning saving(Strategy::fsdp, everyone);
   saving.step(0);
   const auto place = folder / "state";
   saving.accelerator.save_state(place);
@@ -141,7 +112,7 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
     std::filesystem::resize_file(place / file, std::filesystem::file_size(place / file) / 2);
   }
   everyone->barrier("cut");
-  Learner then(Strategy::fsdp, everyone);
+  Learning then(Strategy::fsdp, everyone);
   const auto before = then.whole();
   const std::string error = state_test::input_error([&] { then.accelerator.load_state(place); });
   EXPECT_NE(error.find(file), std::string::npos) << error;
@@ -152,7 +123,7 @@ TEST(ShardedState, AFileThatLacksRowsIsNamedAndNothingChanged) {
 TEST(ShardedState, InsideAForwardItIsRefusedBeforeAnythingIsWritten) {
   const auto folder = state_test::common_folder();
   for (const Strategy strategy : {Strategy::zero1, Strategy::fsdp}) {
-    Learner learner(strategy, testing_support::fresh_communicator());
+    Learning learner(strategy, testing_support::fresh_communicator());
     learner.step(0);
     const bool refused = learner.accelerator.num_processes() > 1;
     const auto place = folder / strategy_name(strategy);

@@ -33,8 +33,8 @@ struct SizedRun {
     install_memory_meter();
     AcceleratorOptions options;
     options.gradient_accumulation_steps = arguments.gradient_accumulation_steps;
-    const auto accelerator =
-        std::make_shared<Accelerator>(options, testing_support::fresh_communicator());
+    const auto accelerator = std::make_shared<Accelerator>(
+        options, testing_support::fresh_communicator_without_memory());
     trainer = std::make_unique<Trainer>(
         model,
         [this, hungry](const Batch& batch) {

@@ -6,7 +6,6 @@
 
 #include "hasten/accelerator/accelerator.h"
 #include "hasten/base/error.h"
-#include "hasten/comm/forwarding_communicator.h"
 #include "hasten/trainer/trainer.h"
 #include "support/communicator.h"
 #include "support/temporary_folder.h"
@@ -61,46 +60,6 @@ std::string failure_with(const files::path& out, double logging_steps,
   } catch (const std::exception& error) {
     return error.what();
   }
-}
-
-/// Each rank is a host of its own.
-struct HostEach : ForwardingCommunicator {
-  using ForwardingCommunicator::ForwardingCommunicator;
-  std::vector<int> host_members() const override { return {rank()}; }
-};
-
-std::string failure_on_hosts(const files::path& out, SaveStrategy save) {
-  TrainingArguments a = toy::arguments();
-  a.output_dir = out.string();
-  a.max_steps = 2;
-  a.save_strategy = save;
-  const auto model = std::make_shared<toy::Classifier>();
-  Trainer trainer(
-      model, toy::loss_function(model), a, std::make_shared<toy::Texts>(64), nullptr,
-      ComputeMetrics{},
-      std::make_shared<Accelerator>(
-          AcceleratorOptions{}, std::make_shared<HostEach>(testing_support::fresh_communicator())));
-  try {
-    trainer.train();
-    return {};
-  } catch (const InputError& error) {
-    return error.what();
-  }
-}
-
-TEST(OutputFolderWorld, HostsWithoutACommonFolderAreNamedBeforeTraining) {
-  if (testing_support::test_world().world_size == 1) {
-    GTEST_SKIP() << "one host";
-  }
-  const testing_support::TemporaryFolder own;
-  const std::string text = failure_on_hosts(own / "out", SaveStrategy::epoch);
-  EXPECT_NE(text.find(" is not the folder that rank 0 writes to. Expected a folder that all hosts "
-                      "share. Fix: choose one on a shared file system, or save_strategy=no"),
-            std::string::npos)
-      << text;
-  EXPECT_TRUE(files::is_empty(own.path())) << "something is left";
-  EXPECT_EQ(failure_on_hosts(own / "out", SaveStrategy::no), ""); // only rank 0 writes
-  EXPECT_EQ(failure_on_hosts(shared_folder() / "out", SaveStrategy::epoch), "");
 }
 
 TEST(OutputFolderWorld, MovedRemovedOrReplacedInMidRunItEndsTheRunByName) {

@@ -10,6 +10,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace hasten {
 
@@ -26,6 +27,14 @@ enum class CommitMode {
   merge,
 };
 
+struct ManifestEntry {
+  uint64_t size = 0; // bytes
+  std::string xxh3{}; // 16 hex digits
+};
+
+/// Reads the whole file. Throws InputError.
+ManifestEntry describe_file(const std::filesystem::path& path);
+
 /// A folder that is being written.
 ///   FolderCommit commit(target, CommitMode::replace);
 ///   commit.write("config.json", text);
@@ -35,7 +44,7 @@ class FolderCommit {
  public:
   /// Creates "<target>.tmp-<pid>-<n>" and the target's parent folders. Throws InputError if they
   /// cannot be created, or if the mode is `create` and the target is not empty.
-  explicit FolderCommit(std::filesystem::path target, CommitMode mode = CommitMode::create);
+  explicit FolderCommit(const std::filesystem::path& target, CommitMode mode = CommitMode::create);
   /// Removes the temporary folder unless committed. Never throws.
   ~FolderCommit();
   FolderCommit(const FolderCommit&) = delete;
@@ -52,6 +61,12 @@ class FolderCommit {
   /// Throws Error that names the target and the reason. The target is then unchanged (with
   /// `merge` unless one of the last renames failed).
   void commit();
+  /// All of commit() but the rename. Afterwards the folder must not change.
+  void prepare();
+  /// Syncs and describes the files so far; one that was described before is not read again.
+  const std::map<std::string, ManifestEntry>& describe();
+  /// Says what describe() would find for a file that is in place and on disk.
+  void set_entry(const std::string& name, ManifestEntry entry) { files_[name] = std::move(entry); }
 
  private:
   void commit_folder();
@@ -60,17 +75,14 @@ class FolderCommit {
   std::filesystem::path target_;
   std::filesystem::path folder_{};
   CommitMode mode_;
+  std::map<std::string, ManifestEntry> files_{};
+  bool prepared_ = false;
   bool committed_ = false;
 };
 
 /// Name of the manifest in a committed folder. Its form:
 ///   {"format": 1, "files": {"config.json": {"size": 12, "xxh3": "2d06…"}}}
 inline constexpr const char* kManifestFile = "manifest.json";
-
-struct ManifestEntry {
-  uint64_t size = 0; // bytes
-  std::string xxh3{}; // 16 hex digits
-};
 
 /// Reads the manifest; the keys are paths relative to the folder. Throws InputError if it is
 /// missing (the folder was never committed) or is not a manifest of hasten.

@@ -11,6 +11,12 @@
 //                             parameters and moments, "sharded.<name>", which state.json lists
 //     manifest.json           sizes and checksums; written last
 //
+// Hosts that share no file system: each host has such a folder, with its ranks' files. The other
+// files are equal on all hosts, and state.json has an id and which ranks each folder holds, under
+// "placement". A folder counts if all hosts have renamed theirs. Each host resumes from its own folder. If
+// it lacks a file that its ranks need, because they have another placement or the folder is lost, it
+// gets the file from a host that has it. With a shared parent folder there is one folder.
+//
 // Size, for parameters of P bytes with Adam: 3 P. Gradients that are not zero add P. A save in the
 // middle of a window adds P per rank. Generators: 5 KB per rank (+ 16 B per GPU).
 //
@@ -27,16 +33,21 @@
 #include <filesystem>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
+#include <vector>
 
 namespace hasten {
 
 struct SaveStateOptions {
-  /// Writes further files into the temporary folder, before anything else is written. Only the main
-  /// process calls it. If it writes a model.safetensors with model 0's values, that file is not
-  /// written again.
+  /// Writes further files into the temporary folder, before anything else is written. The main process
+  /// calls it; with ddp also the first rank of each host with its own folder, where files then become equal to the main process's. If it writes a model.safetensors with model 0's values, that file is
+  /// not written again.
   std::function<void(const std::filesystem::path& folder)> also_write{};
   /// Also replaces a folder that holds something other than a state.
   bool replace_any = false;
+  /// How many hosts have each rank's file: the host itself and those before it. With 2 the loss of one
+  /// host's disk loses nothing; each save then sends a host's part to another. Above 1 only for hosts
+  /// with their own folders.
+  int64_t replicas = 1;
 };
 
 struct LoadStateOptions {
@@ -71,10 +82,10 @@ inline constexpr const char* kStateTensorsFile = "state.safetensors";
 nlohmann::json describe_state(const std::filesystem::path& folder);
 
 /// Merges the shards that the ranks saved, and writes a model's parameters and buffers into one
-/// safetensors file. Verifies checksums first. Local. Memory: the merged tensors; tensors that were
+/// safetensors file. `folders`: of one save, one for each host that has its own. Verifies checksums first. Local. Memory: the merged tensors; tensors that were
 /// saved whole are mapped. Throws InputError naming the file that is missing or damaged; `file` is
 /// then unchanged.
-void consolidate_state(const std::filesystem::path& folder, const std::filesystem::path& file,
-                       int64_t model = 0);
+void consolidate_state(const std::vector<std::filesystem::path>& folders,
+                       const std::filesystem::path& file, int64_t model = 0);
 
 } // namespace hasten

@@ -10,6 +10,8 @@
 //                         One command line starts the run and resumes it
 //   a path    that checkpoint-N, of this output_dir or of another run
 // latest and auto do nothing if the run in output_dir is finished.
+// Hosts with output folders of their own take the newest checkpoint-N whose files they have together, and
+// the notes of the run say which host lacks a newer one.
 #pragma once
 
 #include <cstdint>
@@ -32,12 +34,27 @@ struct ResumePoint {
   std::vector<std::string> skipped{};
 };
 
+/// A checkpoint that the hosts have looked at together, each on its own disk.
+struct JudgedCheckpoint {
+  std::filesystem::path folder{};
+  /// Why no run can resume from it; empty: one can.
+  std::string fault{};
+};
+
 /// Reads only. With `verify_checksums` it reads every file of the candidates, otherwise it compares
-/// sizes.
+/// sizes. `judged`: the candidates, newest first, of hosts with folders of their own; these are not read.
 /// Throws InputError for a path that is not a complete checkpoint, for latest without a checkpoint,
 /// if there are checkpoints but none is complete (it never starts over them), and for auto in a
 /// folder that holds a model but no run.
-ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums);
+ResumePoint find_resume_point(const TrainingArguments& arguments, bool verify_checksums,
+                              const std::vector<JudgedCheckpoint>* judged = nullptr);
+
+namespace detail {
+
+/// Empty if a run can resume from the folder.
+std::string why_not_resumable(const std::filesystem::path& folder, bool verify_checksums);
+
+} // namespace detail
 
 /// The description of a run in a checkpoint-N or a finished folder.
 struct SavedRun {

@@ -150,7 +150,7 @@ class Trainer {
   /// With a `state_name`, equal on every rank, the callback must be a Stateful, and its state is
   /// saved in checkpoints; otherwise throws InputError. A ProgressCallback replaces the existing
   /// one on rank 0; other ranks ignore it, and every TrackerCallback.
-  void add_callback(std::shared_ptr<TrainerCallback> callback, std::string state_name = {});
+  void add_callback(std::shared_ptr<TrainerCallback> callback, const std::string& state_name = {});
   /// Further facts that the run depends on, as JSON objects of names and values. If a fact differs
   /// when the run is resumed, a `listed` one is printed, and an `altering` one is an error, like a
   /// changed argument ("train_data", a checksum of samples and lengths, is added unless given).

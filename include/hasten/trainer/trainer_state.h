@@ -41,6 +41,13 @@ std::string trainer_state_json(const TrainerState& state);
 /// Throws InputError naming the file and what is wrong with it.
 TrainerState read_trainer_state(const std::filesystem::path& file);
 
+namespace detail {
+
+/// Throws what nlohmann::json throws.
+TrainerState trainer_state_of(const nlohmann::json& json);
+
+} // namespace detail
+
 /// A copy with null in place of NaN and infinities.
 nlohmann::json finite_json(nlohmann::json value);
 
