@@ -269,7 +269,9 @@ const AverageReport& Averager::report() {
   return impl_->report;
 }
 
-RoundOutcome Averager::recover() { return impl_->recover(); }
+RoundOutcome Averager::recover(std::shared_ptr<Communicator> remaining) {
+  return impl_->recover(std::move(remaining));
+}
 
 int64_t Averager::numel() const { return sum_of(impl_->entries, &Impl::Entry::numel); }
 

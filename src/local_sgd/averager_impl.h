@@ -87,7 +87,7 @@ struct Averager::Impl {
   void await_data();
   void settle_spread();
   void forget_spread();
-  RoundOutcome recover();
+  RoundOutcome recover(std::shared_ptr<Communicator> remaining);
   void make_buffers();
   // Calls function(entry, data, buffer offset, count) for every piece of the slice.
   template <typename Function>

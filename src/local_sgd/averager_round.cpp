@@ -476,12 +476,13 @@ int64_t Averager::Impl::bytes_of_round() const {
 // one of the remaining ranks has committed, the others need only the sum of weights, which that
 // rank sends. If none has committed, none can have gone beyond the vote, and all drop the round.
 // Two ranks are never more than one vote apart.
-RoundOutcome Averager::Impl::recover() {
+RoundOutcome Averager::Impl::recover(std::shared_ptr<Communicator> remaining) {
   constexpr const char* where = "parallel::Averager";
   if (!options.transactional) {
     throw InputError(where, "recover() with transactional=false",
                      "transactional=true, because the interrupted round has left partial sums");
   }
+  communicator = remaining ? std::move(remaining) : communicator;
   const auto all = communicator->all_gather_object(
       {{"rounds", report.round}, {"total", last_total}, {"unsettled", round.open || dropped}},
       "progress of an average");

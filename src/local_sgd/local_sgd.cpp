@@ -5,7 +5,6 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <atomic>
 #include <cmath>
 #include <sstream>
 
@@ -141,8 +140,9 @@ void LocalSGD::Impl::open() {
   }
   core->local.open(*this);
   try {
-    averager = std::make_unique<Averager>(copies, detail::trainable(*core->models[index].parallel),
-                                          options.average);
+    open_groups();
+    averager = std::make_unique<Averager>(
+        transfers, detail::trainable(*core->models[index].parallel), options.average);
     open_parts();
     progress.own_weight.assign(static_cast<size_t>(averager->fragments()), 0);
     progress.taken_weight = progress.own_weight;
@@ -160,8 +160,13 @@ void LocalSGD::Impl::open() {
 
 // Makes the parts for one set of ranks, except the averager. Collective.
 void LocalSGD::Impl::open_parts() {
-  if (options.inner_steps > 0) {
-    open_group(detail::trainable(*core->models[index].parallel));
+  group_averager = nullptr;
+  if (group) {
+    group_averager =
+        std::make_unique<Averager>(group, detail::trainable(*core->models[index].parallel),
+                                   AveragerOptions{.transactional = options.average.transactional,
+                                                   .slice_mb = options.average.slice_mb,
+                                                   .measure_spread = false});
   }
   buffers =
       std::make_unique<detail::AveragedBuffers>(copies, *core->models[index].parallel->module());
@@ -169,9 +174,16 @@ void LocalSGD::Impl::open_parts() {
       std::make_unique<detail::AveragedMoments>(copies, optimizers, core->models.parameter_names());
 }
 
-// Every rank gets all ranks' group names, and makes a group with the ranks of its own name.
-void LocalSGD::Impl::open_group(const Averager::NamedTensorList& tensors) {
-  static std::atomic<int> opened_groups{0};
+// Operations of one group wait for each other, so a transfer that runs while the ranks train has
+// another one. Every rank gets all ranks' group names, and makes a group with the ranks of its name.
+void LocalSGD::Impl::open_groups() {
+  close_groups();
+  CommunicatorOptions like = copies->options();
+  like.name = "local sgd transfers";
+  transfers = options.delay > 0 && copies->world_size() > 1 ? copies->duplicate(like) : copies;
+  if (options.inner_steps == 0) {
+    return;
+  }
   const std::string name = options.group.empty() ? host_name() : options.group;
   const auto names = copies->all_gather_object(name, "groups of ranks");
   std::vector<int> members;
@@ -180,20 +192,16 @@ void LocalSGD::Impl::open_group(const Averager::NamedTensorList& tensors) {
       members.push_back(static_cast<int>(rank));
     }
   }
-  if (group_label.empty()) {
-    group_label = "local sgd group " + std::to_string(opened_groups++);
+  like.name = "local sgd group";
+  group = members.size() > 1 ? copies->new_group(members, like) : nullptr;
+}
+
+void LocalSGD::Impl::close_groups() {
+  if (group) {
+    group->close();
   }
-  group = nullptr;
-  group_averager = nullptr;
-  if (members.size() > 1) {
-    CommunicatorOptions like = copies->options();
-    like.name = group_label + " of " + std::to_string(names.size()) + " ranks";
-    group = copies->new_group(members, like);
-    group_averager =
-        std::make_unique<Averager>(group, tensors,
-                                   AveragerOptions{.transactional = options.average.transactional,
-                                                   .slice_mb = options.average.slice_mb,
-                                                   .measure_spread = false});
+  if (transfers && transfers != copies) {
+    transfers->close();
   }
 }
 

@@ -67,7 +67,10 @@ bool LocalSGD::Impl::recover() {
   }
   for (;;) {
     try {
-      settle();
+      open_groups();
+      settle_round();
+      settle_clocks();
+      open_parts();
       return true;
     } catch (const CommunicationError&) { // one more
       if (!core->run.shrink()) {
@@ -77,17 +80,8 @@ bool LocalSGD::Impl::recover() {
   }
 }
 
-void LocalSGD::Impl::settle() {
-  settle_round();
-  settle_clocks();
-  if (group) {
-    group->close();
-  }
-  open_parts();
-}
-
 void LocalSGD::Impl::settle_round() {
-  outcome = averager->recover();
+  outcome = averager->recover(transfers);
   if (outcome == RoundOutcome::committed) {
     if (closing != kNothing) {
       close_round(closing);

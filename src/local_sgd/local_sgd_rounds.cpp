@@ -358,9 +358,7 @@ void LocalSGD::Impl::finish() {
   active = false;
   report_round();
   core->local.close();
-  if (group) {
-    group->close();
-  }
+  close_groups();
   if (core->run.world().rank == 0 && progress.rounds > 0) {
     log_summary();
   }

@@ -97,7 +97,8 @@ class LocalSGD::Impl final : public detail::LocalScope {
   void close_round(int64_t fragment);
   void committed();
   void average_group();
-  void open_group(const Averager::NamedTensorList& tensors);
+  void open_groups();
+  void close_groups();
   double take_weight(int64_t fragment);
   void report_round();
 
@@ -107,7 +108,6 @@ class LocalSGD::Impl final : public detail::LocalScope {
   // Collective over them.
   bool recover();
   void finish_moments();
-  void settle();
   void settle_round();
   void settle_clocks();
   void open_parts();
@@ -120,6 +120,7 @@ class LocalSGD::Impl final : public detail::LocalScope {
   bool local = false; // windows reduce nothing
   std::vector<std::shared_ptr<detail::OptimizerState>> optimizers{};
   std::shared_ptr<Communicator> copies{}; // ranks that average
+  std::shared_ptr<Communicator> transfers{}; // the same ranks; with a delay another group
   std::unique_ptr<Averager> averager{};
   std::shared_ptr<Communicator> group{}; // hierarchical: this rank's
   std::unique_ptr<Averager> group_averager{};
@@ -127,7 +128,6 @@ class LocalSGD::Impl final : public detail::LocalScope {
   std::unique_ptr<detail::AveragedMoments> moments{};
   detail::SpreadWatch watch{};
   bool unread = false; // the last round's spread
-  std::string group_label{};
   WindowControl control;
   uint64_t read = 0; // WindowShared::read and range of the first batch
   std::string range{};

@@ -7,6 +7,7 @@
 #include "local_sgd/local_sgd_golden.h"
 #include "local_sgd/local_sgd_rig.h"
 #include "support/on_device.h"
+#include "support/watched_communicator.h"
 
 namespace hasten::accelerator_test {
 
@@ -70,6 +71,54 @@ TEST(LocalSGDPolicy, DelayedAveragesCorrectLater) {
     expect_equal_on_ranks(accelerator, net);
     accelerator.end_training();
   }
+}
+
+// Rank 0 calls the other collective after it has begun the average, the others before they send
+// their first slice: where one waits for the other, neither ends.
+TEST(LocalSGDPolicy, OtherCollectivesDoNotWaitForADelayedAverage) {
+  auto watched =
+      std::make_shared<testing_support::WatchedCommunicator>(testing_support::fresh_communicator());
+  const int world = watched->world_size();
+  if (world == 1) {
+    return;
+  }
+  AcceleratorOptions options;
+  options.seed.reset();
+  std::function<void()> once{};
+  watched->before = [&once](std::string_view name) {
+    if (once && name == "average slice 0") {
+      std::exchange(once, nullptr)();
+    }
+  };
+  Accelerator accelerator(options, watched);
+  Net net = net_of_seed(1);
+  torch::optim::SGD inner(net->parameters(), 0.3);
+  auto [model, optimizer] = accelerator.prepare(net, inner);
+  LocalSGD scope(accelerator, model, {.local_sgd_steps = 1, .delay = 1});
+  const auto step = [&, &model = model, &optimizer = optimizer] {
+    auto window = accelerator.accumulate(model);
+    accelerator.backward(mean_loss(model, make_batches(1)[0]), 1);
+    optimizer.step();
+    optimizer.zero_grad();
+    scope.step(); // ends an average and begins one
+  };
+  const auto other = [&] {
+    const at::Tensor ranks = torch::ones({1}, accelerator.device());
+    watched->all_reduce(ranks, ReduceOp::SUM, "another");
+    EXPECT_EQ(ranks.item<double>(), world);
+  };
+  step(); // Gloo compares an operation between the ranks when it is new
+  if (accelerator.process_index() != 0) {
+    once = other;
+  }
+  step();
+  EXPECT_FALSE(once);
+  if (accelerator.process_index() == 0) {
+    other();
+  }
+  scope.finish();
+  expect_equal_on_ranks(accelerator, net);
+  accelerator.end_training();
 }
 
 // Two groups, by rank % 2. Every second step averages the groups,

@@ -7,6 +7,7 @@
 
 #include "accelerator/state_rig.h"
 #include "local_sgd/local_sgd_rig.h"
+#include "support/on_hosts.h"
 
 namespace hasten::accelerator_test {
 
@@ -105,6 +106,15 @@ TEST(LocalSGDState, ResumedInMidRoundItIsTheUninterruptedRunBitForBit) {
         state_test::input_error([&] { outside.accelerator.load_state(folder / "state-16"); });
     EXPECT_NE(text.find("inside a LocalSGD scope"), std::string::npos) << text;
   }
+}
+
+TEST(LocalSGDState, OnHostsWithFoldersOfTheirOwnItGoesOnBitForBit) {
+  const auto communicator = testing_support::on_hosts(
+      testing_support::two_hosts(testing_support::test_world().world_size));
+  const auto folder = state_test::common_folder() / ("host" + std::to_string(communicator->host()));
+  expect_exact_resumes(communicator, folder,
+                       [] { return LocalSGDOptions{.local_sgd_steps = 5, .delay = 3}; }, 2,
+                       24 * communicator->world_size(), {15, 16, 19});
 }
 
 // Cases: which rank sums, whether sums are delayed, the number of fragments. The test saves after

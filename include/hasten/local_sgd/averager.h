@@ -152,8 +152,9 @@ class Averager : public Stateful {
   /// dropped). Hooks forget their state (CommHook::reset). Later synchronisations do not include
   /// the lost ranks' parameters. Collective over the remaining ranks, blocking. Throws
   /// CommunicationError if another rank is lost: call shrink() and recover() again. Throws
-  /// InputError with transactional=false.
-  RoundOutcome recover();
+  /// InputError with transactional=false. `remaining`: a group of the remaining ranks that takes the
+  /// place of this averager's, if another group than the averager's has shrunk.
+  RoundOutcome recover(std::shared_ptr<Communicator> remaining = nullptr);
 
   /// Report of the last synchronisation. May wait until the spread has been reduced.
   const AverageReport& report();

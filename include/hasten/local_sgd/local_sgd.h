@@ -84,8 +84,9 @@ struct LocalSGDOptions {
   /// host.
   std::string group{};
   /// Delayed averaging: a snapshot is sent while training continues. `delay` steps later the ranks'
-  /// mean minus the snapshot is added. From 0 to local_sgd_steps / average.fragments. Memory: one
-  /// more copy.
+  /// mean minus the snapshot is added. From 0 to local_sgd_steps / average.fragments. Other
+  /// collectives do not wait for what is being sent: it has another group of the same ranks. Memory:
+  /// one more copy.
   int64_t delay = 0;
   /// Weights each rank by its windows since the last average (samples, or the weight passed to
   /// accumulate and backward). False: ranks count equally.
