@@ -27,6 +27,8 @@ from download import Download
 from families import Families
 from fsdp import FsdpMemory, FsdpStep
 from gpu import Gpu
+from hosts import Hosts
+from links import Links
 from local_sgd import LocalSGDAverage, LocalSGDReviews, LocalSGDW8a, SlowLink
 from precision import Precision
 from resident_memory import ResidentMemory
@@ -484,9 +486,11 @@ BENCHMARKS = {
         FsdpMemory,
         LocalSGDAverage,
         SlowLink,
+        Links,
         LocalSGDW8a,
         LocalSGDReviews,
         CheckpointOverhead,
+        Hosts,
         ActivationPlan,
         Exported,
         OptimizerStep,
@@ -583,6 +587,8 @@ def print_table(bench, rows):
         else:
             shown += " " * 47
         print(f"{shown} {row['unit']}")
+    for line in getattr(bench, "events", []):
+        print(line)
 
 
 def main():

@@ -1,10 +1,11 @@
-// Collectives alone, fp32, between the ranks of one host. Started by `hasten launch`.
-//   collectives shm|gloo [--rounds N]
+// Collectives alone, fp32. Started by `hasten launch`, or by hosts.py as ranks of several hosts.
+//   collectives shm|gloo|auto [--rounds N] [--large]
 // Rank 0 prints one JSON line: for each operation and size the best and the median seconds of a
 // call, of the slowest rank. "copy": every rank copies as many bytes in its own memory at the same
 // time, the limit of what goes through memory. For all_reduce and copy the size is that of the
 // tensor, for reduce_scatter and all_gather that of all rows. The tensors are the group's
 // (allocate_tensor), as those of DDP and FSDP are; those of all_reduce_elsewhere are torch's.
+// --large: all_reduce of 64 MiB alone.
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -40,11 +41,19 @@ static nlohmann::json measure(Communicator& group, int calls, const std::functio
   return {{"best", seconds.min().item<double>()}, {"median", seconds.median().item<double>()}};
 }
 
-static int run(const std::string& backend, int rounds) {
+static int run(const std::string& backend, int rounds, bool large) {
   const auto group = Communicator::create(world_from_environment(), {.backend = backend});
   const int64_t world = group->world_size();
   nlohmann::json result;
+  if (large) {
+    const at::Tensor tensor = group->allocate_tensor(16 << 20, torch::kFloat).fill_(1);
+    result["all_reduce_65536k"] = measure(
+        *group, 5 * rounds, [&] { group->all_reduce(tensor, ReduceOp::AVG, "all_reduce"); });
+  }
   for (const int64_t bytes : {4 << 10, 256 << 10, 4 << 20, 64 << 20}) {
+    if (large) {
+      break;
+    }
     const auto calls = static_cast<int>(std::clamp<int64_t>((256 << 20) / bytes, 10, 400)) * rounds;
     const std::string size = std::to_string(bytes >> 10) + "k";
     const auto allocate = [&](int64_t numel) {
@@ -82,12 +91,15 @@ static int run(const std::string& backend, int rounds) {
 int main(int argc, char** argv) {
   at::set_num_threads(1);
   int rounds = 1;
-  for (int i = 2; i + 1 < argc; ++i) {
-    rounds = std::strcmp(argv[i], "--rounds") == 0 ? std::stoi(argv[i + 1]) : rounds;
+  bool large = false;
+  for (int i = 2; i < argc; ++i) {
+    large = large || std::strcmp(argv[i], "--large") == 0;
+    rounds =
+        std::strcmp(argv[i], "--rounds") == 0 && i + 1 < argc ? std::stoi(argv[i + 1]) : rounds;
   }
   if (argc < 2) {
-    std::fprintf(stderr, "collectives shm|gloo [--rounds N]\n");
+    std::fprintf(stderr, "collectives shm|gloo|auto [--rounds N] [--large]\n");
     return 2;
   }
-  return hasten::run(argv[1], rounds);
+  return hasten::run(argv[1], rounds, large);
 }

@@ -66,8 +66,7 @@ class Link:
                 )
                 self.holders.append(holder)
                 holder.stdout.readline()
-            first, second = self.holders
-            self.inside(first, "ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid))
+            self.connect()
             for holder, address in zip(self.holders, self.ADDRESSES):
                 self.inside(holder, "ip", "address", "add", f"{address}/24", "dev", "cable")
                 self.inside(holder, "ip", "link", "set", "cable", "up")
@@ -76,6 +75,10 @@ class Link:
         except BaseException:
             self.__exit__()
             raise
+
+    def connect(self):
+        first, second = self.holders
+        self.inside(first, "ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid))
 
     def __exit__(self, *_):
         while self.holders:
