@@ -136,7 +136,7 @@ TEST(Nodes, ASignalToOneLauncherReachesTheRanksOfAllHosts) {
 TEST(Nodes, MissingHostsAndTwoWithOneNodeRankAreNamed) {
   const TemporaryFolder folder;
   detail::run_launchers(folder, "NODES=3; launch a 0 true & launch c 2 true",
-                        {{"FLAGS", "--rdzv-conf join_timeout=2"}});
+                        {{"FLAGS", "--rdzv-conf join_timeout=4"}});
   for (const char* host : {"a", "c"}) {
     detail::expect_said(folder, host, "1", "missing: node rank 1");
   }

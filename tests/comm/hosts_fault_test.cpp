@@ -207,6 +207,7 @@ HASTEN_RANK_FUNCTION(HostsCountBytes) {
   comm->barrier("start");
   const int64_t before = tcp_bytes_sent();
   comm->all_reduce(tensor, ReduceOp::SUM, "counted");
+  comm->barrier("received");
   rank.report("bytes", tcp_bytes_sent() - before);
   comm->close();
 }

@@ -11,6 +11,7 @@
 #include "groups/group_core.h"
 #include "meet/beat_watch.h"
 #include "meet/hellos.h"
+#include "meet/world_link.h"
 
 namespace hasten::detail {
 
@@ -32,6 +33,15 @@ class CountingStore final : public c10d::HashStore {
     auto value = HashStore::get(key);
     bytes += std::ssize(value);
     return value;
+  }
+  void append(const std::string& key, const std::vector<uint8_t>& value) override {
+    ++keys;
+    HashStore::append(key, value);
+  }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    ++keys;
+    return HashStore::compareSet(key, expected, desired);
   }
   int64_t add(const std::string& key, int64_t value) override {
     ++keys;
@@ -101,6 +111,14 @@ void greet(c10d::Store& store, const std::vector<int>& ranks) {
   }
 }
 
+/// Asks the ranks in turns until each has said once that it is ready.
+void take_turns(std::vector<int> waiting, const std::function<bool(int rank)>& ready) {
+  for (int turn = 0; turn < 3; ++turn) {
+    std::erase_if(waiting, ready);
+  }
+  EXPECT_TRUE(waiting.empty());
+}
+
 void exchange(c10d::Store& store, const std::vector<int>& ranks) {
   std::vector<StoreBytes> expected;
   std::vector<ValueExchange> open;
@@ -109,19 +127,33 @@ void exchange(c10d::Store& store, const std::vector<int>& ranks) {
     open.push_back(exchange_values("values", static_cast<int>(rank), static_cast<int>(ranks.size()),
                                    expected.back()));
   }
-  std::vector<int> waiting = ranks;
-  for (int turn = 0; turn < 3 && !waiting.empty(); ++turn) {
-    std::erase_if(waiting, [&](int rank) {
-      const auto values = open[static_cast<size_t>(rank)](store, kNotCancelled);
-      EXPECT_TRUE(!values || *values == expected);
-      return values.has_value();
-    });
+  take_turns(ranks, [&](int rank) {
+    const auto values = open[static_cast<size_t>(rank)](store, kNotCancelled);
+    EXPECT_TRUE(!values || *values == expected);
+    return values.has_value();
+  });
+}
+
+void shrink(c10d::Store& store, std::vector<int> ranks) {
+  std::vector<bool> lost(ranks.size());
+  lost[3] = true;
+  std::vector<MembersDecision> open;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    open.push_back(decide_members(
+        static_cast<int>(rank), [lost] { return lost; }, CommClock::time_point::max()));
   }
-  EXPECT_TRUE(waiting.empty());
+  std::erase(ranks, 3);
+  std::vector<int> expected = ranks;
+  std::ranges::sort(expected);
+  take_turns(ranks, [&](int rank) {
+    const auto members = open[static_cast<size_t>(rank)](store, kNotCancelled);
+    EXPECT_TRUE(!members || *members == expected);
+    return members.has_value();
+  });
 }
 
 TEST(Scale, ARankAsksTheStoreForAsManyKeysOn64HostsAsOn8) {
-  const std::pair<Meeting, int> meetings[] = {{greet, 250}, {exchange, 25}};
+  const std::pair<Meeting, int> meetings[] = {{greet, 250}, {exchange, 25}, {shrink, 8}};
   for (const auto& [meeting, bytes_of_a_rank] : meetings) {
     const Cost many = cost_of(meeting, 64);
     EXPECT_FALSE(keys_grow(cost_of(meeting, 8), many));

@@ -6,9 +6,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -72,6 +74,14 @@ struct ClosedGroup {
   int world_size = 0;
   std::vector<std::shared_ptr<void>> connections{};
 };
+
+using MembersDecision = std::function<std::optional<std::vector<int>>(
+    c10d::Store&, const std::atomic<bool>& cancelled)>;
+
+/// For StoreThread::post_until, on each remaining rank: which ranks are in the shrunk world. Decided
+/// when every rank is present or `lost`, or at the deadline. Then the keys of Liveness exist.
+MembersDecision decide_members(int rank, std::function<std::vector<bool>()> lost,
+                               CommClock::time_point deadline);
 
 class WorldLink {
  public:

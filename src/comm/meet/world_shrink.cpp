@@ -1,14 +1,15 @@
 // Shrinks a world to the remaining ranks.
 //
 // Note [Shrinking]
-// The store outlives the world. The remaining ranks connect to it again, under new keys. Each
-// writes that it is present. The first rank that sees every rank as present or lost (Liveness of
-// the old world still runs) proposes the list of present ranks. The first proposal counts for all.
-// There is no handshake, because the members know each other from the old world. The keys of the
-// new Liveness exist before it starts. So from the decision on, a member that dies is a failure of
+// The store outlives the world. The remaining ranks connect to it again, under new keys. Each adds
+// its number to one list. The first rank that sees every rank as listed or lost (Liveness of the
+// old world still runs) proposes the list of present ranks. The first proposal counts for all.
+// There is no handshake, because the members know each other from the old world. Who proposes sets
+// the keys of the new Liveness before. So from the decision on, a member that dies is a failure of
 // the new world on every member, and they shrink again.
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <utility>
 
 #include "hasten/base/error.h"
@@ -21,6 +22,7 @@ namespace hasten::detail {
 using std::chrono::milliseconds;
 
 constexpr const char* kShrinkWhere = "comm::shrink";
+constexpr const char* kShrinkPresent = "here";
 constexpr const char* kShrinkMembers = "members";
 
 /// `before`, reduced to some of its ranks.
@@ -42,35 +44,39 @@ static WorldRanks ranks_of_members(const WorldRanks& before, const std::vector<i
   return left;
 }
 
-/// Runs in the store's thread. Returns the members; empty if cancelled.
-std::vector<int> decide_members(c10d::Store& store, const std::atomic<bool>& cancelled,
-                                const Liveness& liveness, int rank,
-                                CommClock::time_point deadline) {
-  const auto here_key = [](size_t i) { return "here/" + std::to_string(i); };
-  store.set(here_key(static_cast<size_t>(rank)), std::string("1"));
-  std::vector<bool> here(liveness.lost().size());
-  StorePause pause;
-  while (!cancelled) {
-    if (store.check({kShrinkMembers})) {
-      return parse_json("comm::shrink", kShrinkMembers, store.get_to_str(kShrinkMembers));
+MembersDecision decide_members(int rank, std::function<std::vector<bool>()> lost,
+                               CommClock::time_point deadline) {
+  return [=, said = false](c10d::Store& store,
+                           const auto&) mutable -> std::optional<std::vector<int>> {
+    if (!std::exchange(said, true)) {
+      const std::string text = std::to_string(rank) + ' ';
+      store.append(kShrinkPresent, {text.begin(), text.end()});
     }
-    const std::vector<bool> lost = liveness.lost();
+    if (store.check({kShrinkMembers})) {
+      const std::string text = store.get_to_str(kShrinkMembers);
+      return parse_json(kShrinkWhere, kShrinkMembers, text).get<std::vector<int>>();
+    }
+    std::vector<bool> known = lost();
     std::vector<int> members;
-    bool complete = true;
-    for (size_t i = 0; i < here.size(); ++i) {
-      here[i] = here[i] || store.check({here_key(i)});
-      complete = complete && (here[i] || lost[i]);
-      if (here[i] && !lost[i]) {
+    std::istringstream present(store.get_to_str(kShrinkPresent));
+    for (size_t i = 0; present >> i;) {
+      if (!known.at(i)) {
         members.push_back(static_cast<int>(i));
+        known[i] = true;
       }
     }
-    if (complete || CommClock::now() > deadline) {
-      store.compareSet(kShrinkMembers, std::string(), nlohmann::json(members).dump());
-      continue; // the first proposal counts
+    if (std::ranges::count(known, false) == 0 || CommClock::now() > deadline) {
+      const std::string none; // sets only keys that do not exist: another may have proposed
+      for (size_t i = 0; i < members.size(); ++i) {
+        store.compareSet(Liveness::beat_key(static_cast<int>(i)), none,
+                         std::string(Liveness::kFirstBeat));
+      }
+      store.compareSet(Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
+      std::ranges::sort(members);
+      store.compareSet(kShrinkMembers, none, nlohmann::json(members).dump());
     }
-    pause();
-  }
-  return {};
+    return std::nullopt; // the first proposal counts
+  };
 }
 
 /// Called by all remaining ranks.
@@ -86,11 +92,8 @@ std::vector<int> WorldLink::agree_on_members(StoreThread& store) {
     }
   };
   refuse_without_store();
-  std::future<std::vector<int>> future =
-      store.post<std::vector<int>>([liveness = liveness_, rank = world().rank, deadline](
-                                       c10d::Store& s, const std::atomic<bool>& cancelled) {
-        return decide_members(s, cancelled, *liveness, rank, deadline);
-      });
+  std::future<std::vector<int>> future = store.post_until<std::vector<int>>(
+      decide_members(world().rank, [liveness = liveness_] { return liveness->lost(); }, deadline));
   std::vector<int> members;
   std::string why = "the store does not answer";
   const bool met = await_future(future, deadline + milliseconds(2000), [&] {
@@ -136,20 +139,6 @@ std::shared_ptr<WorldLink> WorldLink::shrink(std::vector<int>& members) {
   if (std::ssize(members) == world().world_size) {
     return nullptr;
   }
-  std::future<bool> keys =
-      store.thread->post<bool>([size = members.size()](c10d::Store& s, const std::atomic<bool>&) {
-        const std::string none; // sets only keys that do not exist: a member may have set them
-        for (size_t i = 0; i < size; ++i) {
-          s.compareSet(Liveness::beat_key(static_cast<int>(i)), none,
-                       std::string(Liveness::kFirstBeat));
-        }
-        s.compareSet(Liveness::kFailureKey, none, std::string(Liveness::kNoFailure));
-        return true;
-      });
-  if (!await_future(keys, CommClock::now() + ranks_.timeout, throw_if_interrupted)) {
-    throw CommunicationError(kShrinkWhere, "the store does not answer");
-  }
-  keys.get();
   auto link = std::make_shared<WorldLink>(ranks_of_members(ranks, members), store);
   shrunk_ = true;
   return link;
