@@ -80,7 +80,7 @@ using MembersDecision = std::function<std::optional<std::vector<int>>(
 
 /// For StoreThread::post_until, on each remaining rank: which ranks are in the shrunk world. Decided
 /// when every rank is present or `lost`, or at the deadline. Then the keys of Liveness exist.
-MembersDecision decide_members(int rank, std::function<std::vector<bool>()> lost,
+MembersDecision decide_members(int rank, const std::function<std::vector<bool>()>& lost,
                                CommClock::time_point deadline);
 
 class WorldLink {

@@ -44,7 +44,7 @@ static WorldRanks ranks_of_members(const WorldRanks& before, const std::vector<i
   return left;
 }
 
-MembersDecision decide_members(int rank, std::function<std::vector<bool>()> lost,
+MembersDecision decide_members(int rank, const std::function<std::vector<bool>()>& lost,
                                CommClock::time_point deadline) {
   return [=, said = false](c10d::Store& store,
                            const auto&) mutable -> std::optional<std::vector<int>> {
